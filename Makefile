@@ -1,0 +1,60 @@
+# Two commands for a bare machine with Python 3.11+ and make; all set-up goes into .venv, once:
+#   make train    make test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+# The wheel index that torch comes from, beside pip's own. On Linux, PyPI's torch brings gigabytes
+# of CUDA. So by default: nothing extra where pip has indexes of its own configured, or where there
+# is an NVIDIA GPU to use (PyPI's build is then the right one); else PyTorch's CPU builds.
+# Your choice: make test TORCH_INDEX=https://download.pytorch.org/whl/cu130, or TORCH_INDEX= for none.
+TORCH_INDEX ?= $(shell $(BIN)/python -m pip config list | grep -E 'index|find-links' >/dev/null \
+	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
+
+.PHONY: help train test lint types tests mutants format clean
+.DELETE_ON_ERROR:
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4" to choose
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint types tests ## lint, types and tests
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/dev.stamp
+	$(BIN)/pyright
+
+tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
+	$(BIN)/python -m pytest $(ARGS)
+
+mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+format: $(VENV)/dev.stamp ## format the code and fix what lint can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove .venv, caches and outputs
+	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache build dist *.png examples/*.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv/dev.stamp: fzero, editable, with its extra `dev`; likewise for the other extras.
+$(VENV)/%.stamp: $(VENV)/base.stamp
+	$(INSTALL) --quiet --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# torch comes first, by itself, so that TORCH_INDEX serves nothing else.
+$(VENV)/base.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'fzero needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(addprefix --extra-index-url=,$(TORCH_INDEX)) torch
+	$(INSTALL) --quiet hatchling editables
+	@touch $@

@@ -1,0 +1,49 @@
+"""fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
+
+from fzero import nn, optim, transforms, tree
+from fzero._record import Log, record
+from fzero.collectives import all_gather, pmean, psum, psum_scatter
+from fzero.layout import PerRank, Shard, Slot, Spec, default_units
+from fzero.mesh import Mesh, assume_replicated, mesh
+from fzero.transforms import (
+    Layout,
+    ShardedStep,
+    gather,
+    partition,
+    reduce_scatter,
+    shard,
+    step,
+    value_and_grad,
+)
+from fzero.world import axis_index, axis_size
+
+__all__ = [
+    "Layout",
+    "Log",
+    "Mesh",
+    "PerRank",
+    "Shard",
+    "ShardedStep",
+    "Slot",
+    "Spec",
+    "all_gather",
+    "assume_replicated",
+    "axis_index",
+    "axis_size",
+    "default_units",
+    "gather",
+    "mesh",
+    "nn",
+    "optim",
+    "partition",
+    "pmean",
+    "psum",
+    "psum_scatter",
+    "record",
+    "reduce_scatter",
+    "shard",
+    "step",
+    "transforms",
+    "tree",
+    "value_and_grad",
+]

@@ -1,0 +1,54 @@
+"""A unit as one flat buffer: leaves to buffer, buffer to leaves, and the own range of it.
+
+Each function takes `lead`, the number of leading dimensions that all its tensors share and that are carried
+through: 0, or more under a user's vmap.
+"""
+
+import torch
+
+from fzero.collectives import Tensors
+from fzero.layout import Spec
+
+__all__ = ["own_range", "pack", "pad_own", "unpack"]
+
+
+def pack(spec: Spec, leaves: Tensors, lead: int = 0, padded: bool = True) -> torch.Tensor:
+    """Concatenate a unit's leaves `[.., *shape]` into one buffer `[.., N k]` (without `padded`, `[.., numel]`)."""
+    rows = leaves[0].shape[:lead]
+    parts = [x.reshape((*rows, size)) for x, size in zip(leaves, spec.sizes, strict=True)]
+    padding = spec.shard_numel * spec.ranks - spec.numel
+    if padded and padding:
+        parts.append(leaves[0].new_zeros((*rows, padding)))
+    return torch.cat(parts, dim=lead)
+
+
+def unpack(spec: Spec, buffer: torch.Tensor, lead: int = 0) -> list[torch.Tensor]:
+    """View a unit's buffer `[.., N k]` as its leaves `[.., *shape]`; no copy."""
+    rows = buffer.shape[:lead]
+    return [
+        buffer.narrow(lead, offset, size).view((*rows, *shape))
+        for offset, size, shape in zip(spec.offsets, spec.sizes, spec.shapes, strict=False)
+    ]
+
+
+def own_range(spec: Spec, leaves: Tensors, rank: int, lead: int = 0) -> torch.Tensor:
+    """Copy one rank's shard `[.., k]` out of a unit's leaves: O(k), the whole buffer is never built."""
+    rows, k = leaves[0].shape[:lead], spec.shard_numel
+    start, stop = rank * k, rank * k + k
+    parts = []
+    for x, offset, size in zip(leaves, spec.offsets, spec.sizes, strict=False):
+        first, last = max(start - offset, 0), min(stop - offset, size)
+        if first < last:
+            parts.append(x.reshape((*rows, size)).narrow(lead, first, last - first))
+    padding = k - sum(part.shape[lead] for part in parts)
+    if padding or not parts:
+        parts.append(leaves[0].new_zeros((*rows, padding)))
+    return torch.cat(parts, dim=lead)
+
+
+def pad_own(spec: Spec, shard: torch.Tensor, rank: int, lead: int = 0) -> list[torch.Tensor]:
+    """Put one rank's shard `[.., k]` in its place among zeros: the transpose of `own_range`."""
+    rows, k = shard.shape[:lead], spec.shard_numel
+    buffer = shard.new_zeros((*rows, k * spec.ranks))
+    buffer.narrow(lead, rank * k, k).copy_(shard)
+    return unpack(spec, buffer, lead)

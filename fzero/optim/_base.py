@@ -1,0 +1,84 @@
+"""The (init, update) pair, optax's: an optimizer is two pure functions over trees.
+
+`init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
+parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair runs on any layout unchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+
+__all__ = ["Optimizer", "apply_updates", "chain"]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An (init, update) pair; it unpacks as one: `init, update = opt`.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
+        elementwise: whether the pair gives the same numbers on flat shards as on whole leaves. True of all pairs
+            in `fzero.optim`; `fzero.testing.check_elementwise` finds out.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    elementwise: bool = True
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.update))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Add updates to parameters, keeping their dtypes; leaves that are one tensor object (tied) stay one.
+
+    Raises:
+        ValueError: if the trees differ in structure or are cut differently. Names the path.
+
+    Example:
+        >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(0.5)})
+        {'w': tensor(1.5000)}
+    """
+    done: dict[int, torch.Tensor] = {}
+
+    def add(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        if id(p) not in done:
+            done[id(p)] = (p + u).to(p.dtype)
+        return done[id(p)]
+
+    return tree.map(add, params, updates)
+
+
+def chain(*pairs: Any) -> Optimizer:
+    """Compose pairs: the updates of one are the gradients of the next.
+
+    Args:
+        *pairs: (init, update) pairs, third-party ones among them.
+
+    Returns:
+        A pair whose state is the tuple of their states.
+
+    Example:
+        >>> from fzero.optim import clip_by_global_norm, sgd
+        >>> chain(clip_by_global_norm(1.0), sgd(0.5)).update({"w": torch.tensor([3.0, 4.0])}, ((), sgd(0.5).init({})))[
+        ...     0
+        ... ]
+        {'w': tensor([-0.3000, -0.4000])}
+    """
+
+    def init(params: Any) -> Any:
+        return tuple([pair.init(params) for pair in pairs])
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = []
+        for pair, s in zip(pairs, state, strict=True):
+            grads, s = pair.update(grads, s, params)
+            new.append(s)
+        return grads, tuple(new)
+
+    return Optimizer(init, update, all(getattr(pair, "elementwise", True) for pair in pairs))

@@ -1,0 +1,59 @@
+"""Stochastic gradient descent."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.optim._base import Optimizer
+from fzero.optim._schedules import Schedule, rate_at
+
+__all__ = ["SgdState", "sgd"]
+
+
+class SgdState(NamedTuple):
+    """The number of updates done (int64, 0-d), and the momentum buffers, like the parameters (or None)."""
+
+    count: torch.Tensor
+    momentum: Any
+
+
+def sgd(learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Optimizer:
+    """Descend along the gradient, with momentum if asked: `torch.optim.SGD`'s numbers.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        momentum: how much of the last direction stays; 0 keeps no state for it.
+        nesterov: whether to look ahead (Sutskever et al., ICML 2013, as torch.optim writes it).
+
+    Returns:
+        A pair.
+
+    Raises:
+        ValueError: if `nesterov` is asked for without momentum.
+
+    Example:
+        >>> opt = sgd(0.1)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.2000)}
+    """
+    if nesterov and not momentum:
+        raise ValueError("nesterov=True needs momentum > 0")
+
+    def init(params: Any) -> SgdState:
+        return SgdState(
+            torch.zeros((), dtype=torch.int64),
+            tree.map(torch.zeros_like, params) if momentum else None,
+        )
+
+    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
+        rate = rate_at(learning_rate, state.count)
+        buffers, direction = None, grads
+        if momentum:
+            # a zero buffer at first gives torch's: buf = grad
+            buffers = tree.map(lambda g, b: momentum * b + g, grads, state.momentum)
+            direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
+        return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
+
+    return Optimizer(init, update)

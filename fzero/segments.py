@@ -1,0 +1,129 @@
+"""Which leaf each element of a flat shard belongs to: what optimizers need to be exact on shards.
+
+A third-party optimizer may make the padding of a shard nonzero; it lies in no leaf, so nothing here counts it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import assume_constant_result
+from fzero.collectives import psum
+from fzero.layout import Shard, groups, is_box, shard_numel, spec_of, unit_axis
+
+__all__ = ["abstract", "global_norm", "per_leaf"]
+
+
+@assume_constant_result
+def _ends(uid: int) -> tuple[int, ...]:
+    return spec_of(uid).offsets[1:]
+
+
+def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
+    """Return for each element of this rank's shard the index of its leaf; padding has the number of leaves.
+
+    Returns:
+        An int64 tensor `[k]`.
+    """
+    k = shard_numel(uid)
+    position = unit_axis(uid).token.to(device) * k + torch.arange(k, device=device)
+    return torch.bucketize(position, torch.tensor(_ends(uid + 0), device=device), right=True)
+
+
+def without_padding(box: Shard) -> torch.Tensor:
+    """Return a shard's data `[k]` with zeros in the padding."""
+    axis, k, numel = unit_axis(box.uid), shard_numel(box.uid), _ends(box.uid + 0)[-1]
+    if k * axis.size == numel:
+        return box.data
+    position = axis.token.to(box.data.device) * k + torch.arange(k, device=box.data.device)
+    return torch.where(position < numel, box.data, torch.zeros_like(box.data))
+
+
+def global_norm(params: Any) -> torch.Tensor:
+    """Return the 2-norm of all elements of a tree, exact on any layout.
+
+    Shards are summed over their ranks by one scalar psum an axis, replicated leaves and tied ones are counted once,
+    padding is not. Sums run in float32 at least.
+
+    Returns:
+        A 0-d tensor, equal on all ranks if the replicated leaves are.
+
+    Example:
+        >>> import fzero
+        >>> tree = {"w": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor(4.0)}
+        >>> global_norm(tree)
+        tensor(5.)
+        >>> fzero.mesh(dp=2).spmd(lambda t: global_norm(fzero.partition(t)))(tree)
+        tensor(5.)
+    """
+    entries = tree.flatten(params, is_box)[0]
+    sharded: dict[str, torch.Tensor] = {}
+    plain: dict[int, torch.Tensor] = {}
+    for x in entries:
+        if isinstance(x, Shard):
+            name = unit_axis(x.uid).name
+            square = _square(without_padding(x))
+            sharded[name] = sharded[name] + square if name in sharded else square
+        elif isinstance(x, torch.Tensor) and id(x) not in plain:
+            plain[id(x)] = _square(x)
+    squares = [psum(square, name) for name, square in sharded.items()] + list(plain.values())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
+
+
+def abstract(params: Any) -> Any:
+    """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
+
+    Example:
+        >>> import fzero
+        >>> f = lambda t: [tuple(x.shape) for x in fzero.tree.tensors(abstract(fzero.partition(t)))]
+        >>> fzero.mesh(dp=2).spmd(f)({"w": torch.ones(2, 3)})
+        [(2, 3)]
+    """
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    for i, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            entries[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    for uid, _, members in groups(paths, entries):
+        shapes, dtype = _shapes(uid + 0)
+        for position, index in members:
+            entries[position] = torch.empty(shapes[index], dtype=dtype, device="meta")
+    return tree.unflatten(structure, entries)
+
+
+@assume_constant_result
+def _shapes(uid: int) -> tuple[tuple[tuple[int, ...], ...], torch.dtype]:
+    return spec_of(uid).shapes, spec_of(uid).dtype
+
+
+def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
+    """Spread one number a leaf over a tree of any layout.
+
+    Args:
+        params: a tree, whole or cut.
+        values: a tree of numbers (or bools) with the structure of the whole tree, or a function that makes one from
+            a tree of the leaves' shapes (meta tensors).
+
+    Returns:
+        A tree like `params`: a number where all elements have the same, else a tensor `[k]` in the box.
+
+    Raises:
+        ValueError: if `values` has another structure than `params`. Names the path.
+    """
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
+    out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
+    for uid, box, members in groups(paths, entries):
+        by_index = {index: float(leaves[position]) for position, index in members}
+        row = [by_index[i] for i in range(len(by_index))]
+        if len(set(row)) == 1:
+            out[members[0][0]] = Shard(row[0], uid)
+        else:
+            table = torch.tensor([*row, 0.0], dtype=box.data.dtype, device=box.data.device)
+            out[members[0][0]] = Shard(table[segment_ids(uid, box.data.device)], uid)
+    return tree.unflatten(structure, out)

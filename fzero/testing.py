@@ -1,0 +1,248 @@
+"""Tests of your own train steps: that a sharded step gives the numbers of the unsharded one.
+
+Needs the extra `fzero[testing]` (hypothesis).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from fzero import optim, tree
+from fzero.layout import PerRank
+from fzero.mesh import mesh as make_mesh
+from fzero.transforms import shard
+from fzero.world import UnitRule
+
+__all__ = [
+    "assert_equivalent",
+    "assert_trees_close",
+    "check_elementwise",
+    "optimizers",
+    "stages",
+    "trees",
+    "world_sizes",
+]
+
+
+def assert_trees_close(actual: Any, expected: Any, rtol: float | None = None, what: str = "") -> None:
+    """Assert that two trees have one structure, and leaves of equal shapes, dtypes and values.
+
+    Args:
+        actual: a tree.
+        expected: a tree.
+        rtol: the largest difference allowed, relative to the largest absolute value of the expected leaf; by
+            default 1e-12 for float64, 1e-5 for float32, 1e-2 for less. Integer leaves must be equal.
+        what: put before the path in messages.
+
+    Raises:
+        AssertionError: if they differ. Names the leaf's path and the difference.
+
+    Example:
+        >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2)})
+    """
+    paths, leaves, _ = tree.flatten_with_paths(expected)
+    try:
+        others = tree.leaves_up_to(expected, actual)
+    except ValueError as error:
+        raise AssertionError(f"{what}: {error}") from error
+    for path, y, x in zip(paths, leaves, others, strict=True):
+        where = f"{what} leaf {path!r}" if path else what
+        if not isinstance(y, torch.Tensor):
+            assert type(x) is type(y) and x == y, f"{where}: {x!r} is not {y!r}"
+            continue
+        assert isinstance(x, torch.Tensor), f"{where}: {x!r} is not a tensor"
+        given, wanted = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
+        assert given == wanted, f"{where}: {given} is not {wanted}"
+        if not y.is_floating_point():
+            assert torch.equal(x, y), f"{where}: {x} is not {y}"
+            continue
+        default = {torch.float64: 1e-12, torch.float32: 1e-5}.get(y.dtype, 1e-2)
+        limit = default if rtol is None else rtol
+        scale = y.abs().max().item() if y.numel() else 0.0
+        try:
+            torch.testing.assert_close(x, y, rtol=0, atol=limit * scale, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error} (allowed: {limit} of {scale})") from error
+
+
+def assert_equivalent(
+    train_step: Callable[..., Any],
+    params: Any,
+    opt: Any,
+    batches: Sequence[Any],
+    stages: Sequence[int] = (0, 1, 2, 3),
+    world_sizes: Sequence[int] = (1, 2, 4),
+    *,
+    rtol: float | None = None,
+    units: UnitRule | None = None,
+) -> None:
+    """Assert that a sharded train step gives the numbers of the unsharded one, at every stage and world size.
+
+    Trains unsharded on the global batches, then sharded on simulated ranks, and compares every result of every step,
+    and the parameters and optimizer state at the end.
+
+    Args:
+        train_step: `(params, opt_state, batch) -> (params, opt_state, ...)`.
+        params: a tree of tensors; float64 shows most.
+        opt: the (init, update) pair that `train_step` uses.
+        batches: global batches, one a step: trees of tensors whose dimension 0 divides by each world size.
+        stages: the ZeRO stages to try.
+        world_sizes: the numbers of ranks to try.
+        rtol: see `assert_trees_close`.
+        units: the unit rule, as for `fzero.shard`.
+
+    Raises:
+        AssertionError: if anything differs. Names stage, world size, step and leaf.
+
+    Example:
+        >>> import fzero
+        >>> opt = optim.adam(1e-2)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> params = {"w": torch.randn(3, 2, dtype=torch.float64)}
+        >>> assert_equivalent(train_step, params, opt, [torch.randn(8, 3, dtype=torch.float64) for _ in range(3)])
+    """
+    expected = [(params, opt.init(params))]
+    for batch in batches:
+        expected.append(train_step(*expected[-1][:2], batch))
+    for n in world_sizes:
+        mesh = make_mesh(simulate=True, dp=n)
+        for stage in stages:
+            step = shard(train_step, stage=stage, mesh=mesh, units=units)
+            state = step.init(params, opt)
+            for i, batch in enumerate(batches):
+                state = step(*state[:2], mesh.split(batch))
+                what = f"stage={stage}, dp={n}, step {i}: result"
+                for j in range(2, len(state)):
+                    whole = step.gather(state[j])
+                    assert_trees_close(_unboxed(whole), expected[i + 1][j], rtol, f"{what} {j}")
+            what = f"stage={stage}, dp={n}, after {len(batches)} steps:"
+            assert_trees_close(step.gather(state[0]), expected[-1][0], rtol, f"{what} parameters")
+            assert_trees_close(step.gather(state[1]), expected[-1][1], rtol, f"{what} optimizer state")
+
+
+def _unboxed(values: Any) -> Any:
+    """Concatenate what the ranks returned one by one, as the unsharded step's batch dimension has it."""
+
+    def join(x: Any) -> Any:
+        return tree.map(lambda v: v.flatten(0, 1), x.value) if isinstance(x, PerRank) else x
+
+    return tree.map(join, values, is_leaf=lambda x: isinstance(x, PerRank))
+
+
+def check_elementwise(opt: Any, steps: int = 3) -> bool:
+    """Tell whether an (init, update) pair gives the same numbers on flat shards as on whole leaves.
+
+    Args:
+        opt: a pair; a third-party one, say.
+        steps: updates to try.
+
+    Returns:
+        Whether it may run on shards, at stages 1 to 3.
+
+    Example:
+        >>> check_elementwise(optim.adam(0.1))
+        True
+    """
+    g = torch.Generator().manual_seed(0)
+
+    def whole() -> dict[str, torch.Tensor]:
+        shapes = {"a": (4, 6), "b": (5,), "c": (3, 2, 2)}
+        return {k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in shapes.items()}
+
+    def shards(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        flat = torch.cat([x.flatten() for x in values.values()])
+        return {"a": flat[:17], "b": flat[17:35], "c": flat[35:]}
+
+    def run(params: Any, grads: Sequence[Any]) -> Any:
+        state = opt.init(params)
+        for g in grads:
+            updates, state = opt.update(g, state, params=params)
+            params = optim.apply_updates(params, updates)
+        return params
+
+    params, grads = whole(), [whole() for _ in range(steps)]
+    mine = run(shards(params), [shards(g) for g in grads])
+    theirs = shards(run(params, grads))
+    return all(torch.allclose(mine[k], theirs[k], rtol=1e-9, atol=1e-12) for k in theirs)
+
+
+# ---------------------------------------------------------------- hypothesis strategies
+
+
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def stages() -> st.SearchStrategy[int]:
+    """Draw a ZeRO stage: 0 to 3."""
+    return st.integers(0, 3)
+
+
+def world_sizes(most: int = 8) -> st.SearchStrategy[int]:
+    """Draw a number of ranks: 1 to `most`."""
+    return st.integers(1, most)
+
+
+def shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw an awkward shape: 0-d, empty, and sizes that divide by nothing."""
+    return st.one_of(
+        st.just(()),
+        st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
+        st.sampled_from([(0,), (3, 0), (1,), (13,), (1, 1), (17,)]),
+    )
+
+
+def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw a tree of tensors: nested dicts, lists, tuples, NamedTuples and None, with awkward shapes.
+
+    Args:
+        dtypes: what the leaves' dtypes are drawn from; integer and bool ones are filled with small numbers.
+        max_leaves: about the largest number of leaves.
+
+    Returns:
+        A strategy of dicts with at least one leaf, values standard normal, from the drawn seed.
+    """
+
+    def leaf(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(seed)
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+        return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=g).to(dtype)
+
+    leaves = st.builds(leaf, shapes(), st.sampled_from(list(dtypes)), st.integers(0, 2**31))
+    nested = st.recursive(
+        leaves | st.none(),
+        lambda children: st.one_of(
+            st.lists(children, min_size=1, max_size=3),
+            st.lists(children, min_size=1, max_size=3).map(tuple),
+            st.builds(_Pair, children, children),
+            st.dictionaries(st.sampled_from("abcxyz"), children, min_size=1, max_size=3),
+        ),
+        max_leaves=max_leaves,
+    )
+    return st.builds(lambda first, rest: {"first": first, "rest": rest}, leaves, nested)
+
+
+def optimizers() -> st.SearchStrategy[optim.Optimizer]:
+    """Draw one of fzero's optimizers, with clipping, schedules and decay masks."""
+
+    def matrices(params: Any) -> Any:
+        return tree.map(lambda p: p.ndim >= 2, params)
+
+    return st.sampled_from(
+        [
+            optim.sgd(0.1),
+            optim.sgd(0.1, momentum=0.9),
+            optim.sgd(optim.warmup_cosine(0.1, 1, 4), momentum=0.9, nesterov=True),
+            optim.adam(1e-2, eps=1e-3),
+            optim.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices),
+            optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)),
+            optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.constant(1e-2), eps=1e-3)),
+        ]
+    )

@@ -1,0 +1,19 @@
+"""The four transforms over trees (partition, gather, reduce_scatter, step), and `shard`, which composes them."""
+
+from fzero.transforms._gather import gather
+from fzero.transforms._partition import partition
+from fzero.transforms._reduce_scatter import reduce_scatter
+from fzero.transforms._shard import Layout, ShardedStep, shard
+from fzero.transforms._step import step
+from fzero.transforms._value_and_grad import value_and_grad
+
+__all__ = [
+    "Layout",
+    "ShardedStep",
+    "gather",
+    "partition",
+    "reduce_scatter",
+    "shard",
+    "step",
+    "value_and_grad",
+]

@@ -1,0 +1,80 @@
+"""reduce_scatter: per-rank full leaves → summed shards. One collective a unit; its transpose is gather."""
+
+from typing import Any
+
+import torch
+
+from fzero import flat, tree
+from fzero.collectives import Row, add_row, group_psum_scatter, psum
+from fzero.layout import Shard, apply_to_unit, groups, is_box, spec_of
+
+__all__ = ["reduce_scatter"]
+
+
+def _stacked_reduce_scatter(n: int, params: tuple[int, ...], xs: Any) -> list[torch.Tensor]:
+    uid, lead = params
+    buffer = flat.pack(spec_of(uid), [x.sum(0) for x in xs], lead)
+    return [buffer.unflatten(lead, (n, buffer.shape[lead] // n)).movedim(lead, 0)]
+
+
+add_row(
+    Row(
+        name="reduce_scatter",
+        wire="reduce_scatter",
+        stacked=_stacked_reduce_scatter,
+        local=lambda meta, params, xs: [
+            group_psum_scatter(flat.pack(spec_of(params[0]), xs, params[1]), meta, params[1])
+        ],
+        transpose="gather",
+        replicated=False,
+        shift=lambda params: (params[0], params[1] + 1),
+        label=lambda params: spec_of(params[0]).unit,
+    )
+)
+
+
+def reduce_scatter(grads: Any, like: Any) -> Any:
+    """Sum full gradients over the ranks, and keep the own shard of each unit.
+
+    The third transform, and the transpose of `gather`.
+
+    Args:
+        grads: a tree of tensors that differ by rank, with the structure of the gathered `like`.
+        like: a tree of boxes, as `partition` gives it: its layout is the result's.
+
+    Returns:
+        A tree like `like`, holding sums (divide by `axis_size()` for means). Leaves that are replicated in `like`
+        are summed by an all_reduce of their own.
+
+    Raises:
+        ValueError: if the trees differ in structure or a gradient has another shape than its leaf. Names the path.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda p: fzero.reduce_scatter(p, like=fzero.partition(p))
+        >>> fzero.mesh(dp=2).spmd(f)({"w": torch.ones(4)})["w"].data
+        tensor([[2., 2.],
+                [2., 2.]])
+    """
+    paths, entries, structure = tree.flatten_with_paths(like, is_box)
+    full = tree.leaves_up_to(like, grads, is_box)
+    for i, g in enumerate(full):
+        if not is_box(entries[i]) and g is not None:
+            entries[i] = psum(g)
+    for uid, _, members in groups(paths, entries):
+        (data,) = apply_to_unit("reduce_scatter", uid, sum_ties(uid, members, full, paths))
+        entries[members[0][0]] = Shard(data, uid)
+    return tree.unflatten(structure, entries)
+
+
+def sum_ties(uid: int, members: list[tuple[int, int]], full: list[Any], paths: list[str]) -> list[torch.Tensor]:
+    """Return a unit's full gradients in its order; different tensors at the places of one tied leaf add up."""
+    leaves: dict[int, torch.Tensor] = {}
+    for position, index in members:
+        g = full[position]
+        expected = list(spec_of(uid).shapes[index])
+        if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
+            given = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
+            raise ValueError(f"grads leaf {paths[position]!r} is {given}, and its layout says {expected}")
+        leaves[index] = g if index not in leaves or g is leaves[index] else leaves[index] + g
+    return [leaves[i] for i in range(len(leaves))]

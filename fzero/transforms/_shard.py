@@ -1,0 +1,309 @@
+"""shard: an unsharded train step, composed with the four transforms by stage."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._checksum import check_equal
+from fzero._notice import notice
+from fzero.layout import PerRank, Shard, check_cut_for, is_box
+from fzero.mesh import Mesh, _Spmd
+from fzero.mesh import mesh as make_mesh
+from fzero.transforms._gather import gather
+from fzero.transforms._partition import partition
+from fzero.world import AxisName, UnitRule
+
+__all__ = ["Layout", "ShardedStep", "shard"]
+
+
+class Layout(NamedTuple):
+    """What a stage does with each tree: "replicated" on every rank, or "sharded" over them.
+
+    Attributes:
+        params: the parameters, between steps.
+        grads: when gradients are reduced: "replicated" (never cut), "once" (in full until the last micro-batch,
+            then into shards), or "each" (each micro-batch into shards).
+        opt_state: the optimizer's state.
+    """
+
+    params: str
+    grads: str
+    opt_state: str
+
+
+STAGES = (
+    Layout(params="replicated", grads="replicated", opt_state="replicated"),
+    Layout(params="replicated", grads="once", opt_state="sharded"),
+    Layout(params="replicated", grads="each", opt_state="sharded"),
+    Layout(params="sharded", grads="each", opt_state="sharded"),
+)
+
+
+def shard(
+    train_step: Callable[..., Any],
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: AxisName = None,
+    params: int | Sequence[int] = 0,
+    units: UnitRule | None = None,
+    check: bool = False,
+) -> "ShardedStep":
+    """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
+
+    The sharded step has the same signature, and the numbers of unsharded training on the global batch. At stage 3
+    it runs `train_step` on boxes. At stages 1 and 2 it cuts the parameters, runs `train_step` on the boxes, and
+    gathers the new parameters. At stage 0 it runs `train_step` as it is.
+
+    Args:
+        train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
+            gradients with `fzero.value_and_grad`.
+        stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
+        mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
+        axis: the axis of the mesh to shard over; by default all of them.
+        params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
+            the same positions are gathered.
+        units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
+            that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
+        check: whether a distributed run also compares, by checksum, replicated arguments and results between the
+            ranks at each call. A simulation always checks results, by type.
+
+    Returns:
+        A `ShardedStep`: call it like `train_step`.
+
+    Raises:
+        ValueError: if `stage` is not 0 to 3, or `axis` is not an axis of the mesh.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=2)
+        >>> step = fzero.shard(train_step, stage=2, mesh=mesh)
+        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
+        >>> params, opt_state, loss = step(params, opt_state, mesh.split(torch.ones(4, 3)))
+        >>> params
+        {'w': tensor([0.9000, 0.9000, 0.9000])}
+        >>> opt_state.mu
+        {'w': Shard('w', 2 of 3 elements, dp=2)}
+    """
+    if stage not in range(len(STAGES)):
+        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
+    if mesh is None:
+        mesh = make_mesh(dp=-1)
+        if mesh.simulated:
+            notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
+    names = mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {mesh!r}")
+    positions = (params,) if isinstance(params, int) else tuple(params)
+    return ShardedStep(train_step, stage, mesh, names, positions, units, check)
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """A train step on a mesh, made by `fzero.shard`. Call it like the unsharded step.
+
+    Attributes:
+        train_step: the unsharded step.
+        stage: 0 to 3.
+        mesh: the ranks.
+        axis: the axes that are sharded over.
+        params: the positions of the parameters.
+        units: the rule that cuts units, or None for the default one.
+        check: whether a distributed run compares replicated values between the ranks.
+    """
+
+    train_step: Callable[..., Any]
+    stage: int
+    mesh: Mesh
+    axis: tuple[str, ...]
+    params: tuple[int, ...]
+    units: UnitRule | None = None
+    check: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """What the stage does with parameters, gradients and optimizer state."""
+        return STAGES[self.stage]
+
+    def __repr__(self) -> str:
+        name = getattr(self.train_step, "__name__", "train_step")
+        return f"ShardedStep({name}, stage={self.stage}, {self.mesh!r}, {self.layout})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step.
+
+        Args:
+            *args: what `train_step` takes: parameters and optimizer state as `init` gave them or the last call
+                returned them, the batch as `mesh.split` or `mesh.local` gave it, other values plain (replicated).
+            **kwargs: likewise.
+
+        Returns:
+            What `train_step` returns; plain tensors are equal on all ranks.
+
+        Raises:
+            ValueError: if the parameters have not the stage's layout, a box was cut for another mesh, a plain result
+                differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
+                dtype than the old. Names the argument or result and the path.
+        """
+        _check_arguments((args, kwargs), self.mesh)
+        self._check_params(args)
+        if self.check:
+            check_equal("argument", args, self.mesh)
+        out = self.program(self.rank_step)(*args, **kwargs)
+        if self.check:
+            check_equal("result", out, self.mesh)
+        return out
+
+    def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
+        return _Spmd(self.mesh, f, self.axis, self.units)
+
+    def rank_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one rank's step: what `fzero.shard` composes, to read."""
+        if self.layout.params == self.layout.opt_state:  # stages 0 and 3: the layout in is the layout out
+            out = self.train_step(*args, **kwargs)
+            self._check_results(args, out)
+            return out
+        cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
+        out = self.train_step(*cut, **kwargs)
+        self._check_results(cut, out)
+        if not isinstance(out, tuple):
+            return gather(out)
+        whole = [gather(x) if i in self.params else x for i, x in enumerate(out)]
+        return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
+
+    def init(self, params: Any, opt: Any) -> tuple[Any, Any]:
+        """Put parameters into the stage's layout and make the optimizer's state for them.
+
+        Args:
+            params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run).
+            opt: an (init, update) pair.
+
+        Returns:
+            `(params, opt_state)`: what the step takes.
+
+        Raises:
+            ValueError: if `params` differs between ranks, holds boxes, or `opt` declares that it is not elementwise
+                and the stage shards its state.
+        """
+        check_equal("params", params, self.mesh)
+        sharded = self.layout.opt_state == "sharded"
+        elementwise = getattr(opt, "elementwise", None)
+        if sharded and elementwise is None:
+            notice(
+                f"fzero: {type(opt).__name__} does not say whether it is elementwise and is taken to be: "
+                "fzero.testing.check_elementwise(opt) finds out"
+            )
+        if sharded and elementwise is False:
+            raise ValueError(
+                f"stage={self.stage} runs the optimizer on flat shards, and this one declares elementwise=False: "
+                "it needs whole leaves; use stage=0"
+            )
+
+        def make(params: Any) -> tuple[Any, Any]:
+            boxes = partition(params, reduce=self.layout.grads) if sharded else params
+            return boxes if self.layout.params == "sharded" else params, opt.init(boxes)
+
+        return self.program(make)(params)
+
+    def gather(self, params: Any) -> Any:
+        """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
+
+        Args:
+            params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
+
+        Returns:
+            The tree with plain tensors, on every rank.
+
+        Raises:
+            ValueError: if a box was cut for another mesh.
+        """
+        for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
+            if isinstance(x, Shard):
+                check_cut_for(x.uid, f"leaf {path!r}", self.mesh.shape)
+        return self.program(gather)(params)
+
+    def state_bytes(self, *trees: Any) -> int:
+        """Count the bytes that one rank holds of trees in the step's layout; tied leaves count once.
+
+        Example:
+            >>> from fzero import optim
+            >>> step = shard(lambda p, s, x: (p, s), stage=3, mesh=make_mesh(dp=4))
+            >>> params, opt_state = step.init({"w": torch.zeros(100)}, optim.sgd(0.1))
+            >>> step.state_bytes(params)
+            100
+        """
+        total, seen = 0, set()
+        for x in tree.flatten(trees, is_box)[0]:
+            n = self.mesh.size if is_box(x) and self.mesh.simulated else 1
+            for leaf in tree.tensors(x):
+                if id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    total += leaf.numel() * leaf.element_size() // n
+        return total
+
+    def _check_params(self, args: Sequence[Any]) -> None:
+        for i in self.params:
+            if i >= len(args):
+                raise ValueError(f"params={self.params}: the step was called with {len(args)} positional arguments")
+            floating = any(x.is_floating_point() for x in tree.tensors(args[i]))
+            if self.layout.params == "sharded" and floating and not boxed(args[i]) and self.units is None:
+                raise ValueError(
+                    f"argument {i} (parameters) is plain, and stage 3 takes it cut: "
+                    "params, opt_state = step.init(params, opt)"
+                )
+            if self.layout.params == "replicated" and boxed(args[i]):
+                raise ValueError(
+                    f"argument {i} (parameters) is cut, and stage {self.stage} takes it plain: gather it with the step "
+                    "that cut it, then step.init"
+                )
+
+    def _check_results(self, args: Sequence[Any], out: Any) -> None:
+        """Check that new parameters are like the old, so that the next step can take them."""
+        results = out if isinstance(out, tuple) else (out,)
+        for i in self.params:
+            if i >= len(results):
+                raise ValueError(
+                    f"params={self.params}: the step returned {len(results)} results; new parameters are expected "
+                    "at the positions of the old"
+                )
+            if boxed(args[i]) and not boxed(results[i]):
+                continue  # the step gathered them itself
+            try:
+                new = tree.leaves_up_to(args[i], results[i])
+            except ValueError as error:
+                raise ValueError(f"result {i} is not like argument {i} (parameters): {error}") from error
+            paths, old, _ = tree.flatten_with_paths(args[i])
+            for path, x, y in zip(paths, old, new, strict=True):
+                if isinstance(x, torch.Tensor) and (x.shape != y.shape or x.dtype != y.dtype):
+                    raise ValueError(
+                        f"result {i} is not like argument {i} (parameters): leaf {path!r} was {x.dtype} "
+                        f"{list(x.shape)} and became {y.dtype} {list(y.shape)}; fzero.optim.apply_updates keeps both"
+                    )
+
+
+def boxed(values: Any) -> bool:
+    """Tell whether a tree holds shards."""
+    return any(isinstance(x, Shard) for x in tree.flatten(values, is_box)[0])
+
+
+def _check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> None:
+    """Check that boxes were cut for this mesh, and note it when no argument differs by rank."""
+    paths, entries, _ = tree.flatten_with_paths(call, is_box)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            check_cut_for(x.uid, f"argument leaf {path.split('.', 1)[1]!r}", mesh.shape)
+    if mesh.size > 1 and not torch.compiler.is_compiling() and not any(isinstance(x, PerRank) for x in entries):
+        notice(
+            "fzero.shard: no argument of the step is PerRank, so every rank computes the same; "
+            "cut the batch with mesh.split or wrap it with mesh.local"
+        )

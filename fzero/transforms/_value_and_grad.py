@@ -1,0 +1,285 @@
+"""value_and_grad: the mean over ranks of a loss, and its gradient in the layout of the parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._torch import is_tracing
+from fzero.collectives import psum
+from fzero.layout import Shard, apply_to_unit, cut, groups, is_box, spec_of
+from fzero.transforms._broadcast import broadcast_unit
+from fzero.transforms._fence import fence
+from fzero.transforms._gather import gather, gather_unit
+from fzero.world import Axis, AxisName, resolve
+
+__all__ = ["value_and_grad"]
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    reduce: str = "mean",
+    axis: AxisName = None,
+    micro_batches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
+
+    Arguments that hold boxes are gathered for `f`, whether differentiated or not; their gradients are reduced into
+    shards. Replicated arguments' gradients are all_reduced, one collective a unit. Outside any mesh this is
+    `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you
+    like in a step, on any trees.
+
+    Args:
+        f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
+        argnums: the position, or positions, of the arguments to differentiate: trees of floating-point tensors
+            or boxes.
+        has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
+            it replicated (`pmean`) before a step returns it.
+        reduce: "mean" over ranks and micro-batches, or "sum" for losses that `f` normalises itself.
+        axis: the axes that the mean is over; `None` for the axes of the running step.
+        micro_batches: k. The batch arguments are cut in k equal parts along dimension 0, one after the other is
+            differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
+            (stage 1) and for replicated trees (stage 0), in shards for others. `aux` gets a leading dimension [k]
+            when k > 1.
+        batch_argnums: which arguments to cut; by default all that are not differentiated and hold no boxes.
+
+    Returns:
+        A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
+        tensor, equal on all ranks; `grads` is like the argument at `argnums`, a tuple if `argnums` is a sequence.
+        Leaves that are one tensor object (tied) get one gradient.
+
+    Raises:
+        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k.
+        TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda w, x: (w * x).mean()
+        >>> w, x = torch.tensor(3.0), torch.tensor([1.0, 2.0, 3.0, 6.0])
+        >>> fzero.value_and_grad(f)(w, x)
+        (tensor(9.), tensor(3.))
+        >>> mesh = fzero.mesh(dp=2)
+        >>> mesh.spmd(fzero.value_and_grad(f))(w, mesh.split(x))
+        (tensor(9.), tensor(3.))
+    """
+    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'reduce={reduce!r}: expected "mean" or "sum"')
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches}: expected at least 1")
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        if any(not 0 <= i < len(args) for i in nums):
+            raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
+        axes = resolve(axis)
+        fenced = any(a.group for a in axes) and not is_tracing()
+        opened = {i: _open(args[i], axes, f"argument {i}", micro_batches) for i in nums}
+        fixed = [None if i in opened else gather(x) for i, x in enumerate(args)]
+        kwargs = gather(kwargs)
+        batches = _split(args, fixed, nums, batch_argnums, micro_batches)
+
+        def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> Any:
+            full, anchor = list(batch), torch.zeros(0)
+            for (i, arg), pieces in zip(opened.items(), variables, strict=True):
+                wholes = [p.whole(xs) for p, xs in zip(arg.pieces, pieces, strict=True)]
+                if fenced:
+                    for j, leaves in enumerate(wholes):
+                        wholes[j], anchor = fence(leaves, anchor)
+                full[i] = arg.rebuild(wholes)
+            loss, aux = _checked(f(*full, **kwargs), has_aux)
+            return (fence([loss], anchor)[0][0] if fenced else loss), aux
+
+        variables = [[p.variables for p in arg.pieces] for arg in opened.values()]
+        value, aux, grads = _accumulate(loss_of, variables, batches)
+        value = psum(value, axis)
+        if reduce == "mean":
+            scale = micro_batches
+            for a in axes:
+                scale *= a.size
+            value = value / scale
+        else:
+            scale = 1
+        trees = [arg.finish(g, scale) for arg, g in zip(opened.values(), grads, strict=True)]
+        return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
+
+    return differentiated
+
+
+class _Piece(NamedTuple):
+    """Leaves that are differentiated together: what varies, how it becomes whole, how its gradient is finished."""
+
+    members: list[tuple[int, int]]  # (position in the flattened tree, index in the piece)
+    variables: list[torch.Tensor]
+    whole: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    finish: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    uid: int = -1  # of a shard
+
+
+class _Opened(NamedTuple):
+    """A differentiated argument, taken apart into pieces."""
+
+    entries: list[Any]
+    structure: Any
+    pieces: list[_Piece]
+
+    def rebuild(self, wholes: list[Sequence[torch.Tensor]]) -> Any:
+        entries = list(self.entries)
+        for piece, leaves in zip(self.pieces, wholes, strict=True):
+            for position, index in piece.members:
+                entries[position] = leaves[index]
+        return tree.unflatten(self.structure, entries)
+
+    def finish(self, grads: list[list[torch.Tensor]], scale: int) -> Any:
+        entries = list(self.entries)
+        for piece, g in zip(self.pieces, grads, strict=True):
+            done = [x if scale == 1 else x / scale for x in piece.finish(g)]
+            if piece.uid >= 0:
+                entries[piece.members[0][0]] = Shard(done[0], piece.uid)
+            else:
+                for position, index in piece.members:
+                    entries[position] = done[index]
+        return tree.unflatten(self.structure, entries)
+
+
+def _same(xs: Any) -> Any:
+    return xs
+
+
+def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Opened:
+    paths, entries, structure = tree.flatten_with_paths(arg, is_box)
+    _check_floating(paths, entries, name)
+    pieces = [_shard_piece(*group, micro_batches) for group in groups(paths, entries)]
+    if axes:
+        plan = cut(arg, axes)
+        for unit in plan.units:
+            members = [(i, x.index) for i, x in enumerate(plan.entries) if not is_box(entries[i]) and x.uid == unit.uid]
+            pieces.append(_replicated_piece(unit.uid, unit.leaves, members, micro_batches))
+    else:
+        pieces.append(_plain_piece(entries))
+    return _Opened(entries, structure, pieces)
+
+
+def _shard_piece(uid: int, box: Shard, members: list[tuple[int, int]], micro_batches: int) -> _Piece:
+    if micro_batches > 1 and spec_of(uid).reduce == "once":
+        full = list(box.origin) if box.origin is not None else list(gather_unit(uid, box.data))
+        return _Piece(members, full, _same, lambda g: apply_to_unit("reduce_scatter", uid, g), uid)
+    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), _same, uid)
+
+
+def _replicated_piece(
+    uid: int, leaves: list[torch.Tensor], members: list[tuple[int, int]], micro_batches: int
+) -> _Piece:
+    if micro_batches > 1:
+        return _Piece(members, leaves, _same, lambda g: apply_to_unit("all_reduce", uid, g))
+    return _Piece(members, leaves, lambda xs: broadcast_unit(uid, xs), _same)
+
+
+def _plain_piece(entries: list[Any]) -> _Piece:
+    index: dict[int, int] = {}
+    leaves: list[torch.Tensor] = []
+    members: list[tuple[int, int]] = []
+    for position, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            if id(x) not in index:
+                index[id(x)] = len(leaves)
+                leaves.append(x)
+            members.append((position, index[id(x)]))
+    return _Piece(members, leaves, _same, _same)
+
+
+def _accumulate(
+    loss_of: Callable[..., Any], variables: list[list[list[torch.Tensor]]], batches: list[list[Any]]
+) -> tuple[torch.Tensor, Any, list[list[list[torch.Tensor]]]]:
+    """Sum values and gradients over the micro-batches, and stack what else they return."""
+    value, grads, auxes = None, None, []
+    for batch in batches:
+        rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
+
+        def loss_and_tensors(xs: Any, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
+            loss, aux = loss_of(batch, xs)
+            rest.append(aux)
+            return loss, tree.tensors(aux)
+
+        g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
+        found = iter(tensors)
+        auxes.append(tree.map(lambda x, found=found: next(found) if isinstance(x, torch.Tensor) else x, rest.pop()))
+        value = v if value is None else value + v
+        if grads is None:
+            grads = g
+        else:
+            for mine, new in zip(grads, g, strict=True):
+                for xs, ys in zip(mine, new, strict=True):
+                    for i in range(len(xs)):  # one at a time, so that each summand is freed at once
+                        xs[i], ys[i] = xs[i] + ys[i], None
+    assert value is not None and grads is not None
+    return (
+        value,
+        auxes[0] if len(auxes) == 1 else tree.map(lambda *xs: torch.stack(xs), *auxes),
+        grads,
+    )
+
+
+def _checked(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"has_aux=True: f must return (loss, aux), and returned {type(result).__name__}")
+    loss, aux = result if has_aux else (result, None)
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+        given = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"f must return a 0-d floating-point loss, and returned {given}; reduce it with .mean()")
+    return loss, aux
+
+
+def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
+    for path, x in zip(paths, entries, strict=True):
+        if x is None or is_box(x):
+            continue
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            raise TypeError(
+                f"{name} is differentiated, and its leaf {path!r} is {given}, which has no gradient; "
+                "pass it in an argument that is not differentiated"
+            )
+
+
+def _split(
+    args: Sequence[Any],
+    fixed: list[Any],
+    nums: Sequence[int],
+    batch_argnums: int | Sequence[int] | None,
+    micro_batches: int,
+) -> list[list[Any]]:
+    """Cut the batch arguments in equal parts along dimension 0: for each micro-batch, the arguments of f."""
+    if micro_batches == 1:
+        return [fixed]
+    if batch_argnums is None:
+        boxed = [any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
+        cut_at = [i for i in range(len(args)) if i not in nums and not boxed[i]]
+    else:
+        cut_at = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    sizes = {}
+    for i in cut_at:
+        for path, x in zip(*tree.flatten_with_paths(fixed[i])[:2], strict=True):
+            if isinstance(x, torch.Tensor):
+                sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else None
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"micro_batches={micro_batches} cuts every argument that is not differentiated along dimension 0, and their "
+            f"sizes differ: {sizes}; say which arguments are the batch with batch_argnums="
+        )
+    (size,) = set(sizes.values())
+    if size is None or size % micro_batches:
+        raise ValueError(f"micro_batches={micro_batches} does not divide the batch of {size} ({next(iter(sizes))})")
+    m = size // micro_batches
+
+    def part(x: Any, j: int) -> Any:
+        return x.narrow(0, j * m, m) if isinstance(x, torch.Tensor) else x
+
+    return [
+        [tree.map(lambda x, j=j: part(x, j), a) if i in cut_at else a for i, a in enumerate(fixed)]
+        for j in range(micro_batches)
+    ]

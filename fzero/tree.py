@@ -1,0 +1,116 @@
+"""Trees: the one place that flattens them, so that leaf orders never mix.
+
+A tree is whatever `torch.utils._pytree` flattens: dicts, lists, tuples, NamedTuples, registered nodes. `None` is
+an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero._torch import pytree
+
+__all__ = ["flatten", "flatten_with_paths", "map", "map_with_path", "tensors", "unflatten"]
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Flatten a tree into its leaves (`None`s among them) and its structure."""
+    return pytree.tree_flatten(tree, is_leaf)
+
+
+def unflatten(structure: Any, leaves: list[Any]) -> Any:
+    """Build the tree of this structure with these leaves."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _name(key: Any) -> str:
+    if isinstance(key, pytree.SequenceKey):
+        return str(key.idx)
+    return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
+
+
+def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
+    """Flatten a tree into its leaves' dotted paths, its leaves and its structure."""
+    pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
+    return (
+        [".".join([_name(k) for k in keys]) for keys, _ in pairs],
+        [x for _, x in pairs],
+        structure,
+    )
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """List the tensors of a tree."""
+    return [x for x in flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Apply `f` to the corresponding leaves of trees of one structure; `None` stays `None`.
+
+    Args:
+        f: called with a leaf of `tree` and what stands at its place in each of `rest`.
+        tree: the tree that gives the structure.
+        *rest: trees with that structure, or deeper.
+        is_leaf: tells which nodes to treat as leaves.
+
+    Returns:
+        A tree of the results.
+
+    Raises:
+        ValueError: if a tree of `rest` has another structure. Names the first path that differs.
+
+    Example:
+        >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 2, "b": None})
+        {'a': 3, 'b': None}
+    """
+    leaves, structure = flatten(tree, is_leaf)
+    columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
+    out = [None if x is None else f(x, *others) for x, *others in zip(leaves, *columns, strict=True)]
+    return unflatten(structure, out)
+
+
+def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Apply `f(path, leaf)` to every leaf; `None` stays `None`."""
+    paths, leaves, structure = flatten_with_paths(tree, is_leaf)
+    return unflatten(structure, [None if x is None else f(p, x) for p, x in zip(paths, leaves, strict=True)])
+
+
+def leaves_up_to(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """List what stands in `other` at the place of each leaf of `tree`.
+
+    Raises:
+        ValueError: if `other` has another structure. Names the first path that differs.
+    """
+    structure = flatten(tree, is_leaf)[1]
+    try:
+        return structure.flatten_up_to(other)
+    except (ValueError, TypeError) as error:
+        raise ValueError(difference(tree, other, is_leaf)) from error
+
+
+def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
+    """Say in one sentence where two trees first differ in structure."""
+
+    def is_node(x: Any) -> bool:  # a leaf, or a box with static data of its own: shown whole
+        return (is_leaf is not None and is_leaf(x)) or getattr(x, "is_box", False)
+
+    mine, other_paths = flatten_with_paths(tree, is_node), flatten_with_paths(other, is_node)
+    theirs = dict(zip(other_paths[0], other_paths[1], strict=True))
+    for path, x in zip(mine[0], mine[1], strict=True):
+        if path not in theirs:
+            return f"trees differ in structure: leaf {path!r} ({_show(x)}) has no counterpart"
+        y = theirs.pop(path)
+        if (getattr(x, "is_box", False) or getattr(y, "is_box", False)) and _show(x) != _show(y):
+            return (
+                f"trees are cut differently at {path!r}: {_show(x)} against {_show(y)}. "
+                "Both must come from one partition: make the state with step.init, or partition it the same way"
+            )
+    if theirs:
+        path, y = next(iter(theirs.items()))
+        return f"trees differ in structure: leaf {path!r} ({_show(y)}) has no counterpart"
+    return f"trees differ in structure: {mine[2]} against {other_paths[2]}"
+
+
+def _show(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)

@@ -1,0 +1,150 @@
+"""Named axes: what a collective's axis name is bound to while a rank program runs.
+
+An axis is bound to a *token*, its rank index. In a simulation the token is `arange(n)` mapped by the axis's own
+vmap, so a collective that is handed the token can tell that vmap from a user's: the token is batched there and
+nowhere else. In a distributed run the token is a constant and the axis has a process group.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "Axis",
+    "Scope",
+    "axis_index",
+    "axis_size",
+    "lookup",
+    "resolve",
+    "rule_in_scope",
+    "within",
+]
+
+AxisName = str | tuple[str, ...] | None
+UnitRule = Callable[[str, torch.Tensor], str | None]
+
+
+class Axis(NamedTuple):
+    """A bound axis: its name, size, process group ("" when simulated), this process's rank on it, and token."""
+
+    name: str
+    size: int
+    group: str
+    rank: int
+    token: torch.Tensor
+
+    @property
+    def meta(self) -> tuple[str, str, int, int]:
+        """Everything but the token: constants, so that a traced collective can carry them."""
+        return (self.name, self.group, self.size, self.rank)
+
+
+class Scope(NamedTuple):
+    """What a running rank program sees: bound axes, the axes `axis=None` means, and the rule that cuts units."""
+
+    axes: tuple[Axis, ...]
+    default: tuple[str, ...] | None = None
+    rule: UnitRule | None = None
+
+
+# A plain list and not a ContextVar, which Dynamo cannot trace.
+_SCOPES: list[Scope] = []
+
+
+def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
+    """Call `f(*args)` with the axes of `scope` bound, and unbind them whatever happens.
+
+    A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
+    """
+    _SCOPES.append(scope)
+    try:
+        return f(*args)
+    finally:
+        _SCOPES.pop()
+
+
+def bound() -> tuple[Axis, ...]:
+    """List the axes that are bound here; none outside a rank program."""
+    return _SCOPES[-1].axes if _SCOPES else ()
+
+
+def rule_in_scope() -> UnitRule | None:
+    """Return the unit rule given to `fzero.shard`, if its step is running."""
+    return _SCOPES[-1].rule if _SCOPES else None
+
+
+def lookup(name: str) -> Axis:
+    """Return the axis bound to `name`.
+
+    Raises:
+        ValueError: if no axis of that name is bound here.
+    """
+    for axis in bound():
+        if axis.name == name:
+            return axis
+    names = ", ".join([repr(axis.name) for axis in bound()])
+    raise ValueError(
+        f"axis {name!r} is not bound here: "
+        + (f"the bound axes are {names}" if names else "no rank program is running, see mesh.spmd and fzero.shard")
+    )
+
+
+def resolve(axis: AxisName) -> tuple[Axis, ...]:
+    """Return the bound axes that `axis` means.
+
+    `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
+    that a train step runs unsharded as it stands.
+
+    Raises:
+        ValueError: if an axis is not bound, or if `None` is ambiguous.
+    """
+    if axis is not None:
+        return tuple([lookup(name) for name in ((axis,) if isinstance(axis, str) else axis)])
+    if not _SCOPES:
+        return ()
+    scope = _SCOPES[-1]
+    if scope.default is not None:
+        return tuple([lookup(name) for name in scope.default])
+    if len(scope.axes) > 1:
+        names = [a.name for a in scope.axes]
+        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
+    return scope.axes
+
+
+def axis_index(axis: AxisName = None) -> torch.Tensor:
+    """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
+
+    For a tuple of axes the first is the slowest, as in JAX.
+
+    Args:
+        axis: an axis name or a tuple of names; `None` for the axes of the running step.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> import fzero
+        >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axis_index("dp")))().value
+        tensor([0, 1, 2])
+    """
+    index = torch.zeros((), dtype=torch.int64)
+    for a in resolve(axis):
+        index = index * a.size + a.token
+    return index
+
+
+def axis_size(axis: AxisName = None) -> int:
+    """Return the number of ranks along `axis` (a tuple: their product); 1 outside any mesh.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    size = 1
+    for a in resolve(axis):
+        size *= a.size
+    return size
