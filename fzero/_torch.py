@@ -3,7 +3,8 @@
 All of these were seen on torch 2.11 and 2.13. `tests/test_torch.py` says which one broke when torch changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "is_fake",
     "is_tracing",
     "pytree",
+    "quiet_vmap_fallback",
     "raise_priority",
     "register_box",
 ]
@@ -42,6 +44,19 @@ def raise_priority(output: torch.Tensor, by: int = 1) -> None:
     """
     if not is_tracing() and output.grad_fn is not None:
         output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def quiet_vmap_fallback() -> Iterator[None]:
+    """Silence "There is a performance drop because we have not yet implemented the batching rule".
+
+    In a simulation such an operation (a flash attention on a CPU) runs rank by rank, which is what ranks do.
+    """
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def register_box(

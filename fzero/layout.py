@@ -269,11 +269,18 @@ class Cut(NamedTuple):
         return tree.unflatten(self.structure, entries)
 
 
-def cut(params: Any, axes: Sequence[Axis], rule: UnitRule | None = None, reduce: str = "each") -> Cut:
+def cut(
+    params: Any,
+    axes: Sequence[Axis],
+    rule: UnitRule | None = None,
+    reduce: str = "each",
+    rest: str | None = None,
+) -> Cut:
     """Decide how a tree is cut over `axes`, by the rule given, else the running step's, else the default one.
 
     A unit has one dtype: a rule's unit of several dtypes is cut in several. Leaves that are one tensor object are
-    one leaf of the unit of the first. Integer and bool leaves, and those that the rule names `None`, are in none.
+    one leaf of the unit of the first. Integer and bool leaves are in none, and those that the rule names `None` are in
+    the unit `rest`.
     """
     rule = rule or rule_in_scope() or default_units
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
@@ -283,6 +290,7 @@ def cut(params: Any, axes: Sequence[Axis], rule: UnitRule | None = None, reduce:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or id(leaf) in owner:
             continue
         name = rule(path, leaf)
+        name = rest if name is None else name
         if name is not None:
             unit = members.setdefault((name, leaf.dtype), [])
             owner[id(leaf)] = ((name, leaf.dtype), len(unit))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fzero import tree
-from fzero._torch import allow_in_graph
+from fzero._torch import allow_in_graph, quiet_vmap_fallback
 from fzero.layout import PerRank, is_box
 from fzero.world import Axis, Scope, UnitRule, bound, within
 
@@ -196,7 +196,9 @@ class _Spmd:
     rule: UnitRule | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = _simulate if self.mesh.simulated else _run_rank
+        run = _run_rank
+        if self.mesh.simulated:
+            run = _simulate if torch.compiler.is_compiling() else quiet_vmap_fallback()(_simulate)
 
         def program(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             args, kwargs = _unwrapped(call)

@@ -108,7 +108,7 @@ def gather(params: Any) -> Any:
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     for uid, box, members in groups(paths, entries):
-        leaves = box.origin if box.origin is not None else gather_unit(uid, box.data)
+        leaves = gather_unit(uid, box.data, box.origin)
         for position, index in members:
             entries[position] = leaves[index]
     return tree.unflatten(structure, entries)

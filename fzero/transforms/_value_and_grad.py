@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
-from fzero.layout import Shard, apply_to_unit, cut, groups, is_box, spec_of
+from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box, spec_of
 from fzero.transforms._broadcast import broadcast_unit
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather, gather_unit
@@ -155,9 +155,13 @@ def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Ope
     _check_floating(paths, entries, name)
     pieces = [_shard_piece(*group, micro_batches) for group in groups(paths, entries)]
     if axes:
-        plan = cut(arg, axes)
+        plan = cut(arg, axes, rest="replicated")
         for unit in plan.units:
-            members = [(i, x.index) for i, x in enumerate(plan.entries) if not is_box(entries[i]) and x.uid == unit.uid]
+            members = [
+                (i, x.index)
+                for i, x in enumerate(plan.entries)
+                if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
+            ]
             pieces.append(_replicated_piece(unit.uid, unit.leaves, members, micro_batches))
     else:
         pieces.append(_plain_piece(entries))
@@ -166,7 +170,7 @@ def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Ope
 
 def _shard_piece(uid: int, box: Shard, members: list[tuple[int, int]], micro_batches: int) -> _Piece:
     if micro_batches > 1 and spec_of(uid).reduce == "once":
-        full = list(box.origin) if box.origin is not None else list(gather_unit(uid, box.data))
+        full = list(gather_unit(uid, box.data, box.origin))
         return _Piece(members, full, _same, lambda g: apply_to_unit("reduce_scatter", uid, g), uid)
     return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), _same, uid)
 
@@ -268,7 +272,7 @@ def _split(
                 sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else None
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"micro_batches={micro_batches} cuts every argument that is not differentiated along dimension 0, and their "
+            f"micro_batches={micro_batches} cuts what is not differentiated along dimension 0, and the "
             f"sizes differ: {sizes}; say which arguments are the batch with batch_argnums="
         )
     (size,) = set(sizes.values())

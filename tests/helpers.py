@@ -1,0 +1,49 @@
+"""What several test files use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fzero
+from fzero import optim
+
+
+def train_step_for(loss_fn: Callable[..., Any], opt: Any, **options: Any) -> Callable[..., Any]:
+    """The ordinary unsharded train step of design section 4."""
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = fzero.value_and_grad(loss_fn, **options)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, loss
+
+    return train_step
+
+
+def mlp_params(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 7) -> dict[str, Any]:
+    """Two blocks and a head; no size divides by 2 or more ranks."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) / 3
+
+    return {
+        "blocks": [{"w": normal(width, width), "b": normal(width)} for _ in range(2)],
+        "scale": normal(),
+        "head": (normal(width, 3),),
+    }
+
+
+def mlp_loss(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean squared error of the MLP."""
+    x = batch["x"]
+    for block in params["blocks"]:
+        x = torch.tanh(x @ block["w"] + block["b"])
+    return ((x @ params["head"][0] * params["scale"] - batch["y"]) ** 2).mean()
+
+
+def mlp_batch(size: int, seed: int = 0, dtype: torch.dtype = torch.float64, width: int = 7) -> dict[str, torch.Tensor]:
+    """A batch for it."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    x = torch.randn(size, width, generator=g, dtype=torch.float64).to(dtype)
+    return {"x": x, "y": torch.randn(size, 3, generator=g, dtype=torch.float64).to(dtype)}

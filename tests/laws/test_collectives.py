@@ -1,0 +1,202 @@
+"""Laws of the collectives: what they compute, their transposes, and how they meet torch.func's transforms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fzero
+from fzero import PerRank
+from fzero.testing import world_sizes
+
+N = world_sizes()
+
+
+def stacked(n: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor) -> torch.Tensor:
+    """Run a rank program on stacked inputs; returns every rank's result, stacked."""
+    return fzero.mesh(dp=n).spmd(lambda *xs: PerRank(f(*xs)))(*[PerRank(x) for x in xs]).value
+
+
+# name -> (the collective, the shape of a rank's input, the same on the stack of all ranks)
+COLLECTIVES: dict[str, tuple[Any, Any, Any]] = {
+    "psum": (fzero.psum, lambda n: (3, 2), lambda X: X.sum(0).expand_as(X)),
+    "pmean": (fzero.pmean, lambda n: (5,), lambda X: X.mean(0).expand_as(X)),
+    "all_gather": (fzero.all_gather, lambda n: (3, 2), lambda X: X.flatten(0, 1).expand(len(X), -1, -1)),
+    "all_gather dim 1": (
+        lambda x: fzero.all_gather(x, dim=-1),
+        lambda n: (3, 2),
+        lambda X: torch.cat(list(X), 1).expand(len(X), -1, -1),
+    ),
+    "psum_scatter": (fzero.psum_scatter, lambda n: (2 * n, 3), lambda X: X.sum(0).unflatten(0, (len(X), 2))),
+    "psum_scatter dim 1": (
+        lambda x: fzero.psum_scatter(x, dim=1),
+        lambda n: (3, 2 * n),
+        lambda X: X.sum(0).unflatten(1, (len(X), 2)).movedim(1, 0),
+    ),
+}
+names = st.sampled_from(sorted(COLLECTIVES))
+
+
+@settings(max_examples=60)
+@given(names, N, st.integers(0, 9))
+def test_collective_computes_what_its_name_says(name, n, seed):
+    f, shape, expected = COLLECTIVES[name]
+    X = stacked(n, *shape(n), seed=seed)
+    torch.testing.assert_close(on_ranks(n, f, X), expected(X).contiguous())
+
+
+@settings(max_examples=60)
+@given(names, N, st.integers(0, 9))
+def test_transpose_by_the_dot_product_test(name, n, seed):
+    """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
+    f, shape, _ = COLLECTIVES[name]
+    X = stacked(n, *shape(n), seed=seed)
+    Y = torch.randn_like(on_ranks(n, f, X))
+    transposed = on_ranks(n, lambda x, y: torch.func.vjp(f, x)[1](y)[0], X, Y)
+    left, right = (on_ranks(n, f, X) * Y).sum(), (X * transposed).sum()
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30)
+@given(names, N)
+def test_gradient_inside_the_program_is_the_gradient_outside(name, n):
+    """grad inside is d(sum over ranks of the loss) / d(own input): what differentiating the simulation gives."""
+    f, shape, _ = COLLECTIVES[name]
+    X = stacked(n, *shape(n))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(f(torch.cos(x))).sum()
+
+    inside = on_ranks(n, torch.func.grad(loss), X)
+    outside = torch.func.grad(lambda X: on_ranks(n, loss, X).sum())(X)
+    torch.testing.assert_close(inside, outside, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30)
+@given(names, N)
+def test_jvp_is_the_collective_of_the_tangent(name, n):
+    f, shape, _ = COLLECTIVES[name]
+    X, T = stacked(n, *shape(n)), stacked(n, *shape(n), seed=1)
+    torch.testing.assert_close(on_ranks(n, lambda x, t: torch.func.jvp(f, (x,), (t,))[1], X, T), on_ranks(n, f, T))
+
+
+@settings(max_examples=30)
+@given(names, st.integers(1, 5), st.integers(1, 3))
+def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
+    """vmap(f) inside a rank program equals f on each sample, also when the sizes are equal."""
+    f, shape, _ = COLLECTIVES[name]
+    for size in {b, n}:
+        X = stacked(n, size, *shape(n))
+        got = on_ranks(n, torch.vmap(f), X)
+        one_by_one = [on_ranks(n, f, X[:, i]) for i in range(size)]
+        torch.testing.assert_close(got, torch.stack(one_by_one, 1))
+        moved = on_ranks(n, torch.vmap(f, in_dims=-1, out_dims=0), X.movedim(1, -1))
+        torch.testing.assert_close(moved, got)
+
+
+@settings(max_examples=20)
+@given(names, st.integers(1, 4))
+def test_per_sample_gradients(name, n):
+    f, shape, _ = COLLECTIVES[name]
+    X = stacked(n, 3, *shape(n))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(f(x)).sum()
+
+    got = on_ranks(n, torch.vmap(torch.func.grad(loss)), X)
+    one_by_one = [on_ranks(n, torch.func.grad(loss), X[:, i]) for i in range(3)]
+    torch.testing.assert_close(got, torch.stack(one_by_one, 1))
+
+
+@settings(max_examples=20)
+@given(names, st.integers(1, 4))
+def test_grad_of_grad(name, n):
+    f, shape, _ = COLLECTIVES[name]
+    X = stacked(n, *shape(n))
+
+    def norm_of_gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: (f(x) ** 3).sum())(x).square().sum()
+
+    inside = on_ranks(n, torch.func.grad(norm_of_gradient), X)
+    outside = torch.func.grad(lambda X: on_ranks(n, norm_of_gradient, X).sum())(X)
+    torch.testing.assert_close(inside, outside, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=20)
+@given(names, st.integers(1, 4))
+def test_traces_with_make_fx(name, n):
+    f, shape, _ = COLLECTIVES[name]
+
+    def g(X: torch.Tensor) -> torch.Tensor:
+        return on_ranks(n, torch.func.grad(lambda x: torch.sin(f(x)).sum()), X)
+
+    X = stacked(n, *shape(n))
+    graph = make_fx(g)(torch.zeros_like(X))
+    torch.testing.assert_close(graph(X), g(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_dtypes_are_kept(name, dtype):
+    f, shape, _ = COLLECTIVES[name]
+    assert on_ranks(3, f, torch.ones(3, *shape(3)).to(dtype)).dtype == dtype
+
+
+def test_bool_sums_as_int64():
+    out = on_ranks(3, fzero.psum, torch.tensor([True, False, True]))
+    assert out.tolist() == [2, 2, 2] and out.dtype == torch.int64
+
+
+@given(N)
+@settings(max_examples=8)
+def test_collectives_of_constants_and_of_replicated_values(n):
+    """A value that no rank made different still counts once for each rank."""
+    mesh = fzero.mesh(dp=n)
+    assert mesh.spmd(lambda: fzero.psum(torch.tensor(2)))().item() == 2 * n
+    assert mesh.spmd(fzero.all_gather)(torch.ones(3)).shape == (3 * n,)
+    assert mesh.spmd(lambda: fzero.psum(fzero.axis_index()))().item() == n * (n - 1) // 2
+    assert mesh.spmd(lambda: torch.tensor(fzero.axis_size()))().item() == n
+
+
+def test_trees_and_none():
+    out = fzero.mesh(dp=2).spmd(fzero.psum)({"a": torch.ones(2), "b": [None, torch.tensor(3)]})
+    assert out["a"].tolist() == [2, 2] and out["b"][0] is None and out["b"][1].item() == 6
+
+
+def test_outside_any_mesh_collectives_are_the_identity():
+    x = torch.arange(4.0)
+    for f in (fzero.psum, fzero.pmean, fzero.all_gather, fzero.psum_scatter):
+        assert torch.equal(f(x), x)
+    assert fzero.axis_size() == 1 and fzero.axis_index().item() == 0
+
+
+def test_a_tuple_of_axis_names_is_an_axis():
+    mesh = fzero.mesh(dp=3)
+    assert mesh.spmd(lambda x: fzero.psum(x, ("dp",)))(torch.ones(())).item() == 3
+    assert mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp",)), ("dp",)))().item() == 3
+
+
+def test_an_axis_is_unbound_after_an_error():
+    mesh = fzero.mesh(dp=2)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mesh.spmd(fails)(torch.ones(2))
+    with pytest.raises(ValueError, match="no rank program is running"):
+        fzero.psum(torch.ones(2), "dp")
+
+
+def test_assume_replicated_takes_what_looks_different():
+    mesh = fzero.mesh(dp=2)
+    x = mesh.split(torch.zeros(4))
+    assert mesh.spmd(lambda x: fzero.assume_replicated({"a": x.new_ones(())}))(x)["a"].item() == 1

@@ -1,0 +1,591 @@
+"""Optimizers: torch.optim's numbers, and the same numbers on every layout."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torchopt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, tree
+from fzero.testing import assert_equivalent, assert_trees_close, trees
+from tests.helpers import train_step_for
+
+RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
+SIZES = [1, 3, 4]  # numbers of ranks
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def params_of(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Two blocks, a head and a 0-d leaf; no size divides by 3 or 4 ranks."""
+    return {
+        "blocks": [{"w": normal((5, 5), 2 * i, dtype), "b": normal((5,), 2 * i + 1, dtype)} for i in range(2)],
+        "head": (normal((5, 2), 7, dtype), None),
+        "scale": normal((), 8, dtype),
+    }
+
+
+def loss_of(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    x = batch
+    for block in params["blocks"]:
+        x = torch.tanh(x @ block["w"] + block["b"])
+    return (x @ params["head"][0] * params["scale"] - batch[:, :2]).square().mean()
+
+
+def batches_of(steps: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [normal((12, 5), 100 + i, dtype) for i in range(steps)]
+
+
+def train(opt: Any, params: Any, batches: list[torch.Tensor]) -> Any:
+    """Train unsharded with a pair."""
+    step, state = train_step_for(loss_of, opt), opt.init(params)
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+    return params
+
+
+def train_with_torch(
+    make: Any, params: Any, batches: list[torch.Tensor], schedule: Any = None, clip: Any = None
+) -> Any:
+    """Train with the torch.optim optimizer that `make` builds from the list of leaves."""
+    params = tree.map(lambda x: x.clone().requires_grad_(), params)
+    leaves = tree.tensors(params)
+    optimizer = make(leaves)
+    scheduler = schedule and torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(params, batch).backward()
+        if clip:
+            clip(leaves)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return tree.map(lambda x: x.detach(), params)
+
+
+class Pair(NamedTuple):
+    init: Any
+    update: Any
+
+
+# ---------------------------------------------------------------- torch.optim's numbers
+
+TWINS = {
+    "sgd": (optim.sgd(0.1), lambda xs: torch.optim.SGD(xs, 0.1)),
+    "momentum": (optim.sgd(0.1, momentum=0.9), lambda xs: torch.optim.SGD(xs, 0.1, momentum=0.9)),
+    "nesterov": (
+        optim.sgd(0.1, momentum=0.9, nesterov=True),
+        lambda xs: torch.optim.SGD(xs, 0.1, momentum=0.9, nesterov=True),
+    ),
+    "adam": (optim.adam(1e-2), lambda xs: torch.optim.Adam(xs, 1e-2)),
+    "adam, betas and eps": (
+        optim.adam(1e-2, b1=0.8, b2=0.95, eps=1e-3),
+        lambda xs: torch.optim.Adam(xs, 1e-2, (0.8, 0.95), 1e-3),
+    ),
+    "adamw": (optim.adamw(1e-2), lambda xs: torch.optim.AdamW(xs, 1e-2)),
+    "adamw, strong decay": (
+        optim.adamw(1e-2, weight_decay=0.5),
+        lambda xs: torch.optim.AdamW(xs, 1e-2, weight_decay=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TWINS)
+def test_ten_steps_equal_torch_optim(name, dtype):
+    opt, make = TWINS[name]
+    params, batches = params_of(dtype), batches_of(10, dtype)
+    assert_trees_close(train(opt, params, batches), train_with_torch(make, params, batches), RTOL[dtype])
+
+
+@settings(max_examples=20)
+@given(
+    rate=st.floats(1e-4, 0.5),
+    momentum=st.floats(0.05, 0.99),
+    nesterov=st.booleans(),
+    b1=st.floats(0, 0.95),
+    b2=st.floats(0.5, 0.999),
+    eps=st.floats(1e-8, 1e-2),
+    decay=st.floats(0, 0.5),
+)
+def test_any_hyperparameters_equal_torch_optim(rate, momentum, nesterov, b1, b2, eps, decay):
+    params, batches = params_of(), batches_of(4)
+    for opt, make in [
+        (
+            optim.sgd(rate, momentum, nesterov),
+            lambda xs: torch.optim.SGD(xs, rate, momentum=momentum, nesterov=nesterov),
+        ),
+        (
+            optim.adamw(rate, b1, b2, eps, decay),
+            lambda xs: torch.optim.AdamW(xs, rate, (b1, b2), eps, decay),
+        ),
+    ]:
+        assert_trees_close(train(opt, params, batches), train_with_torch(make, params, batches), 1e-10)
+
+
+def matrices(params: Any) -> Any:
+    return tree.map(lambda p: p.ndim >= 2, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mask", [matrices, matrices(params_of())], ids=["function", "tree of bools"])
+def test_decay_mask_equals_torch_param_groups(mask, dtype):
+    def make(xs: list[torch.Tensor]) -> Any:
+        decayed, rest = [x for x in xs if x.ndim >= 2], [x for x in xs if x.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, 1e-2)
+
+    params, batches = params_of(dtype), batches_of(10, dtype)
+    masked = train(optim.adamw(1e-2, weight_decay=0.3, mask=mask), params, batches)
+    assert_trees_close(masked, train_with_torch(make, params, batches), RTOL[dtype])
+    unmasked = train(optim.adamw(1e-2, weight_decay=0.3), params, batches)
+    assert not torch.equal(masked["scale"], unmasked["scale"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("n", SIZES)
+def test_decay_mask_inside_one_unit_is_the_same_on_shards(n, stage):
+    opt = optim.adamw(1e-2, weight_decay=0.3, mask=matrices)
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n], units=lambda path, leaf: "all")
+
+
+def test_decay_mask_of_another_structure_names_the_leaf():
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    opt = optim.adamw(1e-2, mask={"w": True})
+    with pytest.raises(ValueError, match="'b'"):
+        opt.update(params, opt.init(params), params)
+
+
+def test_decay_without_parameters_says_what_to_pass():
+    params = {"w": torch.ones(2)}
+    opt = optim.adamw(1e-2)
+    with pytest.raises(ValueError, match=r"needs the parameters: opt.update\(grads, state, params\)"):
+        opt.update(params, opt.init(params))
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_constant_schedule_equals_the_number_in_float64():
+    params, batches = params_of(), batches_of(10)
+    for rate in (0.1, 1e-2):
+        scheduled = train(optim.sgd(optim.constant(rate)), params, batches)
+        assert_trees_close(scheduled, train(optim.sgd(rate), params, batches), 1e-12)
+
+
+@given(
+    peak=st.floats(1e-5, 10),
+    warmup=st.integers(0, 20),
+    falling=st.integers(1, 20),
+    end=st.floats(0, 1),
+    t=st.integers(0, 50),
+)
+def test_warmup_cosine_equals_its_closed_form(peak, warmup, falling, end, t):
+    rate = optim.warmup_cosine(peak, warmup, warmup + falling, end)(torch.tensor(t)).item()
+    if t < warmup:
+        expected = peak * t / warmup
+    else:
+        expected = end + (peak - end) * (1 + math.cos(math.pi * min((t - warmup) / falling, 1))) / 2
+    assert rate == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def warmup_factor(t: int) -> float:
+    return t / 3 if t < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * min((t - 3) / 5, 1))) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_scheduled_training_equals_torch_lambda_lr(name, dtype):
+    schedule = optim.warmup_cosine(0.1, 3, 8, end=0.01)
+    opt, make = {
+        "sgd": (
+            optim.sgd(schedule, momentum=0.9, nesterov=True),
+            lambda xs: torch.optim.SGD(xs, 0.1, momentum=0.9, nesterov=True),
+        ),
+        "adamw": (optim.adamw(schedule), lambda xs: torch.optim.AdamW(xs, 0.1)),
+    }[name]
+    params, batches = params_of(dtype), batches_of(10, dtype)
+    expected = train_with_torch(make, params, batches, warmup_factor)
+    assert_trees_close(train(opt, params, batches), expected, RTOL[dtype])
+
+
+def test_a_schedule_of_ones_own_sees_the_number_of_updates_done():
+    seen = []
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        seen.append(int(count))
+        return 0.1 / (1 + count)
+
+    opt = optim.sgd(schedule)
+    params, state = {"w": torch.ones(2)}, opt.init({"w": torch.ones(2)})
+    for _ in range(3):
+        updates, state = opt.update({"w": torch.ones(2)}, state, params)
+    assert seen == [0, 1, 2]
+    torch.testing.assert_close(updates["w"], torch.full((2,), -0.1 / 3))
+
+
+def test_a_schedule_that_does_not_end_after_its_warmup_is_refused():
+    with pytest.raises(ValueError, match="0 <= warmup_steps < total_steps, given 5 and 5"):
+        optim.warmup_cosine(1.0, 5, 5)
+
+
+def test_nesterov_without_momentum_is_refused():
+    with pytest.raises(ValueError, match="nesterov=True needs momentum"):
+        optim.sgd(0.1, nesterov=True)
+
+
+# ---------------------------------------------------------------- chain, apply_updates, state
+
+
+def test_chain_is_composition():
+    params, grads = params_of(), tree.map(lambda x: 3 * x, params_of())
+    first, second = optim.clip_by_global_norm(0.5), optim.adamw(0.1)
+    updates, state = optim.chain(first, second).update(grads, (first.init(params), second.init(params)), params)
+    clipped, _ = first.update(grads, (), params)
+    expected, adam_state = second.update(clipped, second.init(params), params)
+    assert_trees_close(updates, expected, 0.0)
+    assert_trees_close(state, ((), adam_state), 0.0)
+
+
+def test_chain_is_associative_and_the_empty_chain_its_identity():
+    a, b, c = optim.clip_by_global_norm(0.5), optim.sgd(0.3, momentum=0.9), optim.sgd(0.7)
+    params, batches = params_of(), batches_of(3)
+    flat = train(optim.chain(a, b, c), params, batches)
+    for other in (
+        optim.chain(a, optim.chain(b, c)),
+        optim.chain(optim.chain(a, b), c),
+        optim.chain(optim.chain(), a, b, optim.chain(), c),
+    ):
+        assert_trees_close(train(other, params, batches), flat, 0.0)
+
+
+def test_chain_is_elementwise_if_all_its_pairs_are():
+    whole = optim.Optimizer(optim.sgd(0.1).init, optim.sgd(0.1).update, elementwise=False)
+    assert optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)).elementwise
+    assert not optim.chain(optim.adam(0.1), whole).elementwise
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TWINS)
+def test_parameters_and_state_keep_their_dtype(name, dtype):
+    opt = optim.chain(optim.clip_by_global_norm(0.5), TWINS[name][0])
+    params = params_of(dtype)
+    state = opt.init(params)
+    updates, new_state = opt.update(tree.map(torch.ones_like, params), state, params)
+    new = optim.apply_updates(params, updates)
+    for before, after in [(params, updates), (params, new), (state, new_state)]:
+        assert [x.dtype for x in tree.tensors(before)] == [x.dtype for x in tree.tensors(after)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bfloat16_parameters_keep_their_dtype_in_a_sharded_step(stage):
+    opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.warmup_cosine(0.1, 1, 9)))
+    params, batches = params_of(torch.bfloat16), batches_of(2, torch.bfloat16)
+    mesh = fzero.mesh(dp=3)
+    step = fzero.shard(train_step_for(loss_of, opt), stage, mesh)
+    p, state = step.init(params, opt)
+    for batch in batches:
+        p, state, loss = step(p, state, mesh.split(batch))
+        assert loss.dtype == torch.bfloat16
+    assert {x.dtype for x in tree.tensors(step.gather(p))} == {torch.bfloat16}
+    assert_trees_close(step.gather(p), train(opt, params, batches), 0.05)
+
+
+def test_apply_updates_keeps_dtypes_whatever_the_updates_are():
+    params = {"half": torch.ones(2, dtype=torch.bfloat16), "single": torch.ones(2)}
+    updates = {"half": torch.full((2,), 0.5), "single": torch.full((2,), 0.5, dtype=torch.float64)}
+    new = optim.apply_updates(params, updates)
+    assert (new["half"].dtype, new["single"].dtype) == (torch.bfloat16, torch.float32)
+    assert new["half"].tolist() == new["single"].tolist() == [1.5, 1.5]
+
+
+def test_apply_updates_keeps_ties():
+    w = torch.ones(2)
+    u = torch.ones(2)
+    new = optim.apply_updates({"a": w, "b": w, "c": w.clone()}, {"a": u, "b": u, "c": u})
+    assert new["a"] is new["b"]
+    assert new["c"] is not new["a"]
+
+
+def test_apply_updates_leaves_its_arguments_as_they_were():
+    params = {"w": torch.ones(2)}
+    optim.apply_updates(params, {"w": torch.ones(2)})
+    assert params["w"].tolist() == [1, 1]
+
+
+def test_apply_updates_of_another_structure_names_the_leaf():
+    with pytest.raises(ValueError, match="'b'"):
+        optim.apply_updates({"w": torch.ones(2), "b": torch.ones(2)}, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_updates_are_pure(name):
+    opt = TWINS[name][0]
+    params = params_of()
+    grads, state = tree.map(torch.ones_like, params), opt.init(params)
+    arguments = (grads, state, params)
+    before = tree.map(torch.clone, arguments)
+    opt.update(*arguments)
+    assert_trees_close(arguments, before, 0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_state_has_the_layout_of_its_stage(stage):
+    params = params_of()
+    step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=4))
+    _, adam = step.init(params, optim.adamw(0.1))
+    _, plain = step.init(params, optim.sgd(0.1))
+    _, momentum = step.init(params, optim.sgd(0.1, momentum=0.9))
+    assert isinstance(adam, optim.AdamState) and isinstance(momentum, optim.SgdState)
+    assert plain.momentum is None
+    for state in (adam, plain, momentum):  # a counter is replicated at every stage
+        assert state.count.dtype == torch.int64 and state.count.ndim == 0
+    for moment in (adam.mu, adam.nu, momentum.momentum):
+        block = moment["blocks"][0]
+        if stage == 0:
+            assert block["w"].shape == (5, 5)
+        else:
+            assert isinstance(block["w"], fzero.Shard) or isinstance(block["b"], fzero.Shard)
+            assert block["w"].spec.unit == "blocks.0" and block["w"].spec.numel == 30
+            assert [x.shape for x in tree.tensors(block)] == [(4, 8)]  # 30 of 32 elements
+        assert all(not x.any() for x in tree.tensors(moment))
+
+
+# ---------------------------------------------------------------- global norms and clipping
+
+
+def partitioned(params: Any, n: int, units: Any = None) -> Any:
+    return fzero.mesh(dp=n).spmd(lambda t: fzero.partition(t, units=units))(params)
+
+
+def poison(boxes: Any, value: float) -> Any:
+    """Fill the padding of every shard."""
+
+    def fill(x: Any) -> Any:
+        if not isinstance(x, fzero.Shard):
+            return x
+        data = x.data.clone()
+        data.view(-1)[x.spec.numel :] = value
+        return fzero.Shard(data, x.uid)
+
+    return tree.map(fill, boxes, is_leaf=lambda x: isinstance(x, (fzero.Shard, fzero.Slot)))
+
+
+def norm_by_hand(params: Any) -> torch.Tensor:
+    leaves = {id(x): x for x in tree.tensors(params)}.values()
+    return torch.cat([x.double().flatten() for x in leaves]).norm()
+
+
+@given(params=trees(), n=st.sampled_from(SIZES))
+def test_global_norm_is_the_same_on_shards(params, n):
+    expected = norm_by_hand(params)
+    torch.testing.assert_close(optim.global_norm(params), expected)
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n))
+    torch.testing.assert_close(sharded, expected, rtol=1e-14, atol=0)
+
+
+@given(params=trees(), n=st.sampled_from(SIZES), value=st.sampled_from([1e6, math.inf, math.nan]))
+def test_padding_never_counts_in_the_global_norm(params, n, value):
+    boxes = poison(partitioned(params, n), value)
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(boxes)
+    torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
+
+
+@given(params=trees(), n=st.sampled_from(SIZES), mask=st.integers(0, 2**8))
+def test_replicated_leaves_count_once_in_the_global_norm(params, n, mask):
+    def units(path: str, leaf: torch.Tensor) -> str | None:
+        return None if mask >> (len(path) % 8) & 1 else path
+
+    boxes = partitioned(params, n, units)
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(boxes)
+    torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    "units", [None, lambda path, leaf: None, lambda path, leaf: "all"], ids=["own", "plain", "one"]
+)
+@pytest.mark.parametrize("n", SIZES)
+def test_tied_leaves_count_once_in_the_global_norm(n, units):
+    w = normal((7,), 0)
+    params = {"a": w, "b": [w, normal((3,), 1)]}
+    torch.testing.assert_close(optim.global_norm(params), norm_by_hand(params))
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n, units))
+    torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_global_norm_of_mixed_dtypes_sums_in_float32_at_least(n):
+    params = {"h": torch.full((300,), 300.0, dtype=torch.float16), "s": torch.ones(5), "d": normal((4,), 0)}
+    for norm in (optim.global_norm(params), fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n))):
+        torch.testing.assert_close(norm.double(), norm_by_hand(params), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("values", [{}, {"w": None}, {"w": torch.zeros(0)}], ids=["no leaves", "None", "empty"])
+def test_global_norm_of_nothing_is_zero(values):
+    assert optim.global_norm(values).item() == 0
+    assert fzero.mesh(dp=3).spmd(optim.global_norm)(partitioned(values, 3)).item() == 0
+
+
+def test_gradients_below_the_limit_pass_unchanged():
+    grads = params_of()
+    for limit in (norm_by_hand(grads).item() * 1.001, 1e9):
+        assert_trees_close(optim.clip_by_global_norm(limit).update(grads, ())[0], grads, 0.0)
+
+
+@given(grads=trees(), limit=st.floats(1e-3, 1e3))
+def test_clipped_gradients_have_the_largest_norm_allowed_and_keep_their_direction(grads, limit):
+    norm = norm_by_hand(grads)
+    clipped = optim.clip_by_global_norm(limit).update(grads, ())[0]
+    assert_trees_close(clipped, tree.map(lambda g: g * min(1, limit / norm), grads), 1e-14)
+    assert norm_by_hand(clipped) <= limit * (1 + 1e-12)
+
+
+def test_clipping_zero_gradients_gives_zeros():
+    assert optim.clip_by_global_norm(1.0).update({"w": torch.zeros(3)}, ())[0]["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.nan])
+def test_a_norm_that_is_not_positive_is_refused(limit):
+    with pytest.raises(ValueError, match="max_norm=.*positive"):
+        optim.clip_by_global_norm(limit)
+
+
+def test_clipped_training_equals_torch_clip_grad_norm():
+    # torch adds 1e-6 to the norm, so this is as close as the two get
+    opt = optim.chain(optim.clip_by_global_norm(0.05), optim.sgd(0.1))
+    params, batches = params_of(), batches_of(10)
+    expected = train_with_torch(
+        lambda xs: torch.optim.SGD(xs, 0.1), params, batches, clip=lambda xs: torch.nn.utils.clip_grad_norm_(xs, 0.05)
+    )
+    assert_trees_close(train(opt, params, batches), expected, 1e-5)
+
+
+def not_blocks(path: str, leaf: torch.Tensor) -> str | None:
+    return None if path.startswith("blocks") else "rest"
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("units", [None, not_blocks], ids=["default units", "replicated leaves"])
+def test_clipped_training_is_the_same_on_shards(n, stage, units):
+    opt = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n], units=units)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("units", [None, lambda path, leaf: None if path != "c" else "c"], ids=["cut", "replicated"])
+def test_clipped_training_of_tied_leaves_is_the_same_on_shards(n, stage, units):
+    w = normal((5, 5), 0)
+    params = {"a": w, "b": {"w": w, "v": normal((3,), 1)}, "c": normal((5,), 2)}
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ p["a"]) @ p["b"]["w"].T + p["c"]).square().mean() + p["b"]["v"].square().sum()
+
+    opt = optim.chain(optim.clip_by_global_norm(0.05), optim.sgd(0.1, momentum=0.9))
+    step = train_step_for(loss, opt)
+    assert_equivalent(step, params, opt, batches_of(3), [stage], [n], units=units)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("value", [1e6, math.nan])
+def test_poisoned_padding_never_affects_training(stage, value):
+    opt = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
+    batches, mesh = batches_of(3), fzero.mesh(dp=4)
+    step = fzero.shard(train_step_for(loss_of, opt), stage, mesh)
+    params, state = step.init(params_of(), opt)
+    for batch in batches:
+        params, state, _ = step(poison(params, value), poison(state, value), mesh.split(batch))
+    assert_trees_close(step.gather(params), train(opt, params_of(), batches), 1e-12)
+
+
+# ---------------------------------------------------------------- pairs of others
+
+
+def rms_init(params: Any) -> Any:
+    return tree.map(torch.ones_like, params)
+
+
+def rms_update(grads: Any, state: Any, params: Any = None) -> Any:
+    state = tree.map(lambda g, s: 0.9 * s + 0.1 * g * g, grads, state)
+    return tree.map(lambda g, s: -0.01 * g / (s.sqrt() + 1e-3), grads, state), state
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", SIZES)
+def test_a_hand_written_pair_is_the_same_on_shards(n, stage):
+    opt = Pair(rms_init, rms_update)
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_hand_written_pair_in_a_chain_is_the_same_on_shards(stage):
+    opt = optim.chain(optim.clip_by_global_norm(0.05), Pair(rms_init, rms_update))
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_unpacks_as_a_pair(stage):
+    init, update = optim.adamw(1e-2)
+    opt = Pair(init, update)
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(2), [stage], [3])
+
+
+THIRD_PARTY = {
+    "sgd": lambda: torchopt.sgd(0.1),
+    "own transforms": lambda: torchopt.chain(torchopt.transform.scale_by_adam(), torchopt.transform.scale(-1e-2)),
+    "momentum": lambda: torchopt.sgd(0.1, momentum=0.9),
+    "adamw": lambda: torchopt.adamw(1e-2, weight_decay=0.1),
+    "chain": lambda: torchopt.chain(torchopt.adam(1e-2), torchopt.transform.scale(0.5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torchopt's addcmul_ under vmap
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", THIRD_PARTY)
+def test_torchopt_is_the_same_on_shards(name, stage):
+    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(loss_of)(params, batch)
+        updates, state = opt.update(grads, state, params=params, inplace=False)
+        return optim.apply_updates(params, updates), state, loss
+
+    opt, batches, expected = THIRD_PARTY[name](), batches_of(3), params_of()
+    state = opt.init(expected)
+    for batch in batches:
+        expected, state, _ = step(expected, state, batch)
+    for n in SIZES:
+        opt, mesh = THIRD_PARTY[name](), fzero.mesh(dp=n)
+        sharded = fzero.shard(step, stage, mesh)
+        params, state = sharded.init(params_of(), opt)
+        for batch in batches:
+            params, state, _ = sharded(params, state, mesh.split(batch))
+        assert_trees_close(sharded.gather(params), expected, 1e-12, f"dp={n}")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_torchopt_in_fzero_chain_is_the_same_on_shards(stage):
+    opt = optim.chain(optim.clip_by_global_norm(0.05), torchopt.sgd(0.1))
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_torchopt_in_fzero_step_is_the_same_on_shards(stage):
+    opt = torchopt.sgd(0.1)
+
+    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(loss_of)(params, batch)
+        return (*fzero.step(opt)(params, grads, state), loss)
+
+    assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
