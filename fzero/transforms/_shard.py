@@ -176,6 +176,7 @@ class ShardedStep:
         cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
         out = self.train_step(*cut, **kwargs)
         self._check_results(cut, out)
+        del cut  # the old shards, before the new parameters are whole
         if not isinstance(out, tuple):
             return gather(out)
         whole = [gather(x) if i in self.params else x for i, x in enumerate(out)]

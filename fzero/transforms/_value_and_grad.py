@@ -136,8 +136,9 @@ class _Opened(NamedTuple):
 
     def finish(self, grads: list[list[torch.Tensor]], scale: int) -> Any:
         entries = list(self.entries)
-        for piece, g in zip(self.pieces, grads, strict=True):
-            done = [x if scale == 1 else x / scale for x in piece.finish(g)]
+        for piece in self.pieces:
+            # taken off the list, so that no piece's gradient is held while the next is finished
+            done = [x if scale == 1 else x / scale for x in piece.finish(grads.pop(0))]
             if piece.uid >= 0:
                 entries[piece.members[0][0]] = Shard(done[0], piece.uid)
             else:

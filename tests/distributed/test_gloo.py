@@ -1,0 +1,33 @@
+"""Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed import cases
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo_processes(ranks):
+    done = launch(ranks, "-m", "tests.distributed.cases")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    for rank in range(ranks):
+        for name in cases.CASES:
+            assert f"rank {rank}: {name}: ok" in done.stdout
+
+
+def test_a_failing_case_fails_the_run():
+    """The harness itself: an error on one rank ends the run with an error."""
+    done = launch(2, "-m", "tests.distributed.cases", "broken")
+    assert done.returncode != 0 and "planted" in done.stderr
