@@ -3,8 +3,10 @@
 from fzero import nn, optim, transforms, tree
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
-from fzero.layout import PerRank, Shard, Slot, Spec, default_units
-from fzero.mesh import Mesh, assume_replicated, mesh
+from fzero.layout import PerRank, Shard, Slot, default_units
+from fzero.mesh import Mesh, mesh
+from fzero.replicated import assume_replicated
+from fzero.spec import Spec
 from fzero.transforms import (
     Layout,
     ShardedStep,

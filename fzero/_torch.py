@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
-from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
@@ -17,7 +17,6 @@ __all__ = [
     "allow_in_graph",
     "assume_constant_result",
     "c10d",
-    "is_fake",
     "is_tracing",
     "pytree",
     "quiet_vmap_fallback",
@@ -52,11 +51,11 @@ def quiet_vmap_fallback() -> Iterator[None]:
 
     In a simulation such an operation (a flash attention on a CPU) runs rank by rank, which is what ranks do.
     """
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def register_box(

@@ -7,7 +7,7 @@ through: 0, or more under a user's vmap.
 import torch
 
 from fzero.collectives import Tensors
-from fzero.layout import Spec
+from fzero.spec import Spec
 
 __all__ = ["own_range", "pack", "pad_own", "unpack"]
 

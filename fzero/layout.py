@@ -8,92 +8,17 @@ unit the leaf is found. So `tree_map` over a cut tree visits each shard once, an
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero._torch import assume_constant_result, register_box
+from fzero._torch import register_box
 from fzero.collectives import apply
-from fzero.world import Axis, UnitRule, lookup, rule_in_scope
+from fzero.spec import Spec, intern, intern_parts, spec_of, unit_axis
+from fzero.world import Axis, UnitRule, rule_in_scope
 
-__all__ = ["PerRank", "Shard", "Slot", "Spec", "default_units", "is_box"]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """How one unit is cut. Two specs are equal if and only if shards cut by them may meet in one operation.
-
-    Attributes:
-        unit: the unit's name.
-        axes: the axes over whose ranks the unit is sharded.
-        ranks: the number of those ranks, N.
-        paths: the path of each leaf, for messages.
-        shapes: the shape of each leaf.
-        dtype: the dtype of the leaves.
-        reduce: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
-    """
-
-    unit: str
-    axes: tuple[str, ...]
-    ranks: int
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    reduce: str = "each"
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each leaf."""
-        return tuple(math.prod(shape) for shape in self.shapes)
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each leaf starts in the flat unit, in elements; then where the last one ends."""
-        return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes) + 1))
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unit, without padding."""
-        return sum(self.sizes)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included."""
-        return -(-self.numel // self.ranks)
-
-
-# Specs are passed to traced code as their index here: an ordinary object does not cross Dynamo.
-_SPECS: list[Spec] = []
-_UIDS: dict[Spec, int] = {}
-
-
-def intern(spec: Spec) -> int:
-    """Return the uid of a spec: equal specs have the same."""
-    if spec not in _UIDS:
-        _UIDS[spec] = len(_SPECS)
-        _SPECS.append(spec)
-    return _UIDS[spec]
-
-
-def spec_of(uid: int) -> Spec:
-    """Return the spec with this uid."""
-    return _SPECS[uid]
-
-
-@assume_constant_result
-def _intern_parts(
-    unit: str,
-    axes: tuple[str, ...],
-    ranks: int,
-    paths: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    reduce: str,
-) -> int:
-    return intern(Spec(unit, axes, ranks, paths, shapes, dtype, reduce))
+__all__ = ["PerRank", "Shard", "Slot", "default_units", "is_box"]
 
 
 # ---------------------------------------------------------------- boxes
@@ -304,7 +229,7 @@ def cut(
 
 
 def _uid_of(name: str, axes: Sequence[Axis], paths: list[str], leaves: list[Any], at: list[int], reduce: str) -> int:
-    return _intern_parts(
+    return intern_parts(
         name,
         tuple([a.name for a in axes]),
         math.prod([a.size for a in axes]),
@@ -351,49 +276,6 @@ def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
                 )
             found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
     return order
-
-
-@assume_constant_result
-def _facts(uid: int) -> tuple[str, int, int]:
-    spec = spec_of(uid)
-    return spec.axes[0], spec.ranks, spec.shard_numel
-
-
-def unit_axis(uid: int) -> Axis:
-    """Return the bound axis over which a unit is sharded.
-
-    Raises:
-        ValueError: if it is not bound, or has another size than the unit was cut for.
-    """
-    axis = lookup(_facts(uid + 0)[0])
-    check_cut_for(uid, f"unit {unit_name(uid + 0)!r}", ((axis.name, axis.size),))
-    return axis
-
-
-def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
-    """Check that a unit was cut for a mesh of this shape.
-
-    Raises:
-        ValueError: if not; it calls the unit `what`.
-    """
-    name, ranks, _ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
-    if (name, ranks) not in shape:
-        axes = ", ".join([f"{name}={size}" for name, size in shape])
-        raise ValueError(
-            f"{what} was cut for {name}={ranks}, and this mesh has {axes}; gather it on the mesh that it was "
-            "cut for, and call step.init on this one"
-        )
-
-
-@assume_constant_result
-def unit_name(uid: int) -> str:
-    """Return the name of a unit."""
-    return spec_of(uid).unit
-
-
-def shard_numel(uid: int) -> int:
-    """Return the elements of one rank's shard of a unit, padding included."""
-    return _facts(uid + 0)[2]
 
 
 def apply_to_unit(name: str, uid: int, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

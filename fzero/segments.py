@@ -11,7 +11,8 @@ import torch
 from fzero import tree
 from fzero._torch import assume_constant_result
 from fzero.collectives import psum
-from fzero.layout import Shard, groups, is_box, shard_numel, spec_of, unit_axis
+from fzero.layout import Shard, groups, is_box
+from fzero.spec import shard_numel, spec_of, unit_axis
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 

@@ -1,7 +1,7 @@
 """Trees: the one place that flattens them, so that leaf orders never mix.
 
-A tree is whatever `torch.utils._pytree` flattens: dicts, lists, tuples, NamedTuples, registered nodes. `None` is
-an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
+A tree is whatever torch.func flattens: dicts, lists, tuples, NamedTuples, nodes registered with torch's pytree. `None`
+is an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
 """
 
 from collections.abc import Callable

@@ -144,13 +144,13 @@ def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
     opt = optim.sgd(0.1)
 
     def train_step(params: Any, opt_state: Any, *, batch: Any, scale: float) -> Any:
-        loss, grads = fzero.value_and_grad(mlp_loss)(params, batch)
+        _loss, grads = fzero.value_and_grad(mlp_loss)(params, batch)
         params, opt_state = fzero.step(opt)(params, grads, opt_state)
         return params, opt_state, global_norm(fzero.gather(params)) * scale, {"static": scale}
 
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
-    params, opt_state, norm, info = step(*step.init(mlp_params(), opt), batch=mesh.split(BATCHES[0]), scale=2.0)
+    params, _opt_state, norm, info = step(*step.init(mlp_params(), opt), batch=mesh.split(BATCHES[0]), scale=2.0)
     torch.testing.assert_close(norm, 2 * global_norm(step.gather(params)))
     assert info == {"static": 2.0}
 

@@ -42,7 +42,7 @@ def test_elements_moved_are_the_tables(model, n, k):
         state = step.init(params, opt)
         with fzero.record() as log:
             step(*state, mesh.split(batch))
-        units = len(set(e.unit for e in log.events))
+        units = len({e.unit for e in log.events})
         assert log.elements == expected_elements(stage, k, exact, padded)
         assert log.bytes == 4 * log.elements
         assert {e.elements for e in log.metrics} == {2}  # the loss, and the norm where it is sharded

@@ -8,7 +8,7 @@ import torch
 from fzero import flat
 from fzero._torch import allow_in_graph, raise_priority
 from fzero.collectives import Meta, Params, Row, add_row, apply, group_psum
-from fzero.layout import spec_of, unit_axis
+from fzero.spec import spec_of, unit_axis
 
 __all__ = ["broadcast_unit"]
 

@@ -8,7 +8,8 @@ import torch
 from fzero import flat, tree
 from fzero._torch import allow_in_graph, raise_priority
 from fzero.collectives import Meta, Params, Row, add_row, apply, group_all_gather
-from fzero.layout import Shard, groups, is_box, shard_numel, spec_of, unit_axis
+from fzero.layout import Shard, groups, is_box
+from fzero.spec import shard_numel, spec_of, unit_axis
 
 __all__ = ["gather"]
 

@@ -6,7 +6,8 @@ import torch
 
 from fzero import flat, tree
 from fzero.collectives import Row, add_row
-from fzero.layout import Shard, apply_to_unit, cut, is_box, spec_of
+from fzero.layout import Shard, apply_to_unit, cut, is_box
+from fzero.spec import spec_of
 from fzero.world import AxisName, UnitRule, resolve
 
 __all__ = ["partition"]

@@ -6,7 +6,8 @@ import torch
 
 from fzero import flat, tree
 from fzero.collectives import Row, add_row, group_psum_scatter, psum
-from fzero.layout import Shard, apply_to_unit, groups, is_box, spec_of
+from fzero.layout import Shard, apply_to_unit, groups, is_box
+from fzero.spec import spec_of
 
 __all__ = ["reduce_scatter"]
 

@@ -9,9 +9,10 @@ import torch
 from fzero import tree
 from fzero._checksum import check_equal
 from fzero._notice import notice
-from fzero.layout import PerRank, Shard, check_cut_for, is_box
+from fzero.layout import PerRank, Shard, is_box
 from fzero.mesh import Mesh, _Spmd
 from fzero.mesh import mesh as make_mesh
+from fzero.spec import check_cut_for
 from fzero.transforms._gather import gather
 from fzero.transforms._partition import partition
 from fzero.world import AxisName, UnitRule

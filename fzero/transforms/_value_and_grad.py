@@ -8,7 +8,8 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
-from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box, spec_of
+from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box
+from fzero.spec import spec_of
 from fzero.transforms._broadcast import broadcast_unit
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather, gather_unit

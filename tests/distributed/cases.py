@@ -1,4 +1,7 @@
-"""Cases that every rank of a torchrun world runs; see test_gloo.py. Run one: torchrun ... -m tests.distributed.cases NAME."""
+"""Cases that every rank of a torchrun world runs; see test_gloo.py.
+
+One alone: torchrun --nproc-per-node 2 -m tests.distributed.cases NAME
+"""
 
 import itertools
 import sys
@@ -133,7 +136,7 @@ def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.Mesh)
         def program(params: Any, x: torch.Tensor, stage: int = stage, k: int = k) -> Any:
             boxes = params if stage == 0 else fzero.partition(params, reduce="once" if stage == 1 else "each")
             boxes = tree.map(torch.clone, boxes) if stage == 3 else boxes
-            value, grads = fzero.value_and_grad(loss, micro_batches=k)(boxes, x)
+            _value, grads = fzero.value_and_grad(loss, micro_batches=k)(boxes, x)
             return fzero.gather(grads)
 
         grads = mesh.spmd(program)(params, x)

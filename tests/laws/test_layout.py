@@ -104,7 +104,7 @@ def test_reduce_scatter_is_the_transpose_of_gather(params, n, rule):
 @given(trees(), world_sizes())
 def test_transpose_of_partition_puts_the_own_part_among_zeros(params, n):
     mesh = fzero.mesh(dp=n)
-    leaves = [x for x in tree.tensors(params)]
+    leaves = list(tree.tensors(params))
 
     def program(leaves: list[torch.Tensor]) -> Any:
         def f(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,7 +194,7 @@ def test_grad_of_grad_through_value_and_grad(n, boxed):
         value, grads = fzero.value_and_grad(penalty)(fzero.partition(p) if boxed else p, batch)
         return value, fzero.gather(grads)
 
-    value, grads = mesh.spmd(program)(params, mesh.split(batch))
+    _value, grads = mesh.spmd(program)(params, mesh.split(batch))
     parts = [{k: v[i * 2 : i * 2 + 2] for k, v in batch.items()} for i in range(n)]
     expected = torch.func.grad(lambda p: sum(penalty(p, part) for part in parts) / n)(params)
     assert_trees_close(grads, expected, rtol=1e-11)
@@ -264,7 +264,7 @@ def _fill_padding(box: Any, rank: torch.Tensor, value: float) -> Any:
 def test_tree_map_of_torch_and_optree_visits_each_shard_once():
     boxes = fzero.mesh(dp=2).spmd(fzero.partition)(mlp_params())
     assert [s.spec.unit for s in shards_of(boxes)] == ["blocks.0", "blocks.1", "scale", "head"]
-    leaves = [x for x in optree.tree_leaves(boxes)]
+    leaves = list(optree.tree_leaves(boxes))
     assert len(leaves) == len(tree.tensors(boxes)) == 4
     doubled = optree.tree_map(lambda x: 2 * x, boxes)
     assert_trees_close(tree.tensors(doubled), [2 * x for x in tree.tensors(boxes)], rtol=0)
@@ -322,7 +322,7 @@ def test_reduce_scatter_of_two_trees_of_one_layout():
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("k", [1, 2])
 def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
-    """A tensor at two paths: one gradient, the sum over both uses; one element of state a parameter; still one after."""
+    """A tensor at two paths: one gradient, the sum over both uses; stored once when cut; still one tensor after."""
     w = mlp_params()["blocks"][0]["w"]
     params = {"in": {"w": w}, "mid": [{"b": torch.ones(7).double()}], "out": {"w": w}}
     opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.1), fzero.optim.adam(0.01, eps=1e-3))

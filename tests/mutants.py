@@ -1,0 +1,151 @@
+"""Plant one-line faults in fzero, one at a time, and show that the tests catch each.
+
+python tests/mutants.py [NAME ...]      (`make mutants`)
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAWS = ("tests/laws", "tests/test_programs.py", "tests/test_record.py")
+
+
+class Mutant(NamedTuple):
+    """A fault: in a file of fzero, `old` becomes `new`; `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = LAWS
+
+
+MUTANTS = [
+    Mutant("drop the padding", "spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
+    Mutant("sum for mean", "transforms/_value_and_grad.py", "scale *= a.size", "scale *= 1"),
+    Mutant("mean over ranks only", "transforms/_value_and_grad.py", "scale = micro_batches", "scale = 1"),
+    Mutant("sum of gradients, mean of values", "transforms/_value_and_grad.py", "else x / scale", "else x"),
+    Mutant("scale a sum", "transforms/_value_and_grad.py", 'if reduce == "mean":', "if True:"),
+    Mutant(
+        "reduce only the last micro-batch", "transforms/_value_and_grad.py", "= xs[i] + ys[i], None", "= ys[i], None"
+    ),
+    Mutant(
+        "first micro-batch each time", "transforms/_value_and_grad.py", "x.narrow(0, j * m, m)", "x.narrow(0, 0, m)"
+    ),
+    Mutant(
+        "shift the rank in the simulation",
+        "transforms/_partition.py",
+        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead)]",
+        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead).roll(1, 0)]",
+    ),
+    Mutant(
+        "shift the rank in a process",
+        "transforms/_partition.py",
+        "xs, meta[3], params[1])]",
+        "xs, (meta[3] + 1) % meta[2], params[1])]",
+        ("tests/distributed",),
+    ),
+    Mutant(
+        "swap the gather order",
+        "transforms/_gather.py",
+        "xs[0].movedim(0, params[1]).flatten(params[1])",
+        "xs[0].flip(0).movedim(0, params[1]).flatten(params[1])",
+    ),
+    Mutant("gather is no transpose", "transforms/_gather.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
+    Mutant(
+        "lose the remembered gradient",
+        "transforms/_gather.py",
+        "None, None, None, shard,",
+        "None, None, None, shard * 0,",
+    ),
+    Mutant(
+        "origin that outlives a change",
+        "layout.py",
+        "Shard(children[0], uid)",
+        "Shard(children[0], uid, _LAST.get(uid))",
+    ),
+    Mutant(
+        "skip the psum in the norm",
+        "segments.py",
+        "[psum(square, name) for name, square in",
+        "[square for name, square in",
+    ),
+    Mutant(
+        "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
+    ),
+    Mutant("count a tied leaf twice", "segments.py", "and id(x) not in plain", "and True"),
+    Mutant("untie a leaf", "layout.py", "or id(leaf) in owner", "or False"),
+    Mutant("untie in apply_updates", "optim/_base.py", "if id(p) not in done:", "if True:"),
+    Mutant(
+        "skip the all_reduce of stage 0", "transforms/_broadcast.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
+    ),
+    Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
+    Mutant("an inner vmap is the axis", "collectives.py", "if in_dims[0] is None:", "if False:"),
+    Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
+    Mutant("an axis leaks", "world.py", "_SCOPES.pop()", "pass"),
+    Mutant("results need no check", "replicated.py", "if assume:", "if True:", ("tests/test_errors.py",)),
+    Mutant(
+        "bias correction one step late",
+        "optim/_adam.py",
+        "state.count + 1",
+        "state.count + 2",
+        ("tests/test_optim.py",),
+    ),
+    Mutant("decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/test_optim.py",)),
+    Mutant("late reduction", "_torch.py", "if not is_tracing() and", "if False and", ("tests/test_torch.py",)),
+    Mutant(
+        "fences out of order",
+        "transforms/_fence.py",
+        "return grads\n",
+        "return (None, *grads[1:])\n",
+        ("tests/distributed",),
+    ),
+    Mutant("integer means become floats", "collectives.py", "else total // n", "else total / n"),
+]
+
+
+def caught(mutant: Mutant, folder: pathlib.Path) -> tuple[bool, str]:
+    """Apply the fault in a copy of the project, and tell whether a test fails there."""
+    for name in ("fzero", "tests", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    path = folder / "fzero" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) < 1:
+        raise SystemExit(f"mutant {mutant.name!r}: {mutant.old!r} is not in {mutant.file} any more")
+    text = text.replace(mutant.old, mutant.new)
+    if "_LAST" in mutant.new:  # a memory that no flattening clears
+        text = text.replace("self.origin = origin\n", "self.origin = _LAST.setdefault(uid, origin)\n", 1)
+        text = text.replace("class Shard(", "_LAST: dict = {}\n\n\nclass Shard(", 1)
+    path.write_text(text)
+    run = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *mutant.tests]
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 1 and bool(failed), failed[0] if failed else done.stdout[-300:]
+
+
+def main() -> None:
+    """Try the mutants named on the command line, or all, and print a table."""
+    console, table = Console(width=150), Table("fault", "caught by")
+    chosen = [m for m in MUTANTS if not sys.argv[1:] or m.name in sys.argv[1:]]
+    survivors = []
+    for mutant in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            ok, by = caught(mutant, pathlib.Path(folder))
+        console.print(f"{'caught  ' if ok else 'SURVIVED'} {mutant.name}")
+        table.add_row(mutant.name, by.split(" - ")[0].removeprefix("FAILED ") if ok else f"[red]nothing: {by}")
+        survivors += [] if ok else [mutant.name]
+    console.print(table)
+    console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults caught")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()

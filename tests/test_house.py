@@ -1,0 +1,90 @@
+"""The house: imports run one way, public names are documented, files stay small."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+
+import pytest
+
+import fzero
+
+ROOT = pathlib.Path(fzero.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# From the ground up: a module imports only from the rows above its own (or, within a package, as the row is).
+FLOORS = [
+    ["_torch", "_notice"],
+    ["tree", "world", "_record"],
+    ["spec", "collectives", "replicated"],
+    ["layout"],
+    ["flat", "segments", "mesh"],
+    ["_checksum", "optim", "nn"],
+    ["transforms"],
+    ["testing"],
+]
+
+
+def floor(module: str) -> int:
+    name = module.split(".")[1]
+    return next(i for i, row in enumerate(FLOORS) if name in row)
+
+
+def imports(path: pathlib.Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fzero":
+            deep = node.module != "fzero"
+            found += [node.module] if deep else [f"fzero.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    module = "fzero." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if module == "fzero.__init__":
+        return
+    for imported in imports(path):
+        same_package = imported.split(".")[1] == module.split(".")[1]
+        assert same_package or floor(imported) < floor(module) or floor(module) == floor(imported) == 1, (
+            f"{module} imports {imported}"
+        )
+
+
+def test_private_torch_is_used_in_one_file():
+    for path in FILES:
+        if path.name != "_torch.py":
+            text = path.read_text()
+            for private in ("torch._", "torch.utils._", "_functorch", "_subclasses"):
+                assert private not in text, f"{path}: {private}"
+
+
+def public() -> list[tuple[str, object]]:
+    names = []
+    for module in ("fzero", "fzero.optim", "fzero.transforms", "fzero.nn", "fzero.testing", "fzero.tree"):
+        m = importlib.import_module(module)
+        names += [(f"{module}.{name}", getattr(m, name)) for name in m.__all__]
+    return [(name, x) for name, x in names if not inspect.ismodule(x)]
+
+
+@pytest.mark.parametrize("name,x", public(), ids=lambda x: x if isinstance(x, str) else "")
+def test_public_names_are_documented(name, x):
+    if callable(x) and name not in ("fzero.optim.Schedule",):
+        doc = inspect.getdoc(x) or ""
+        assert len(doc.split()) > 3, f"{name} has no docstring"
+        assert doc.split("\n")[0].endswith((".", ":")), f"{name}: the first line is a sentence"
+
+
+def test_public_functions_have_an_example():
+    without = [
+        name
+        for name, x in public()
+        if inspect.isfunction(x) and ">>>" not in (inspect.getdoc(x) or "") and not name.startswith("fzero.tree.")
+    ]
+    strategies = {f"fzero.testing.{name}" for name in ("optimizers", "stages", "trees", "world_sizes")}
+    assert set(without) <= strategies, without
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_is_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 330
