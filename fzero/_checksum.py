@@ -30,7 +30,7 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
     ]
     if not named or mesh.simulated:
         return
-    mine = torch.stack([_checksum(x) for _, x in named])
+    mine = torch.stack([_checksum(x).to(mesh.device_mesh.device_type) for _, x in named])
     group = mesh.device_mesh.get_group(mesh.axis_names[0])
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
     torch.distributed.all_gather(theirs, mine, group=group)

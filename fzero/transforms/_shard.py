@@ -1,7 +1,7 @@
 """shard: an unsharded train step, composed with the four transforms by stage."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ def shard(
     axis: AxisName = None,
     params: int | Sequence[int] = 0,
     units: UnitRule | None = None,
-    check: bool = False,
+    check: bool | str = "first",
 ) -> "ShardedStep":
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
 
@@ -68,14 +68,15 @@ def shard(
             the same positions are gathered.
         units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
             that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
-        check: whether a distributed run also compares, by checksum, replicated arguments and results between the
-            ranks at each call. A simulation always checks results, by type.
+        check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
+            at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
+            simulation always checks results, by type.
 
     Returns:
         A `ShardedStep`: call it like `train_step`.
 
     Raises:
-        ValueError: if `stage` is not 0 to 3, or `axis` is not an axis of the mesh.
+        ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
 
     Example:
         >>> import fzero, torch
@@ -94,6 +95,8 @@ def shard(
         >>> opt_state.mu
         {'w': Shard('w', 2 of 3 elements, dp=2)}
     """
+    if check not in ("first", True, False):
+        raise ValueError(f'check={check!r}: expected "first", True or False')
     if stage not in range(len(STAGES)):
         raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
     if mesh is None:
@@ -119,7 +122,7 @@ class ShardedStep:
         axis: the axes that are sharded over.
         params: the positions of the parameters.
         units: the rule that cuts units, or None for the default one.
-        check: whether a distributed run compares replicated values between the ranks.
+        check: whether a distributed run compares replicated values between the ranks: "first", True or False.
     """
 
     train_step: Callable[..., Any]
@@ -128,7 +131,8 @@ class ShardedStep:
     axis: tuple[str, ...]
     params: tuple[int, ...]
     units: UnitRule | None = None
-    check: bool = False
+    check: bool | str = "first"
+    _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def layout(self) -> Layout:
@@ -157,12 +161,21 @@ class ShardedStep:
         """
         _check_arguments((args, kwargs), self.mesh)
         self._check_params(args)
-        if self.check:
+        check = self._checks_now()
+        if check:
             check_equal("argument", args, self.mesh)
         out = self.program(self.rank_step)(*args, **kwargs)
-        if self.check:
+        if check:
             check_equal("result", out, self.mesh)
         return out
+
+    def _checks_now(self) -> bool:
+        if self.mesh.simulated or torch.compiler.is_compiling():
+            return False
+        if self.check == "first" and not self._calls:
+            self._calls.append(None)
+            return True
+        return self.check is True
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""

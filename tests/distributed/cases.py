@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import PerRank, Shard, optim, tree
@@ -157,27 +158,52 @@ def ranks_that_start_apart_are_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def results_that_differ_by_rank_are_refused_with_check(mesh: fzero.Mesh) -> None:
+def plain_values_that_differ_by_rank_are_refused(mesh: fzero.Mesh) -> None:
+    """At the first call by default, at each call with check=True."""
+
     def train_step(params: Any, x: torch.Tensor) -> Any:
         return params, {"loss": x.sum()}
 
-    step = fzero.shard(train_step, stage=0, mesh=mesh, check=True)
-    for call, message in (
-        (
-            lambda: step({"w": torch.ones(1)}, mesh.local(torch.tensor(float(mesh.rank)))),
-            "result leaf '1.loss' differs",
-        ),
-        (
-            lambda: step({"w": torch.full((1,), float(mesh.rank))}, mesh.local(torch.ones(2))),
-            "argument leaf '0.w' differs",
-        ),
+    w, ones = {"w": torch.ones(1)}, mesh.local(torch.ones(2))
+    own_rank = torch.full((1,), float(mesh.rank))
+    for check, argument, batch, message in (
+        (True, w, mesh.local(own_rank), "result leaf '1.loss' differs"),
+        ("first", w, mesh.local(own_rank), "result leaf '1.loss' differs"),
+        ("first", {"w": own_rank}, ones, "argument leaf '0.w' differs between rank 0 and rank 1"),
+        ("first", w, own_rank, "argument leaf '1' differs"),  # a batch that is not wrapped
     ):
+        step = fzero.shard(train_step, stage=0, mesh=mesh, check=check)
+        if check is True:
+            step(w, ones)  # a good first call
         try:
-            call()
+            step(argument, batch)
         except ValueError as error:
             assert message in str(error), error
         else:
             raise AssertionError("not refused")
+    step = fzero.shard(train_step, stage=0, mesh=mesh)
+    step(w, ones)
+    step(w, mesh.local(own_rank))
+    fzero.shard(train_step, stage=0, mesh=mesh, check=False)(w, mesh.local(own_rank))
+
+
+@case
+def a_step_traces_with_make_fx(mesh: fzero.Mesh) -> None:
+    """The graph holds the collectives, and gives the step's numbers on other data."""
+    opt = optim.adam(1e-2, eps=1e-3)
+    for stage in (2, 3):
+        step = fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh, check=False)
+        args = (*step.init(mlp_params(), opt), mesh.split(mlp_batch(mesh.size * 2)))
+        leaves, structure = tree.flatten(args)
+
+        def flat(*leaves: Any, step: Any = step, structure: Any = structure) -> Any:
+            return tree.tensors(step(*tree.unflatten(structure, list(leaves))))
+
+        graph = make_fx(flat)(*[torch.zeros_like(x) for x in leaves])
+        names = [str(node.target) for node in graph.graph.nodes]
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            assert sum(name in target for target in names) == 4, (stage, names)
+        assert_trees_close(graph(*leaves), flat(*leaves), rtol=0)
 
 
 @case
