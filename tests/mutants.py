@@ -3,11 +3,13 @@
 python tests/mutants.py [NAME ...]      (`make mutants`)
 """
 
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from rich.console import Console
@@ -111,8 +113,14 @@ MUTANTS = [
 ]
 
 
-def caught(mutant: Mutant, folder: pathlib.Path) -> tuple[bool, str]:
-    """Apply the fault in a copy of the project, and tell whether a test fails there."""
+def caught(mutant: Mutant) -> tuple[bool, str]:
+    """Apply the fault in a copy of the project, and tell whether a test fails there, and which."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_tests(mutant, pathlib.Path(folder))
+
+
+def run_tests(mutant: Mutant, folder: pathlib.Path) -> tuple[bool, str]:
+    """Copy the project into a folder, apply the fault there, and run its tests."""
     for name in ("fzero", "tests", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -125,8 +133,9 @@ def caught(mutant: Mutant, folder: pathlib.Path) -> tuple[bool, str]:
         text = text.replace("self.origin = origin\n", "self.origin = _LAST.setdefault(uid, origin)\n", 1)
         text = text.replace("class Shard(", "_LAST: dict = {}\n\n\nclass Shard(", 1)
     path.write_text(text)
-    run = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *mutant.tests]
-    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+    run = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *mutant.tests]
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "mutants"}
+    done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode == 1 and bool(failed), failed[0] if failed else done.stdout[-300:]
 
@@ -136,9 +145,7 @@ def main() -> None:
     console, table = Console(width=150), Table("fault", "caught by")
     chosen = [m for m in MUTANTS if not sys.argv[1:] or m.name in sys.argv[1:]]
     survivors = []
-    for mutant in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            ok, by = caught(mutant, pathlib.Path(folder))
+    for mutant, (ok, by) in zip(chosen, ThreadPoolExecutor(2).map(caught, chosen), strict=True):
         console.print(f"{'caught  ' if ok else 'SURVIVED'} {mutant.name}")
         table.add_row(mutant.name, by.split(" - ")[0].removeprefix("FAILED ") if ok else f"[red]nothing: {by}")
         survivors += [] if ok else [mutant.name]

@@ -14,6 +14,28 @@ from tests.helpers import mlp_batch, mlp_loss, mlp_params
 BATCHES = [mlp_batch(12, seed=i) for i in range(3)]
 
 
+@pytest.mark.parametrize("k", [2, 3, 6])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_micro_batches_of_a_mean_loss_are_one_batch(reduce, k):
+    """A mean over k equal micro-batches is the mean over the batch; a sum is k times that."""
+    value, grads = fzero.value_and_grad(mlp_loss)(mlp_params(), BATCHES[0])
+    got_value, got = fzero.value_and_grad(mlp_loss, micro_batches=k, reduce=reduce)(mlp_params(), BATCHES[0])
+    times = k if reduce == "sum" else 1
+    torch.testing.assert_close(got_value, value * times, rtol=1e-12, atol=0)
+    assert_trees_close(got, tree.map(lambda g: g * times, grads))
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
+def test_outside_any_mesh_it_is_torch_funcs_own(argnums):
+    def f(a: Any, b: Any) -> Any:
+        return (a["x"] * b).sin().sum(), {"aux": a["x"] + b}
+
+    a, b = {"x": torch.randn(3)}, torch.randn(3)
+    grads, (value, aux) = torch.func.grad_and_value(f, argnums=argnums, has_aux=True)(a, b)
+    (got_value, got_aux), got = fzero.value_and_grad(f, argnums, True)(a, b)
+    assert_trees_close((got_value, got_aux, got), (value, aux, grads), rtol=0)
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_sam(k):
     """Sharpness-aware minimisation (arXiv:2010.01412): two gradients, the second at perturbed parameters."""
