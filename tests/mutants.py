@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
     ),
-    Mutant("count a tied leaf twice", "segments.py", "and id(x) not in plain", "and True"),
+    Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "layout.py", "or id(leaf) in owner", "or False"),
     Mutant("untie in apply_updates", "optim/_base.py", "if id(p) not in done:", "if True:"),
     Mutant(
