@@ -325,7 +325,7 @@ def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
     """A tensor at two paths: one gradient, the sum over both uses; stored once when cut; still one tensor after."""
     w = mlp_params()["blocks"][0]["w"]
     params = {"in": {"w": w}, "mid": [{"b": torch.ones(7).double()}], "out": {"w": w}}
-    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.1), fzero.optim.adam(0.01, eps=1e-3))
+    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1e-3), fzero.optim.sgd(10.0, momentum=0.9))
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
         h = torch.tanh(batch["x"] @ p["in"]["w"] + p["mid"][0]["b"])
