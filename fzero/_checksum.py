@@ -38,7 +38,7 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
         for (path, _), a, b in zip(named, theirs[0].tolist(), sums.tolist(), strict=True):
             if a != b:
                 raise ValueError(
-                    f"{what} leaf {path!r} differs between rank 0 and rank {rank}, and a plain tensor must be equal on "
-                    "all ranks: seed every rank alike before making it, reduce it with fzero.pmean, or box it with "
-                    "mesh.local if it is meant to differ"
+                    f"{tree.place(what, path)} differs between rank 0 and rank {rank}, and a plain tensor must be "
+                    "equal on all ranks: seed every rank alike before making it, reduce it with fzero.pmean, or box it "
+                    "with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
                 )

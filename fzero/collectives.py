@@ -212,7 +212,7 @@ def psum(x: Any, axis: AxisName = None) -> Any:
 
     Raises:
         ValueError: if an axis is not bound.
-        TypeError: if a leaf is no tensor.
+        TypeError: if a leaf is no tensor, or a box.
 
     Example:
         >>> import fzero
@@ -220,7 +220,7 @@ def psum(x: Any, axis: AxisName = None) -> Any:
         tensor(6)
     """
     axes = resolve(axis)
-    return tree.map_with_path(lambda path, leaf: _over("psum", _number(path, leaf), axes, ()), x)
+    return tree.map_with_path(lambda path, leaf: _over("psum", _number(path, leaf), axes, ()), x, tree.is_box)
 
 
 def pmean(x: Any, axis: AxisName = None) -> Any:
@@ -239,12 +239,18 @@ def pmean(x: Any, axis: AxisName = None) -> Any:
         total = _over("psum", _number(path, leaf), axes, ())
         return total / n if total.is_floating_point() or total.is_complex() else total // n
 
-    return tree.map_with_path(mean, x)
+    return tree.map_with_path(mean, x, tree.is_box)
 
 
 def _number(path: str, leaf: Any) -> torch.Tensor:
+    where = f"leaf {path!r}" if path else "its argument"
+    if tree.is_box(leaf):
+        raise TypeError(
+            f"a sum over ranks would add different parts of the tree: {where} is {leaf!r}. Gradients of boxes are "
+            "reduced already; for whole leaves gather it first"
+        )
     if not isinstance(leaf, torch.Tensor):
-        raise TypeError(f"a collective takes tensors, and leaf {path!r} is {leaf!r}; make it a torch.tensor")
+        raise TypeError(f"a collective takes tensors, and {where} is {leaf!r}; make it a torch.tensor")
     return leaf.long() if leaf.dtype == torch.bool else leaf
 
 
@@ -268,7 +274,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    return _over("all_gather", x, resolve(axis)[::-1], (_dimension(x, dim),))
+    return _over("all_gather", x, resolve(axis)[::-1], (_dimension("all_gather", x, dim),))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -292,7 +298,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    dim, axes = _dimension(x, dim), resolve(axis)
+    dim, axes = _dimension("psum_scatter", x, dim), resolve(axis)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
         raise ValueError(
@@ -302,7 +308,9 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
     return _over("psum_scatter", x, axes, (dim,))
 
 
-def _dimension(x: torch.Tensor, dim: int) -> int:
+def _dimension(name: str, x: Any, dim: int) -> int:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} takes one tensor, and was given {x!r}; for a tree use tree.map")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} is not a dimension of a tensor {list(x.shape)}")
     return dim % x.ndim

@@ -7,7 +7,7 @@ unit the leaf is found. So `tree_map` over a cut tree visits each shard once, an
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from fzero import tree
 from fzero._torch import register_box
 from fzero.collectives import apply
 from fzero.spec import Spec, intern, intern_parts, spec_of, unit_axis
+from fzero.tree import is_box
 from fzero.world import Axis, UnitRule, rule_in_scope
 
 __all__ = ["PerRank", "Shard", "Slot", "default_units", "is_box"]
@@ -25,20 +26,44 @@ __all__ = ["PerRank", "Shard", "Slot", "default_units", "is_box"]
 
 
 class _Box:
-    """A pytree node that a plain torch function must not take for a tensor."""
+    """A pytree node that a plain torch function or an operator must not take for a tensor."""
 
     __slots__ = ()
     is_box = True
+    hint = (
+        "differentiate the function with fzero.value_and_grad, which gathers its boxes, or call fzero.gather(tree) "
+        "inside the rank program (step.gather(tree) outside)"
+    )
+
+    def describe(self) -> str:
+        """Return all that tells this box from another, for messages."""
+        return repr(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        box = next(x for x in tree.flatten([args, kwargs], is_box)[0] if is_box(x))
-        name = getattr(func, "__name__", str(func))
-        raise TypeError(
-            f"torch's {name} was given {box!r}, which is not a tensor but a box. Differentiate the function with "
-            "fzero.value_and_grad, which gathers its boxes, or call fzero.gather(tree) inside the rank program "
-            "(step.gather(tree) outside)"
-        )
+        box = next((x for x in tree.flatten([args, kwargs], is_box)[0] if isinstance(x, cls)), None)
+        _refuse(box, f"torch's {getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.Tensor, name) and not name.startswith("__"):
+            raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+def _refuse(box: Any, what: str) -> Any:
+    raise TypeError(f"{what} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
+
+
+def _refusing(name: str) -> Any:
+    return lambda self, *args: _refuse(self, f"the operator {name}")
+
+
+# torch takes a TypeError of __torch_function__ for "not implemented here", and asks the other operand
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
+    setattr(_Box, f"__r{_name}__", _refusing(_name))
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
 
 
 class Shard(_Box):
@@ -82,6 +107,10 @@ class Shard(_Box):
         spec = self.spec
         return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {','.join(spec.axes)}={spec.ranks})"
 
+    def describe(self) -> str:
+        """Return all that tells this shard from another, for messages."""
+        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduce}"
+
     def __reduce__(self) -> Any:
         return _restore_shard, (self.data, self.spec)
 
@@ -124,6 +153,7 @@ class PerRank(_Box):
     """
 
     __slots__ = ("value",)
+    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -143,11 +173,6 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
 register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
 register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), None), lambda _, children: PerRank(children[0]))
-
-
-def is_box(x: Any) -> bool:
-    """Tell whether a node is one of fzero's boxes."""
-    return isinstance(x, (Shard, Slot, PerRank))
 
 
 # ---------------------------------------------------------------- units
@@ -186,11 +211,11 @@ class Cut(NamedTuple):
     units: list[Unit]
     structure: Any
 
-    def replace(self, slots: Callable[[Slot], Any], firsts: dict[int, Any]) -> Any:
-        """Build the tree with each slot replaced, and with `firsts` at the positions that they name."""
-        entries = [slots(x) if isinstance(x, Slot) else x for x in self.entries]
-        for position, entry in firsts.items():
-            entries[position] = entry
+    def with_shards(self, shards: Sequence[Shard]) -> Any:
+        """Build the cut tree, with the shard of each unit in place of its first slot."""
+        entries = list(self.entries)
+        for unit, shard in zip(self.units, shards, strict=True):
+            entries[unit.position] = shard
         return tree.unflatten(self.structure, entries)
 
 

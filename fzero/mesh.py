@@ -42,6 +42,8 @@ def mesh(*, simulate: bool | None = None, device: str | None = None, **axes: int
     if len(axes) != 1:
         raise ValueError(f"a mesh has one axis in this version, such as mesh(dp=4); given {axes or 'none'}")
     ((name, size),) = axes.items()
+    if not isinstance(size, int):
+        raise TypeError(f"{name}={size!r}: the size of an axis is an int")
     distributed = torch.distributed.is_available() and (torch.distributed.is_initialized() or _launched())
     if simulate is False and not distributed:
         raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
@@ -133,7 +135,7 @@ class Mesh:
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return stacked if self.simulated else stacked[self.rank]
 
-        return PerRank(tree.map_with_path(part, batch))
+        return PerRank(tree.map_with_path(part, batch, is_box))
 
     def local(self, batch: Any) -> PerRank:
         """Wrap what each rank loaded itself.
@@ -156,7 +158,7 @@ class Mesh:
         if callable(batch):
             ranks = range(self.size) if self.simulated else [self.rank]
             parts = [batch(r) for r in ranks]
-            batch = tree.map(lambda *xs: torch.stack(xs), *parts) if self.simulated else parts[0]
+            batch = _stack(parts) if self.simulated else parts[0]
 
         def check(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
@@ -164,7 +166,7 @@ class Mesh:
                 _check_stacked(x, f"batch leaf {path!r}", self)
             return x
 
-        return PerRank(tree.map_with_path(check, batch))
+        return PerRank(tree.map_with_path(check, batch, is_box))
 
     def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program on every rank: JAX's shard_map, with layouts that travel with the values.
@@ -199,7 +201,7 @@ class _Spmd:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _run_rank
         if self.mesh.simulated:
-            run = _simulate if torch.compiler.is_compiling() else quiet_vmap_fallback()(_simulate)
+            run = _simulate if torch.compiler.is_compiling() else _simulate_eagerly
 
         def program(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             args, kwargs = _unwrapped(call)
@@ -215,6 +217,19 @@ def _run_rank(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> A
     return within(Scope((axis,), default, rule), program, args)
 
 
+def _simulate_eagerly(*args: Any) -> Any:
+    try:
+        with quiet_vmap_fallback():
+            return _simulate(*args)
+    except RuntimeError as error:
+        if "vmap" in str(error):
+            error.add_note(
+                "fzero: simulated ranks run under torch.vmap, which cannot run this operation or read its data "
+                "in Python; real processes can: torchrun"
+            )
+        raise
+
+
 def _simulate(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> Any:
     """Run all ranks as a batch dimension: one vmap over the token and whatever differs by rank."""
     ((name, size),) = mesh.shape
@@ -223,7 +238,7 @@ def _simulate(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> A
     for path, x, v in zip(paths, leaves, varies, strict=True):
         if v:
             _check_tensor("argument", path.split(".", 1)[1], x)
-            _check_stacked(x, f"argument leaf {path.split('.', 1)[1]!r}", mesh)
+            _check_stacked(x, tree.place("argument", path.split(".", 1)[1]), mesh)
     result: list[Any] = []
 
     def rank(token: torch.Tensor, *leaves: Any) -> Any:
@@ -266,7 +281,22 @@ def _unwrapped(args: Any) -> Any:
 
 def _check_tensor(what: str, path: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{what} leaf {path!r} is {x!r}: what differs by rank must be a tensor")
+        raise TypeError(f"{tree.place(what, path)} is {x!r}: what differs by rank must be a tensor")
+
+
+def _stack(parts: list[Any]) -> Any:
+    """Stack the ranks' trees leaf by leaf."""
+    columns = [tree.leaves_up_to(parts[0], part) for part in parts]
+    paths, _, structure = tree.flatten_with_paths(parts[0])
+    for path, *xs in zip(paths, *columns, strict=True):
+        for rank, x in enumerate(xs):
+            _check_tensor(f"rank {rank}'s batch", path, x)
+            if tree.show(x) != tree.show(xs[0]):
+                raise ValueError(
+                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, and rank 0's is {tree.show(xs[0])}: "
+                    "all ranks hold tensors of one shape; pad or drop the rest"
+                )
+    return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])
 
 
 def _check_stacked(x: torch.Tensor, what: str, mesh: Mesh) -> None:

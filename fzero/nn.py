@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import tree
 from fzero.layout import is_box
 from fzero.world import bound
 
@@ -55,13 +54,16 @@ def functional(module: torch.nn.Module) -> Functional:
         >>> y.shape
         torch.Size([4, 2])
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, given a {type(module).__name__}")
     _refuse_wrapped(module)
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items() if p.requires_grad}
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
-    hollow = _without_storage(module)
-    return Functional(Apply(hollow, _mutable(module)), params, {**buffers, **frozen})
+    constants = {**buffers, **frozen}
+    apply = Apply(_without_storage(module), frozenset(params), frozenset(constants), _mutable(module))
+    return Functional(apply, params, constants)
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,14 @@ class Apply:
 
     Attributes:
         module: the module without storage.
-        mutable: the names of the buffers that its forward pass may write.
+        params: the names of its trainable parameters.
+        buffers: the names of its buffers and frozen parameters.
+        mutable: the names of the buffers that its forward pass may write in place.
     """
 
     module: torch.nn.Module
+    params: frozenset[str]
+    buffers: frozenset[str]
     mutable: frozenset[str]
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
@@ -91,22 +97,40 @@ class Apply:
 
         Raises:
             TypeError: if boxes are passed: gather them first, as `fzero.value_and_grad` does.
+            ValueError: if names are missing or unknown.
+            RuntimeError: if the forward pass wrote a buffer in place that is not in `mutable`.
         """
-        for path, x in zip(*tree.flatten_with_paths((params, buffers), is_box)[:2], strict=True):
+        self._check(params, self.params, "params")
+        self._check(buffers, self.buffers, "buffers")
+        state = {**params, **buffers, **{name: _own_copy(buffers[name]) for name in sorted(self.mutable)}}
+        versions = {} if torch.compiler.is_compiling() else {name: buffers[name]._version for name in buffers}
+        out = torch.func.functional_call(self.module, state, args, kwargs)
+        for name, version in versions.items():
+            if name not in self.mutable and buffers[name]._version != version:
+                raise RuntimeError(
+                    f"the module's forward pass wrote buffer {name!r} in place, which was taken for a constant: it is "
+                    "not a persistent floating-point buffer, or a counter, of a module in training mode"
+                )
+        return out, {name: state[name] for name in buffers}
+
+    def _check(self, given: Any, names: frozenset[str], what: str) -> None:
+        if not isinstance(given, dict):
+            raise TypeError(f"{what} is {given!r}: expected a dict of tensors, as fzero.nn.functional returned it")
+        for name, x in given.items():
             if is_box(x):
                 raise TypeError(
-                    f"{type(self.module).__name__} was given {x!r} for {path.split('.', 1)[1]!r}, which is a "
-                    "box and not a tensor: call it inside fzero.value_and_grad, or on fzero.gather(params)"
+                    f"{type(self.module).__name__} was given {x!r} for {name!r}, which is a box and not a tensor: "
+                    "call it inside fzero.value_and_grad, or on fzero.gather(params)"
                 )
-        state = {**params, **buffers, **{name: _own_copy(buffers[name]) for name in sorted(self.mutable)}}
-        out = torch.func.functional_call(self.module, state, args, kwargs)
-        return out, {name: state[name] if name in self.mutable else x for name, x in buffers.items()}
+        if given.keys() != names:
+            missing, extra = sorted(names - given.keys()), sorted(given.keys() - names)
+            raise ValueError(f"{what} do not match the module: missing {missing}, not the module's {extra}")
 
 
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
     """Copy a buffer for this rank to write; a simulation needs one that differs by rank."""
     copied = x.clone()
-    for axis in bound():
+    for axis in bound() if x.is_floating_point() else ():  # a counter is equal on all ranks
         if not axis.group:
             copied = torch.where(axis.token >= 0, copied, copied)
     return copied
@@ -132,13 +156,28 @@ def _without_storage(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, memo)
 
 
+_SYNCHRONISING = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "SyncBatchNorm",
+}
+
+
 def _refuse_wrapped(module: torch.nn.Module) -> None:
     for name, m in module.named_modules():
         kinds = {cls.__name__ for cls in type(m).__mro__}
-        wrapper = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+        wrapper = kinds & {
+            "DistributedDataParallel",
+            "FullyShardedDataParallel",
+            "FSDPModule",
+            "DataParallel",
+            "SyncBatchNorm",
+        }
         if wrapper:
             raise TypeError(
-                f"module {name!r} is wrapped by {wrapper.pop()}, whose own synchronisation does not work under "
+                f"module {name!r} is {wrapper.pop()}, whose own synchronisation does not work under "
                 "torch.func; pass the plain module: fzero.shard does the sharding"
             )
         if "OptimizedModule" in kinds:

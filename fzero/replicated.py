@@ -43,9 +43,9 @@ class _Replicated(torch.autograd.Function):
         if assume:
             return x.select(in_dims[0], 0).clone(), None
         raise ValueError(
-            f"result {path!r} differs by rank, and a plain result must be replicated: reduce it with fzero.pmean or "
-            "fzero.psum, wrap it in fzero.PerRank to get every rank's, or, if it is equal on all ranks for a reason "
-            "that fzero cannot see, return fzero.assume_replicated(x)"
+            f"{tree.place('result', path)} differs by rank, and a plain result must be replicated: reduce it with "
+            "fzero.pmean or fzero.psum, wrap it in fzero.PerRank to get every rank's, or, if it is equal on all ranks "
+            "for a reason that fzero cannot see, return fzero.assume_replicated(x)"
         )
 
 

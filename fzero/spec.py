@@ -14,7 +14,17 @@ import torch
 from fzero._torch import assume_constant_result
 from fzero.world import Axis, lookup
 
-__all__ = ["Spec", "check_cut_for", "intern", "intern_parts", "shard_numel", "spec_of", "unit_axis", "unit_name"]
+__all__ = [
+    "Spec",
+    "check_cut_for",
+    "intern",
+    "intern_parts",
+    "reduces_once",
+    "shard_numel",
+    "spec_of",
+    "unit_axis",
+    "unit_name",
+]
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,9 @@ def intern_parts(
 
 
 @assume_constant_result
-def _facts(uid: int) -> tuple[str, int, int]:
+def _facts(uid: int) -> tuple[str, int, int, bool]:
     spec = spec_of(uid)
-    return spec.axes[0], spec.ranks, spec.shard_numel
+    return spec.axes[0], spec.ranks, spec.shard_numel, spec.reduce == "once"
 
 
 def unit_axis(uid: int) -> Axis:
@@ -114,7 +124,7 @@ def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None
     Raises:
         ValueError: if not; it calls the unit `what`.
     """
-    name, ranks, _ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
+    name, ranks, *_ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
     if (name, ranks) not in shape:
         axes = ", ".join([f"{name}={size}" for name, size in shape])
         raise ValueError(
@@ -132,3 +142,8 @@ def unit_name(uid: int) -> str:
 def shard_numel(uid: int) -> int:
     """Return the elements of one rank's shard of a unit, padding included."""
     return _facts(uid + 0)[2]
+
+
+def reduces_once(uid: int) -> bool:
+    """Tell whether a unit's gradients are reduced once a step, and not each micro-batch."""
+    return _facts(uid + 0)[3]

@@ -80,37 +80,56 @@ def leaves_up_to(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = 
     """List what stands in `other` at the place of each leaf of `tree`.
 
     Raises:
-        ValueError: if `other` has another structure. Names the first path that differs.
+        ValueError: if `other` has another structure, or a box in place of a plain leaf. Names the first such path.
     """
-    structure = flatten(tree, is_leaf)[1]
+    leaves, structure = flatten(tree, is_leaf)
     try:
-        return structure.flatten_up_to(other)
+        others = structure.flatten_up_to(other)
     except (ValueError, TypeError) as error:
         raise ValueError(difference(tree, other, is_leaf)) from error
+    for x, y in zip(leaves, others, strict=True):
+        if is_box(y) and not is_box(x) and x is not None:
+            raise ValueError(difference(tree, other, is_leaf))
+    return others
 
 
 def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
-    """Say in one sentence where two trees first differ in structure."""
-
-    def is_node(x: Any) -> bool:  # a leaf, or a box with static data of its own: shown whole
-        return (is_leaf is not None and is_leaf(x)) or getattr(x, "is_box", False)
-
-    mine, other_paths = flatten_with_paths(tree, is_node), flatten_with_paths(other, is_node)
-    theirs = dict(zip(other_paths[0], other_paths[1], strict=True))
-    for path, x in zip(mine[0], mine[1], strict=True):
+    """Say in one sentence where two trees first differ in structure, or in how they are cut."""
+    paths, leaves, structure = flatten_with_paths(tree, is_box)
+    other_paths, other_leaves, other_structure = flatten_with_paths(other, is_box)
+    mine, theirs = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
+    for path, x in mine.items():
         if path not in theirs:
-            return f"trees differ in structure: leaf {path!r} ({_show(x)}) has no counterpart"
-        y = theirs.pop(path)
-        if (getattr(x, "is_box", False) or getattr(y, "is_box", False)) and _show(x) != _show(y):
+            return f"trees differ in structure: the first has leaf {path!r} ({show(x)}), and the second has not"
+    for path, y in theirs.items():
+        if path not in mine:
+            return f"trees differ in structure: the second has leaf {path!r} ({show(y)}), and the first has not"
+    for path, x in mine.items() if is_leaf is None else ():
+        y = theirs[path]
+        if (is_box(x) or is_box(y)) and show(x) != show(y):
+            a, b = (repr(x), repr(y)) if repr(x) != repr(y) and is_box(x) and is_box(y) else (show(x), show(y))
             return (
-                f"trees are cut differently at {path!r}: {_show(x)} against {_show(y)}. "
+                f"trees are cut differently at {path!r}: {a} against {b}. "
                 "Both must come from one partition: make the state with step.init, or partition it the same way"
             )
-    if theirs:
-        path, y = next(iter(theirs.items()))
-        return f"trees differ in structure: leaf {path!r} ({_show(y)}) has no counterpart"
-    return f"trees differ in structure: {mine[2]} against {other_paths[2]}"
+    return f"trees differ in structure: {structure} against {other_structure}"
 
 
-def _show(x: Any) -> str:
+def is_box(x: Any) -> bool:
+    """Tell whether a node is one of fzero's boxes (`fzero.layout`), which is shown and compared whole."""
+    return getattr(type(x), "is_box", False) is True
+
+
+def show(x: Any) -> str:
+    """Describe a leaf or a box in a message."""
+    if is_box(x):
+        return x.describe()
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+def place(what: str, path: str) -> str:
+    """Say which argument or result a path leads to: `place("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
+    first, _, rest = path.partition(".")
+    if not first.isdigit() or what not in ("argument", "result"):
+        return f"{what} leaf {path!r}" if path else what
+    return f"{what} {first}" + (f", leaf {rest!r}" if rest else "")

@@ -550,7 +550,7 @@ def test_ddp_is_refused(process_group):
 
 def test_ddp_inside_a_module_is_refused_by_name(process_group):
     module = nn.Sequential(nn.Linear(2, 2), nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
-    with pytest.raises(TypeError, match="'1' is wrapped by DistributedDataParallel"):
+    with pytest.raises(TypeError, match="'1' is DistributedDataParallel"):
         functional(module)
 
 

@@ -546,9 +546,9 @@ def test_an_optimizer_unpacks_as_a_pair(stage):
 THIRD_PARTY = {
     "sgd": lambda: torchopt.sgd(0.1),
     "own transforms": lambda: torchopt.chain(torchopt.transform.scale_by_adam(), torchopt.transform.scale(-1e-2)),
-    "momentum": lambda: torchopt.sgd(0.1, momentum=0.9),
-    "adamw": lambda: torchopt.adamw(1e-2, weight_decay=0.1),
-    "chain": lambda: torchopt.chain(torchopt.adam(1e-2), torchopt.transform.scale(0.5)),
+    "momentum": lambda: optim.leafwise(torchopt.sgd(0.1, momentum=0.9)),
+    "adamw": lambda: optim.leafwise(torchopt.adamw(1e-2, weight_decay=0.1)),
+    "chain": lambda: optim.leafwise(torchopt.chain(torchopt.adam(1e-2), torchopt.transform.scale(0.5))),
 }
 
 
@@ -558,7 +558,8 @@ THIRD_PARTY = {
 def test_torchopt_is_the_same_on_shards(name, stage):
     def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
         loss, grads = fzero.value_and_grad(loss_of)(params, batch)
-        updates, state = opt.update(grads, state, params=params, inplace=False)
+        options = {} if isinstance(opt, optim.Optimizer) else {"inplace": False}
+        updates, state = opt.update(grads, state, params=params, **options)
         return optim.apply_updates(params, updates), state, loss
 
     opt, batches, expected = THIRD_PARTY[name](), batches_of(3), params_of()
@@ -572,6 +573,12 @@ def test_torchopt_is_the_same_on_shards(name, stage):
         for batch in batches:
             params, state, _ = sharded(params, state, mesh.split(batch))
         assert_trees_close(sharded.gather(params), expected, 1e-12, f"dp={n}")
+
+
+def test_a_pair_that_flattens_trees_is_told_to_be_wrapped():
+    with pytest.raises(ValueError, match="differs by rank") as caught:
+        fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2)).init(params_of(), torchopt.adamw(1e-2))
+    assert "optim.leafwise(pair)" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("stage", range(4))

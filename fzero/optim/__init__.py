@@ -3,6 +3,7 @@
 from fzero.optim._adam import AdamState, adam, adamw
 from fzero.optim._base import Optimizer, apply_updates, chain
 from fzero.optim._clip import clip_by_global_norm
+from fzero.optim._leafwise import leafwise
 from fzero.optim._schedules import Schedule, constant, warmup_cosine
 from fzero.optim._sgd import SgdState, sgd
 from fzero.segments import global_norm
@@ -19,6 +20,7 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "global_norm",
+    "leafwise",
     "sgd",
     "warmup_cosine",
 ]

@@ -77,7 +77,7 @@ def chain(*pairs: Any) -> Optimizer:
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new = []
         for pair, s in zip(pairs, state, strict=True):
-            grads, s = pair.update(grads, s, params)
+            grads, s = pair.update(grads, s, params=params)
             new.append(s)
         return grads, tuple(new)
 

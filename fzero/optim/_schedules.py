@@ -15,9 +15,9 @@ def constant(value: float) -> Schedule:
 
     Example:
         >>> constant(0.1)(torch.tensor(7))
-        tensor(0.1000)
+        tensor(0.1000, dtype=torch.float64)
     """
-    return lambda count: torch.full((), value, dtype=torch.get_default_dtype(), device=count.device)
+    return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:

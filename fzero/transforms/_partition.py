@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from fzero import flat, tree
+from fzero import flat
 from fzero.collectives import Row, add_row
-from fzero.layout import Shard, apply_to_unit, cut, is_box
+from fzero.layout import Shard, apply_to_unit, cut
 from fzero.spec import spec_of
+from fzero.transforms._checks import check_plain
 from fzero.world import AxisName, UnitRule, resolve
 
 __all__ = ["partition"]
@@ -93,12 +94,10 @@ def partition(params: Any, axis: AxisName = None, *, units: UnitRule | None = No
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
     if not axes:
         return params
-    for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
-        if is_box(x):
-            raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it first")
+    check_plain(params)
     plan = cut(params, axes, units, reduce)
-    shards = {}
+    shards = []
     for unit in plan.units:
         (data,) = apply_to_unit("partition", unit.uid, unit.leaves)
-        shards[unit.position] = Shard(data, unit.uid, origin=tuple(unit.leaves))
-    return plan.replace(lambda slot: slot, shards)
+        shards.append(Shard(data, unit.uid, origin=tuple(unit.leaves)))
+    return plan.with_shards(shards)

@@ -9,10 +9,10 @@ import torch
 from fzero import tree
 from fzero._checksum import check_equal
 from fzero._notice import notice
-from fzero.layout import PerRank, Shard, is_box
+from fzero.layout import PerRank, is_box
 from fzero.mesh import Mesh, _Spmd
 from fzero.mesh import mesh as make_mesh
-from fzero.spec import check_cut_for
+from fzero.transforms._checks import check_arguments, check_params, check_plain, check_results, check_tree
 from fzero.transforms._gather import gather
 from fzero.transforms._partition import partition
 from fzero.world import AxisName, UnitRule
@@ -97,17 +97,23 @@ def shard(
     """
     if check not in ("first", True, False):
         raise ValueError(f'check={check!r}: expected "first", True or False')
-    if stage not in range(len(STAGES)):
+    if not isinstance(stage, int) or stage not in range(len(STAGES)):
         raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
             notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if not names:
+        raise ValueError(f"axis={axis!r} names no axis of {mesh!r}; leave it out to shard over all of them")
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {mesh!r}")
     positions = (params,) if isinstance(params, int) else tuple(params)
+    if any(i < 0 for i in positions):
+        raise ValueError(f"params={params!r}: expected positions of arguments, counted from 0")
     return ShardedStep(train_step, stage, mesh, names, positions, units, check)
 
 
@@ -159,8 +165,8 @@ class ShardedStep:
                 differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
                 dtype than the old. Names the argument or result and the path.
         """
-        _check_arguments((args, kwargs), self.mesh)
-        self._check_params(args)
+        check_arguments((args, kwargs), self.mesh)
+        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.units)
         check = self._checks_now()
         if check:
             check_equal("argument", args, self.mesh)
@@ -185,11 +191,11 @@ class ShardedStep:
         """Run one rank's step: what `fzero.shard` composes, to read."""
         if self.layout.params == self.layout.opt_state:  # stages 0 and 3: the layout in is the layout out
             out = self.train_step(*args, **kwargs)
-            self._check_results(args, out)
+            check_results(args, out, self.params)
             return out
         cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
         out = self.train_step(*cut, **kwargs)
-        self._check_results(cut, out)
+        check_results(cut, out, self.params)
         del cut  # the old shards, before the new parameters are whole
         if not isinstance(out, tuple):
             return gather(out)
@@ -210,6 +216,7 @@ class ShardedStep:
             ValueError: if `params` differs between ranks, holds boxes, or `opt` declares that it is not elementwise
                 and the stage shards its state.
         """
+        check_plain(params)
         check_equal("params", params, self.mesh)
         sharded = self.layout.opt_state == "sharded"
         elementwise = getattr(opt, "elementwise", None)
@@ -228,7 +235,14 @@ class ShardedStep:
             boxes = partition(params, reduce=self.layout.grads) if sharded else params
             return boxes if self.layout.params == "sharded" else params, opt.init(boxes)
 
-        return self.program(make)(params)
+        try:
+            return self.program(make)(params)
+        except ValueError as error:
+            if "differs by rank" in str(error):
+                error.add_note(
+                    "A pair that takes trees apart by itself keeps unboxed state: wrap it, optim.leafwise(pair)"
+                )
+            raise
 
     def gather(self, params: Any) -> Any:
         """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
@@ -237,15 +251,16 @@ class ShardedStep:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
 
         Returns:
-            The tree with plain tensors, on every rank.
+            The tree with plain tensors, on every rank; `PerRank` values stay as they are.
 
         Raises:
             ValueError: if a box was cut for another mesh.
         """
-        for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
-            if isinstance(x, Shard):
-                check_cut_for(x.uid, f"leaf {path!r}", self.mesh.shape)
-        return self.program(gather)(params)
+        check_tree(params, self.mesh)
+        entries, structure = tree.flatten(params, is_box)
+        kept = [x if isinstance(x, PerRank) else None for x in entries]
+        whole = self.program(gather)([None if isinstance(x, PerRank) else x for x in entries])
+        return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
 
     def state_bytes(self, *trees: Any) -> int:
         """Count the bytes that one rank holds of trees in the step's layout; tied leaves count once.
@@ -265,60 +280,3 @@ class ShardedStep:
                     seen.add(id(leaf))
                     total += leaf.numel() * leaf.element_size() // n
         return total
-
-    def _check_params(self, args: Sequence[Any]) -> None:
-        for i in self.params:
-            if i >= len(args):
-                raise ValueError(f"params={self.params}: the step was called with {len(args)} positional arguments")
-            floating = any(x.is_floating_point() for x in tree.tensors(args[i]))
-            if self.layout.params == "sharded" and floating and not boxed(args[i]) and self.units is None:
-                raise ValueError(
-                    f"argument {i} (parameters) is plain, and stage 3 takes it cut: "
-                    "params, opt_state = step.init(params, opt)"
-                )
-            if self.layout.params == "replicated" and boxed(args[i]):
-                raise ValueError(
-                    f"argument {i} (parameters) is cut, and stage {self.stage} takes it plain: gather it with the step "
-                    "that cut it, then step.init"
-                )
-
-    def _check_results(self, args: Sequence[Any], out: Any) -> None:
-        """Check that new parameters are like the old, so that the next step can take them."""
-        results = out if isinstance(out, tuple) else (out,)
-        for i in self.params:
-            if i >= len(results):
-                raise ValueError(
-                    f"params={self.params}: the step returned {len(results)} results; new parameters are expected "
-                    "at the positions of the old"
-                )
-            if boxed(args[i]) and not boxed(results[i]):
-                continue  # the step gathered them itself
-            try:
-                new = tree.leaves_up_to(args[i], results[i])
-            except ValueError as error:
-                raise ValueError(f"result {i} is not like argument {i} (parameters): {error}") from error
-            paths, old, _ = tree.flatten_with_paths(args[i])
-            for path, x, y in zip(paths, old, new, strict=True):
-                if isinstance(x, torch.Tensor) and (x.shape != y.shape or x.dtype != y.dtype):
-                    raise ValueError(
-                        f"result {i} is not like argument {i} (parameters): leaf {path!r} was {x.dtype} "
-                        f"{list(x.shape)} and became {y.dtype} {list(y.shape)}; fzero.optim.apply_updates keeps both"
-                    )
-
-
-def boxed(values: Any) -> bool:
-    """Tell whether a tree holds shards."""
-    return any(isinstance(x, Shard) for x in tree.flatten(values, is_box)[0])
-
-
-def _check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> None:
-    """Check that boxes were cut for this mesh, and note it when no argument differs by rank."""
-    paths, entries, _ = tree.flatten_with_paths(call, is_box)
-    for path, x in zip(paths, entries, strict=True):
-        if isinstance(x, Shard):
-            check_cut_for(x.uid, f"argument leaf {path.split('.', 1)[1]!r}", mesh.shape)
-    if mesh.size > 1 and not torch.compiler.is_compiling() and not any(isinstance(x, PerRank) for x in entries):
-        notice(
-            "fzero.shard: no argument of the step is PerRank, so every rank computes the same; "
-            "cut the batch with mesh.split or wrap it with mesh.local"
-        )

@@ -31,7 +31,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     """
 
     def update(params: Any, grads: Any, opt_state: Any) -> tuple[Any, Any]:
-        updates, opt_state = opt.update(grads, opt_state, params)
+        updates, opt_state = opt.update(grads, opt_state, params=params)
         return apply_updates(params, updates), opt_state
 
     return update

@@ -9,7 +9,8 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
 from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box
-from fzero.spec import spec_of
+from fzero.spec import reduces_once
+from fzero.transforms._accumulate import accumulate, micro_batches_of
 from fzero.transforms._broadcast import broadcast_unit
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather, gather_unit
@@ -82,7 +83,7 @@ def value_and_grad(
         opened = {i: _open(args[i], axes, f"argument {i}", micro_batches) for i in nums}
         fixed = [None if i in opened else gather(x) for i, x in enumerate(args)]
         kwargs = gather(kwargs)
-        batches = _split(args, fixed, nums, batch_argnums, micro_batches)
+        batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
 
         def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> Any:
             full, anchor = list(batch), torch.zeros(0)
@@ -96,7 +97,7 @@ def value_and_grad(
             return (fence([loss], anchor)[0][0] if fenced else loss), aux
 
         variables = [[p.variables for p in arg.pieces] for arg in opened.values()]
-        value, aux, grads = _accumulate(loss_of, variables, batches)
+        value, aux, grads = accumulate(loss_of, variables, batches)
         value = psum(value, axis)
         if reduce == "mean":
             scale = micro_batches
@@ -171,7 +172,7 @@ def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Ope
 
 
 def _shard_piece(uid: int, box: Shard, members: list[tuple[int, int]], micro_batches: int) -> _Piece:
-    if micro_batches > 1 and spec_of(uid).reduce == "once":
+    if micro_batches > 1 and reduces_once(uid):
         full = list(gather_unit(uid, box.data, box.origin))
         return _Piece(members, full, _same, lambda g: apply_to_unit("reduce_scatter", uid, g), uid)
     return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), _same, uid)
@@ -198,45 +199,14 @@ def _plain_piece(entries: list[Any]) -> _Piece:
     return _Piece(members, leaves, _same, _same)
 
 
-def _accumulate(
-    loss_of: Callable[..., Any], variables: list[list[list[torch.Tensor]]], batches: list[list[Any]]
-) -> tuple[torch.Tensor, Any, list[list[list[torch.Tensor]]]]:
-    """Sum values and gradients over the micro-batches, and stack what else they return."""
-    value, grads, auxes = None, None, []
-    for batch in batches:
-        rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
-
-        def loss_and_tensors(xs: Any, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
-            loss, aux = loss_of(batch, xs)
-            rest.append(aux)
-            return loss, tree.tensors(aux)
-
-        g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
-        found = iter(tensors)
-        auxes.append(tree.map(lambda x, found=found: next(found) if isinstance(x, torch.Tensor) else x, rest.pop()))
-        value = v if value is None else value + v
-        if grads is None:
-            grads = g
-        else:
-            for mine, new in zip(grads, g, strict=True):
-                for xs, ys in zip(mine, new, strict=True):
-                    for i in range(len(xs)):  # one at a time, so that each summand is freed at once
-                        xs[i], ys[i] = xs[i] + ys[i], None
-    assert value is not None and grads is not None
-    return (
-        value,
-        auxes[0] if len(auxes) == 1 else tree.map(lambda *xs: torch.stack(xs), *auxes),
-        grads,
-    )
-
-
 def _checked(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"has_aux=True: f must return (loss, aux), and returned {type(result).__name__}")
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        given = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"f must return a 0-d floating-point loss, and returned {given}; reduce it with .mean()")
+        given = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else "for (loss, aux) say has_aux=True"
+        raise TypeError(f"f must return a 0-d floating-point loss, and returned {given}; {advice}")
     return loss, aux
 
 
@@ -250,42 +220,3 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
                 f"{name} is differentiated, and its leaf {path!r} is {given}, which has no gradient; "
                 "pass it in an argument that is not differentiated"
             )
-
-
-def _split(
-    args: Sequence[Any],
-    fixed: list[Any],
-    nums: Sequence[int],
-    batch_argnums: int | Sequence[int] | None,
-    micro_batches: int,
-) -> list[list[Any]]:
-    """Cut the batch arguments in equal parts along dimension 0: for each micro-batch, the arguments of f."""
-    if micro_batches == 1:
-        return [fixed]
-    if batch_argnums is None:
-        boxed = [any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
-        cut_at = [i for i in range(len(args)) if i not in nums and not boxed[i]]
-    else:
-        cut_at = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
-    sizes = {}
-    for i in cut_at:
-        for path, x in zip(*tree.flatten_with_paths(fixed[i])[:2], strict=True):
-            if isinstance(x, torch.Tensor):
-                sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else None
-    if len(set(sizes.values())) != 1:
-        raise ValueError(
-            f"micro_batches={micro_batches} cuts what is not differentiated along dimension 0, and the "
-            f"sizes differ: {sizes}; say which arguments are the batch with batch_argnums="
-        )
-    (size,) = set(sizes.values())
-    if size is None or size % micro_batches:
-        raise ValueError(f"micro_batches={micro_batches} does not divide the batch of {size} ({next(iter(sizes))})")
-    m = size // micro_batches
-
-    def part(x: Any, j: int) -> Any:
-        return x.narrow(0, j * m, m) if isinstance(x, torch.Tensor) else x
-
-    return [
-        [tree.map(lambda x, j=j: part(x, j), a) if i in cut_at else a for i, a in enumerate(fixed)]
-        for j in range(micro_batches)
-    ]

@@ -167,10 +167,10 @@ def plain_values_that_differ_by_rank_are_refused(mesh: fzero.Mesh) -> None:
     w, ones = {"w": torch.ones(1)}, mesh.local(torch.ones(2))
     own_rank = torch.full((1,), float(mesh.rank))
     for check, argument, batch, message in (
-        (True, w, mesh.local(own_rank), "result leaf '1.loss' differs"),
-        ("first", w, mesh.local(own_rank), "result leaf '1.loss' differs"),
-        ("first", {"w": own_rank}, ones, "argument leaf '0.w' differs between rank 0 and rank 1"),
-        ("first", w, own_rank, "argument leaf '1' differs"),  # a batch that is not wrapped
+        (True, w, mesh.local(own_rank), "result 1, leaf 'loss' differs"),
+        ("first", w, mesh.local(own_rank), "result 1, leaf 'loss' differs"),
+        ("first", {"w": own_rank}, ones, "argument 0, leaf 'w' differs between rank 0 and rank 1"),
+        ("first", w, own_rank, "argument 1 differs"),  # a batch that is not wrapped
     ):
         step = fzero.shard(train_step, stage=0, mesh=mesh, check=check)
         if check is True:

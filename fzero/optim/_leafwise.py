@@ -1,0 +1,51 @@
+"""An adapter for third-party pairs that take trees apart by themselves."""
+
+import inspect
+from typing import Any
+
+from fzero import tree
+from fzero.optim._base import Optimizer
+
+__all__ = ["leafwise"]
+
+
+def leafwise(pair: Any) -> Optimizer:
+    """Run a third-party (init, update) pair on one leaf at a time, with its state in the leaf's place.
+
+    A pair that flattens the tree into a list keeps state of its own, in which shards cannot be told from replicated
+    values; torchopt's optimizers do. Leaf by leaf, each shard's state stays in its box. Not for pairs that look at
+    several leaves at once, such as clipping by a global norm: use fzero's, in a `chain`.
+
+    Args:
+        pair: an elementwise pair, such as `torchopt.adamw(1e-3)`. If its update takes `inplace`, it is told not to
+            write into its arguments.
+
+    Returns:
+        A pair; its state is a tree like the parameters, of the pair's states.
+
+    Example:
+        >>> import torch
+        >>> from fzero import optim
+        >>> opt = optim.chain(optim.clip_by_global_norm(1.0), optim.leafwise(optim.adam(0.1)))
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.1000)}
+    """
+    takes_inplace = "inplace" in inspect.signature(pair.update).parameters
+
+    def init(params: Any) -> Any:
+        return tree.map(lambda p: pair.init([p]), params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        options = {"inplace": False} if takes_inplace else {}
+        leaves, structure = tree.flatten(grads)
+        states = tree.leaves_up_to(grads, state)
+        whole = [None] * len(leaves) if params is None else tree.leaves_up_to(grads, params)
+        updates, new = [], []
+        for g, s, p in zip(leaves, states, whole, strict=True):
+            u, s = ([None], s) if g is None else pair.update([g], s, params=None if p is None else [p], **options)
+            updates.append(u[0])
+            new.append(s)
+        return tree.unflatten(structure, updates), tree.unflatten(structure, new)
+
+    return Optimizer(init, update, getattr(pair, "elementwise", True))

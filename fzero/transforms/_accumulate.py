@@ -1,0 +1,93 @@
+"""Micro-batches: the batch in equal parts, and gradients summed over them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.layout import is_box
+
+__all__ = ["accumulate", "micro_batches_of"]
+
+
+def accumulate(
+    loss_of: Callable[..., Any], variables: list[list[list[torch.Tensor]]], batches: list[list[Any]]
+) -> tuple[torch.Tensor, Any, list[list[list[torch.Tensor]]]]:
+    """Sum values and gradients over the micro-batches, and stack what else they return."""
+    value, grads, auxes = None, None, []
+    for batch in batches:
+        rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
+
+        def loss_and_tensors(xs: Any, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
+            loss, aux = loss_of(batch, xs)
+            rest.append(aux)
+            return loss, tree.tensors(aux)
+
+        g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
+        found = iter(tensors)
+        auxes.append(tree.map(lambda x, found=found: next(found) if isinstance(x, torch.Tensor) else x, rest.pop()))
+        value = v if value is None else value + v
+        if grads is None:
+            grads = g
+        else:
+            for mine, new in zip(grads, g, strict=True):
+                for xs, ys in zip(mine, new, strict=True):
+                    for i in range(len(xs)):  # one at a time, so that each summand is freed at once
+                        xs[i], ys[i] = xs[i] + ys[i], None
+    assert value is not None and grads is not None
+    return (
+        value,
+        auxes[0] if len(auxes) == 1 else tree.map(lambda *xs: torch.stack(xs), *auxes),
+        grads,
+    )
+
+
+def micro_batches_of(
+    args: Sequence[Any],
+    fixed: list[Any],
+    nums: Sequence[int],
+    batch_argnums: int | Sequence[int] | None,
+    micro_batches: int,
+) -> list[list[Any]]:
+    """Cut the batch arguments in equal parts along dimension 0: for each micro-batch, the arguments of f."""
+    if micro_batches == 1:
+        return [fixed]
+    if batch_argnums is None:
+        boxed = [any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
+        cut_at = [i for i in range(len(args)) if i not in nums and not boxed[i]]
+    else:
+        cut_at = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+        if any(not 0 <= i < len(args) or i in nums for i in cut_at):
+            raise ValueError(
+                f"batch_argnums={batch_argnums}: expected positions below {len(args)} of arguments that are not "
+                "differentiated"
+            )
+    sizes = {}
+    for i in cut_at:
+        for path, x in zip(*tree.flatten_with_paths(fixed[i])[:2], strict=True):
+            if isinstance(x, torch.Tensor):
+                sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else "0-d"
+    if not sizes:
+        raise ValueError(
+            f"micro_batches={micro_batches} found no tensor to cut: pass the batch by position, not by keyword"
+        )
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"micro_batches={micro_batches} cuts what is not differentiated along dimension 0, and the "
+            f"sizes differ: {sizes}; say which arguments are the batch with batch_argnums="
+        )
+    (size,) = set(sizes.values())
+    if isinstance(size, str) or size % micro_batches:
+        raise ValueError(
+            f"micro_batches={micro_batches} does not divide the batch: {next(iter(sizes))} has size {size}"
+        )
+    m = size // micro_batches
+
+    def part(x: Any, j: int) -> Any:
+        return x.narrow(0, j * m, m) if isinstance(x, torch.Tensor) else x
+
+    return [
+        [tree.map(lambda x, j=j: part(x, j), a) if i in cut_at else a for i, a in enumerate(fixed)]
+        for j in range(micro_batches)
+    ]

@@ -1,0 +1,107 @@
+"""What a sharded step checks of its arguments and results: bad input is an error that names it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._notice import notice
+from fzero.layout import PerRank, Shard, groups, is_box
+from fzero.mesh import Mesh
+from fzero.segments import abstract
+from fzero.spec import check_cut_for
+from fzero.world import UnitRule
+
+__all__ = ["boxed", "check_arguments", "check_params", "check_plain", "check_results", "check_tree"]
+
+
+def boxed(values: Any) -> bool:
+    """Tell whether a tree holds shards."""
+    return any(isinstance(x, Shard) for x in tree.flatten(values, is_box)[0])
+
+
+def check_plain(params: Any) -> None:
+    """Check that parameters that are to be cut are not."""
+    for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
+        if is_box(x):
+            raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+
+
+def check_tree(values: Any, mesh: Mesh) -> None:
+    """Check that the boxes of a tree were cut for this mesh, and that it holds whole units."""
+    paths, entries, _ = tree.flatten_with_paths(values, is_box)
+    groups(paths, entries)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
+
+
+def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> None:
+    """Check that boxes were cut for this mesh, and note it when no argument differs by rank."""
+    paths, entries, _ = tree.flatten_with_paths(call, is_box)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
+    if mesh.size > 1 and not torch.compiler.is_compiling() and not any(isinstance(x, PerRank) for x in entries):
+        notice(
+            "fzero.shard: no argument of the step is PerRank, so every rank computes the same; "
+            "cut the batch with mesh.split or wrap it with mesh.local"
+        )
+
+
+def check_params(
+    args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rule: UnitRule | None
+) -> None:
+    """Check that parameters have the stage's layout between steps."""
+    for i in positions:
+        if i >= len(args):
+            raise ValueError(f"params={tuple(positions)}: the step was called with {len(args)} positional arguments")
+        if sharded and not boxed(args[i]) and _has_a_unit(args[i], rule):
+            raise ValueError(
+                f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "
+                "params, opt_state = step.init(params, opt)"
+            )
+        if not sharded and boxed(args[i]):
+            raise ValueError(
+                f"argument {i} (parameters) is cut, and stage {stage} takes it plain: gather it with the step "
+                "that cut it, then step.init"
+            )
+
+
+def _has_a_unit(params: Any, rule: UnitRule | None) -> bool:
+    """Tell whether a rule cuts some leaf of a plain tree."""
+    paths, leaves, _ = tree.flatten_with_paths(params)
+    return any(
+        isinstance(x, torch.Tensor) and x.is_floating_point() and (rule is None or rule(path, x) is not None)
+        for path, x in zip(paths, leaves, strict=True)
+    )
+
+
+def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
+    """Check that new parameters are like the old, so that the next step can take them."""
+    results = out if isinstance(out, tuple) else (out,)
+    for i in positions:
+        what = f"result {i} is not like argument {i} (parameters)"
+        if i >= len(results):
+            raise ValueError(
+                f"params={tuple(positions)}: the step returned {len(results)} results; new parameters are expected "
+                "at the positions of the old"
+            )
+        # a step may have gathered its parameters itself: then they are like the whole ones
+        old = abstract(args[i]) if boxed(args[i]) and not boxed(results[i]) else args[i]
+        try:
+            tree.leaves_up_to(old, results[i])
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+        paths, before, _ = tree.flatten_with_paths(old, is_box)
+        after = tree.leaves_up_to(old, results[i], is_box)
+        for path, x, y in zip(paths, before, after, strict=True):
+            x, y = (v.data if isinstance(v, Shard) else v for v in (x, y))
+            if isinstance(x, torch.Tensor) and not (
+                isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
+            ):
+                raise ValueError(
+                    f"{what}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
+                    "fzero.optim.apply_updates keeps dtypes and shapes"
+                )
