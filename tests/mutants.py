@@ -101,7 +101,7 @@ MUTANTS = [
         ("tests/test_optim.py",),
     ),
     Mutant("decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/test_optim.py",)),
-    Mutant("late reduction", "_torch.py", "if not is_tracing() and", "if False and", ("tests/test_torch.py",)),
+    Mutant("late reduction", "_torch.py", "if not is_tracing() and", "if False and", ("tests/test_memory.py",)),
     Mutant(
         "fences out of order",
         "transforms/_fence.py",
