@@ -44,7 +44,7 @@ def gradient_peaks() -> dict[tuple[str, int], float]:
     return peaks
 
 
-FEW = 20  # units: a gradient of each rank, their sum, activations; measured in all: 79 and 102, and 110 reduced at the end
+FEW = 20  # units: a gradient of each rank, their sum, activations (in all 79 and 102; 110 if reduced at the end)
 
 
 def test_gradients_are_reduced_as_the_backward_pass_goes(gradient_peaks):

@@ -17,7 +17,6 @@ from fzero.layout import is_box
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.laws.test_collectives import COLLECTIVES, stacked
-from tests.memory import peak_bytes
 
 CASES: dict[str, Callable[[fzero.Mesh], None]] = {}
 
@@ -216,26 +215,6 @@ def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.Mesh) -> None:
         raise AssertionError("not refused")
     assert fzero.mesh(dp=-1).size == mesh.size and not fzero.mesh(dp=-1).simulated
     assert repr(mesh) == f"Mesh(dp={mesh.size}, rank {mesh.rank})"
-
-
-@case
-def the_peak_does_not_grow_from_stage_1_to_2(mesh: fzero.Mesh) -> None:
-    """At 4 micro-batches. Exact figures are in test_memory.py: gloo frees its buffers late."""
-    torch.manual_seed(0)
-    params = {"blocks": [{"w": torch.randn(96, 96) / 10} for _ in range(32)]}
-    batch = mesh.split(torch.ones(mesh.size * 4, 96))
-
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for p in params["blocks"]:
-            x = torch.tanh(x @ p["w"])
-        return x.square().mean()
-
-    opt, peaks = optim.sgd(0.1), []
-    for stage in (1, 2):
-        step = fzero.shard(train_step_for(loss, opt, micro_batches=4), stage=stage, mesh=mesh, check=False)
-        state = step.init(params, opt)
-        peaks.append(min(peak_bytes(lambda step=step, state=state: step(*state, batch)) for _ in range(5)))
-    assert peaks[1] <= peaks[0], peaks
 
 
 @case

@@ -1,0 +1,198 @@
+"""Train a byte-level GPT, sharded by a ZeRO stage, on simulated ranks or on real ones.
+
+    python examples/train_gpt.py                               # stage 2 on 4 simulated ranks
+    python examples/train_gpt.py --stage 3 --steps 50 --compare   # unsharded training beside it
+    torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
+
+The text is the Python standard library's own source code, unless `--text FILE` names another.
+"""
+
+import argparse
+import functools
+import os
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+
+import fzero
+from fzero import optim
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+CONFIG = {"layers": 4, "heads": 4, "width": 128, "context": 64}
+
+
+def load_text(file: Path | None) -> torch.Tensor:
+    files = [file] if file else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"\n".join(f.read_bytes() for f in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def get_batch(text: torch.Tensor, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the global batch of a seed: the same on every rank. Tokens and next tokens, [size, context]."""
+    context = CONFIG["context"]
+    start = torch.randint(len(text) - context, (size, 1), generator=torch.Generator().manual_seed(seed))
+    window = text[start + torch.arange(context + 1)]
+    return window[:, :-1], window[:, 1:]
+
+
+def init(config: dict[str, int], seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    d, h, layers = config["width"], config["heads"], config["layers"]
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def block() -> dict[str, torch.Tensor]:
+        return {
+            "norm1": torch.ones(d),
+            "qkv": normal(d, 3, h, d // h, std=d**-0.5),
+            "out": normal(h, d // h, d, std=(2 * layers * d) ** -0.5),
+            "norm2": torch.ones(d),
+            "up": normal(d, 4 * d, std=d**-0.5),
+            "down": normal(4 * d, d, std=(8 * layers * d) ** -0.5),
+        }
+
+    return {
+        "tokens": normal(256, d, std=0.02),
+        "positions": normal(config["context"], d, std=0.02),
+        "blocks": [block() for _ in range(layers)],
+        "norm": torch.ones(d),
+        "head": normal(d, 256, std=0.02),
+    }
+
+
+def apply(params: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, time] bytes → [batch, time, 256] logits of the next byte."""
+
+    def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, scale.shape, scale)
+
+    x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
+    for block in params["blocks"]:
+        q, k, v = torch.einsum("btd,dchk->cbhtk", norm(x, block["norm1"]), block["qkv"])
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + torch.einsum("bhtk,hkd->btd", attended, block["out"])
+        x = x + F.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+    return norm(x, params["norm"]) @ params["head"]
+
+
+def loss_fn(params: dict[str, Any], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    tokens, targets = batch
+    return F.cross_entropy(apply(params, tokens).flatten(0, 1), targets.flatten())
+
+
+def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Console) -> tuple[Any, list[float]]:
+    """Train sharded over a mesh, or unsharded without one; returns the whole parameters and the losses."""
+    schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)
+    matrices = functools.partial(fzero.tree.map, lambda p: p.ndim >= 2)
+    adamw = optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), adamw)
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
+        loss, grads = fzero.value_and_grad(loss_fn, micro_batches=args.micro_batches)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, loss
+
+    if mesh is None:  # the same step, as it is
+        step, split, whole = train_step, lambda batch: batch, lambda params: params
+        params = init(CONFIG)
+        opt_state = opt.init(params)
+        held = sum(x.nbytes for x in fzero.tree.tensors((params, opt_state)))
+    else:
+        step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
+        split, whole = mesh.split, step.gather
+        params, opt_state = step.init(init(CONFIG), opt)
+        held = step.state_bytes(params, opt_state)
+    where = f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded"
+    title = f"{where}, {held / 1e6:.1f} MB a rank"
+
+    losses: list[float] = []
+    start = time.perf_counter()
+    with Progress(console=console) as progress:
+        task = progress.add_task(title, total=args.steps)
+        for i in range(args.steps):
+            params, opt_state, loss = step(params, opt_state, split(get_batch(text, args.batch, seed=i)))
+            losses.append(loss.item())
+            speed = (i + 1) * args.batch * CONFIG["context"] / (time.perf_counter() - start)
+            progress.update(task, advance=1, description=f"{title}, loss {losses[-1]:.3f}, {speed:,.0f} bytes/s")
+            if i % max(args.steps // 10, 1) == 0 or i + 1 == args.steps:
+                progress.print(f"step {i + 1:>5}: loss {losses[-1]:.3f}, {speed:,.0f} bytes/s, {title}")
+    return whole(params), losses
+
+
+def unigram(train_text: torch.Tensor, text: torch.Tensor) -> float:
+    """Nats a byte of a model that knows only how frequent each byte is."""
+    counts = torch.bincount(train_text, minlength=256) + 1.0
+    return -(counts / counts.sum()).log()[text].mean().item()
+
+
+@torch.no_grad()
+def sample(params: Any, prompt: str, length: int = 300) -> str:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([list(prompt.encode())])
+    for _ in range(length):
+        logits = apply(params, tokens[:, -CONFIG["context"] :])[0, -1]
+        following = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, following[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def plot(curves: dict[str, list[float]], levels: dict[str, float], file: Path) -> None:
+    for i, (label, losses) in enumerate(curves.items()):
+        plt.plot(losses, label=label, linewidth=4 - 3 * i if len(curves) > 1 else 1.5, alpha=0.8)
+    for (label, level), style in zip(levels.items(), ("--", ":"), strict=True):
+        plt.axhline(level, label=label, linestyle=style, color="gray")
+    plt.xlabel("step")
+    plt.ylabel("loss, nats per byte")
+    plt.legend()
+    plt.savefig(file, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=2, choices=range(4), help="ZeRO stage")
+    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks; under torchrun its processes are used")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=16, help="global batch, in sequences")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--text", type=Path, help="a file to train on")
+    parser.add_argument("--compare", action="store_true", help="also train unsharded, from the same start")
+    parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="where the loss curve goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # with matrices this small more threads only wait for one another
+
+    mesh = fzero.mesh(dp=-1) if "WORLD_SIZE" in os.environ else fzero.mesh(dp=args.ranks)
+    console = Console(quiet=mesh.rank != 0, soft_wrap=True)
+    text = load_text(args.text)
+    train_text, held_out = text.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
+    console.print(f"{len(text):,} bytes of text; {mesh!r}; {CONFIG}")
+
+    params, losses = train(args, train_text, mesh, console)
+    curves = {f"stage {args.stage} on {mesh.size} ranks": losses}
+    if args.compare:
+        _, curves["unsharded"] = train(args, train_text, None, console)
+        apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+        console.print(f"largest difference between the two losses at any step: {apart:.1e}")
+    if mesh.rank == 0:
+        validation = loss_fn(params, get_batch(held_out, 512, seed=-1)).item()
+        floor = unigram(train_text, held_out)
+        plot(curves, {"validation": validation, "unigram model": floor}, args.out)
+        console.print(f"\nsample:\n{sample(params, 'def main(')}\n", markup=False, highlight=False)
+        console.print(f"validation loss {validation:.3f} nats/byte; a unigram model's: {floor:.3f}; curve: {args.out}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The examples run, as a user runs them, and say what they promise."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*words: str) -> str:
+    command = [sys.executable, "-W", "error", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_zero_by_hand():
+    """It asserts that by hand, in one line and unsharded are equal; here is what it prints of memory."""
+    out = run("examples/zero_by_hand.py")
+    found = re.search(r"on one rank: (\S+) unsharded, (\S+) by ZeRO-2", out)
+    assert found is not None
+    whole, sharded = (int(x.replace(",", "")) for x in found.groups())
+    assert whole / 4 < sharded < whole / 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_train_gpt(stage, tmp_path):
+    png = tmp_path / "curve.png"
+    words = ["--steps", "8", "--ranks", "2", "--batch", "4", "--stage", str(stage), "--compare", "--out", str(png)]
+    out = run("examples/train_gpt.py", *words, "--micro-batches", "2", "--text", str(ROOT / "README.md"))
+    (apart,) = re.findall(r"largest difference .*: (\S+)", out)
+    assert float(apart) < 1e-4
+    assert png.stat().st_size > 5000
+    assert "sample:\ndef main(" in out and "a unigram model's" in out
