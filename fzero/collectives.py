@@ -236,8 +236,10 @@ def pmean(x: Any, axis: AxisName = None) -> Any:
     axes, n = resolve(axis), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
-        total = _over("psum", _number(path, leaf), axes, ())
-        return total / n if total.is_floating_point() or total.is_complex() else total // n
+        x = _number(path, leaf)
+        if x.is_floating_point() or x.is_complex():
+            return _over("psum", x / n, axes, ())  # divided first: a sum could overflow in half precision
+        return (_over("psum", x.long(), axes, ()) // n).to(x.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 

@@ -193,7 +193,7 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
     for i, key in enumerate(keys[:-1]):
         if key.isdigit():
             return ".".join(keys[: i + 1])
-    return keys[0]
+    return keys[0] or "params"  # a tree that is one tensor has an empty path
 
 
 class Unit(NamedTuple):

@@ -99,7 +99,10 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 in a simulation, so that `if mesh.rank == 0: print(...)` runs everywhere."""
+        """This process's rank; 0 in a simulation, so that `if mesh.rank == 0: print(...)` runs everywhere.
+
+        Call steps and `step.gather` on all ranks, outside such a branch.
+        """
         return 0 if self.device_mesh is None else self.device_mesh.get_local_rank()
 
     def __repr__(self) -> str:
@@ -214,7 +217,8 @@ def _run_rank(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> A
     ((name, size),) = mesh.shape
     group = mesh.device_mesh.get_group(name).group_name
     axis = Axis(name, size, group, mesh.rank, torch.tensor(mesh.rank))
-    return within(Scope((axis,), default, rule), program, args)
+    out = within(Scope((axis,), default, rule), program, args)
+    return tree.map(lambda x: x, out)  # boxes forget their origin, which lives within one step
 
 
 def _simulate_eagerly(*args: Any) -> Any:

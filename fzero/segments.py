@@ -102,6 +102,10 @@ def _shapes(uid: int) -> tuple[tuple[tuple[int, ...], ...], torch.dtype]:
     return spec_of(uid).shapes, spec_of(uid).dtype
 
 
+def _conflict(path: str, other: str) -> str:
+    return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give them the same"
+
+
 def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
     """Spread one number a leaf over a tree of any layout.
 
@@ -114,13 +118,20 @@ def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
         A tree like `params`: a number where all elements have the same, else a tensor `[k]` in the box.
 
     Raises:
-        ValueError: if `values` has another structure than `params`. Names the path.
+        ValueError: if `values` has another structure than `params`, or differs on tied leaves. Names the path.
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
+    first: dict[int, int] = {}  # id of a whole leaf -> its position
+    for position, x in enumerate(entries):
+        if isinstance(x, torch.Tensor) and leaves[first.setdefault(id(x), position)] != leaves[position]:
+            raise ValueError(_conflict(paths[first[id(x)]], paths[position]))
     for uid, box, members in groups(paths, entries):
-        by_index = {index: float(leaves[position]) for position, index in members}
+        by_index: dict[int, float] = {}
+        for position, index in members:
+            if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
+                raise ValueError(_conflict(spec_of(uid).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
         if len(set(row)) == 1:
             out[members[0][0]] = Shard(row[0], uid)

@@ -4,6 +4,7 @@ An ordinary object does not cross Dynamo, so traced code is handed a spec's uid,
 here, whose answers Dynamo takes as constants.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Spec:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each leaf starts in the flat unit, in elements; then where the last one ends."""
-        return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes) + 1))
+        return tuple(itertools.accumulate(self.sizes, initial=0))
 
     @property
     def numel(self) -> int:

@@ -32,7 +32,11 @@ def _name(key: Any) -> str:
 
 def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """Flatten a tree into its leaves' dotted paths, its leaves and its structure."""
-    pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
+    try:
+        pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
+    except ValueError:  # a node registered without names for its children
+        leaves, structure = flatten(tree, is_leaf)
+        return [str(i) for i in range(len(leaves))], leaves, structure
     return (
         [".".join([_name(k) for k in keys]) for keys, _ in pairs],
         [x for _, x in pairs],
@@ -47,6 +51,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f` to the corresponding leaves of trees of one structure; `None` stays `None`.
+
+    Places that hold one tensor object in each tree (tied leaves) get one result, so ties last: `f` must be pure.
 
     Args:
         f: called with a leaf of `tree` and what stands at its place in each of `rest`.
@@ -66,7 +72,16 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
     """
     leaves, structure = flatten(tree, is_leaf)
     columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
-    out = [None if x is None else f(x, *others) for x, *others in zip(leaves, *columns, strict=True)]
+    done: dict[tuple[int, ...], Any] = {}
+    out = []
+    for xs in zip(leaves, *columns, strict=True):
+        if not isinstance(xs[0], torch.Tensor):
+            out.append(None if xs[0] is None else f(*xs))
+            continue
+        key = tuple([id(x) for x in xs])
+        if key not in done:
+            done[key] = f(*xs)
+        out.append(done[key])
     return unflatten(structure, out)
 
 

@@ -5,6 +5,7 @@ vmap, so a collective that is handed the token can tell that vmap from a user's:
 nowhere else. In a distributed run the token is a constant and the axis has a process group.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,8 +49,14 @@ class Scope(NamedTuple):
     rule: UnitRule | None = None
 
 
-# A plain list and not a ContextVar, which Dynamo cannot trace.
-_SCOPES: list[Scope] = []
+class _Scopes(threading.local):
+    """The scopes of this thread's running rank programs. Not a ContextVar, which Dynamo cannot trace."""
+
+    def __init__(self) -> None:
+        self.stack: list[Scope] = []
+
+
+_SCOPES = _Scopes()
 
 
 def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
@@ -57,21 +64,21 @@ def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
 
     A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
     """
-    _SCOPES.append(scope)
+    _SCOPES.stack.append(scope)
     try:
         return f(*args)
     finally:
-        _SCOPES.pop()
+        _SCOPES.stack.pop()
 
 
 def bound() -> tuple[Axis, ...]:
     """List the axes that are bound here; none outside a rank program."""
-    return _SCOPES[-1].axes if _SCOPES else ()
+    return _SCOPES.stack[-1].axes if _SCOPES.stack else ()
 
 
 def rule_in_scope() -> UnitRule | None:
     """Return the unit rule given to `fzero.shard`, if its step is running."""
-    return _SCOPES[-1].rule if _SCOPES else None
+    return _SCOPES.stack[-1].rule if _SCOPES.stack else None
 
 
 def lookup(name: str) -> Axis:
@@ -101,9 +108,9 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
     """
     if axis is not None:
         return tuple([lookup(name) for name in ((axis,) if isinstance(axis, str) else axis)])
-    if not _SCOPES:
+    if not _SCOPES.stack:
         return ()
-    scope = _SCOPES[-1]
+    scope = _SCOPES.stack[-1]
     if scope.default is not None:
         return tuple([lookup(name) for name in scope.default])
     if len(scope.axes) > 1:

@@ -31,10 +31,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("drop the padding", "spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
-    Mutant("sum for mean", "transforms/_value_and_grad.py", "scale *= a.size", "scale *= 1"),
-    Mutant("mean over ranks only", "transforms/_value_and_grad.py", "scale = micro_batches", "scale = 1"),
-    Mutant("sum of gradients, mean of values", "transforms/_value_and_grad.py", "else x / scale", "else x"),
-    Mutant("scale a sum", "transforms/_value_and_grad.py", 'if reduce == "mean":', "if True:"),
+    Mutant("sum for mean", "transforms/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
+    Mutant("mean over ranks only", "transforms/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
+    Mutant("scale a sum", "transforms/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
+    Mutant("no version check", "transforms/_value_and_grad.py", "if versions != ", "if False and versions != "),
+    Mutant("keywords stay boxed", "transforms/_value_and_grad.py", "kwargs = gather(kwargs)", "pass"),
+    Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
+    Mutant("half-precision sums", "collectives.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
     Mutant(
         "reduce only the last micro-batch", "transforms/_value_and_grad.py", "= xs[i] + ys[i], None", "= ys[i], None"
     ),
@@ -86,12 +89,12 @@ MUTANTS = [
     Mutant("untie a leaf", "layout.py", "or id(leaf) in owner", "or False"),
     Mutant("untie in apply_updates", "optim/_base.py", "if id(p) not in done:", "if True:"),
     Mutant(
-        "skip the all_reduce of stage 0", "transforms/_broadcast.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
+        "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
     ),
     Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
     Mutant("an inner vmap is the axis", "collectives.py", "if in_dims[0] is None:", "if False:"),
     Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
-    Mutant("an axis leaks", "world.py", "_SCOPES.pop()", "pass"),
+    Mutant("an axis leaks", "world.py", "_SCOPES.stack.pop()", "pass"),
     Mutant("results need no check", "replicated.py", "if assume:", "if True:", ("tests/test_errors.py",)),
     Mutant(
         "bias correction one step late",

@@ -236,8 +236,12 @@ def pair_loss(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 DIFFERENTIATION: dict[str, Row] = {
     "reduce": (lambda: vag(reduce="avg"), ValueError, r"reduce='avg': expected \"mean\" or \"sum\""),
-    "no micro-batch": (lambda: vag(micro_batches=0), ValueError, r"micro_batches=0: expected at least 1"),
-    "negative micro-batches": (lambda: vag(micro_batches=-2), ValueError, r"micro_batches=-2: expected at least 1"),
+    "no micro-batch": (lambda: vag(micro_batches=0), ValueError, r"micro_batches=0: expected an int, at least 1"),
+    "negative micro-batches": (
+        lambda: vag(micro_batches=-2),
+        ValueError,
+        r"micro_batches=-2: expected an int, at least 1",
+    ),
     "a batch that does not divide by micro_batches": (
         lambda: vag(pair_loss, micro_batches=3)(PARAMS, {"x": X, "y": X}),
         ValueError,
@@ -256,7 +260,7 @@ DIFFERENTIATION: dict[str, Row] = {
     "micro-batch arguments of different sizes": (
         lambda: vag(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
         ValueError,
-        r"micro_batches=2.*'argument 1': 8, 'argument 2': 6.*batch_argnums=",
+        r"micro_batches=2: arguments \[1, 2\] are not differentiated; say with batch_argnums=",
     ),
     "a micro-batch without a dimension": (
         lambda: vag(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),
@@ -324,7 +328,7 @@ def test_a_wrong_call_of_value_and_grad_is_refused(name):
 
 
 INTEGERS = {**PARAMS, "n": {"ids": torch.arange(3)}}
-NO_GRADIENT = r"argument 0 is differentiated, and its leaf 'n.ids' is torch.int64 \[3\], which has no gradient"
+NO_GRADIENT = r"argument 0 is differentiated, and its leaf 'n.ids' is torch.int64 \[3\], which cannot be differ"
 
 
 def test_integer_parameters_are_not_differentiated_unsharded():

@@ -9,7 +9,7 @@ import fzero
 from fzero import optim, tree
 from fzero.optim import global_norm
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import mlp_batch, mlp_loss, mlp_params
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 BATCHES = [mlp_batch(12, seed=i) for i in range(3)]
 
@@ -227,3 +227,121 @@ def test_gradients_are_values_and_each_unit_is_reduced_once():
     with fzero.record() as log:
         mesh.spmd(program)(params, frozen, mesh.split(torch.ones(4)))
     assert log.count("all_gather") == 2 and log.count("reduce_scatter") == 1
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_value_and_grad_of_value_and_grad(boxed, n):
+    """A gradient penalty, and a step inside the loss (MAML), see the global gradient, as unsharded training does."""
+    params, batch = {"w": mlp_params()["head"][0]}, BATCHES[0]
+
+    def inner(p: Any, b: Any) -> torch.Tensor:
+        return (torch.tanh(b["x"] @ p["w"]) - b["y"]).square().mean()
+
+    def penalty(p: Any, b: Any) -> torch.Tensor:
+        value, grads = fzero.value_and_grad(inner)(p, b)
+        return value + grads["w"].square().sum()
+
+    def maml(p: Any, b: Any) -> torch.Tensor:
+        grads = fzero.value_and_grad(inner)(p, b)[1]
+        return inner(tree.map(lambda x, g: x - 0.1 * g, p, grads), b)
+
+    mesh = fzero.mesh(dp=n)
+    for f in (penalty, maml):
+
+        def program(p: Any, b: Any, f: Any = f) -> Any:
+            value, grads = fzero.value_and_grad(f)(fzero.partition(p) if boxed else p, b)
+            return value, fzero.gather(grads)
+
+        got = mesh.spmd(program)(params, mesh.split(batch))
+        assert_trees_close(got, fzero.value_and_grad(f)(params, batch), rtol=1e-11)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_means_do_not_overflow(stage, dtype):
+    """They are divided before they are summed: 8 ranks' losses of 30000 have a mean in float16, and no sum."""
+    opt = optim.sgd(1e-6)
+    step = train_step_for(lambda p, x: (p["w"] * x).mean() * 30000, opt)
+    mesh = fzero.mesh(dp=8)
+    sharded = fzero.shard(step, stage=stage, mesh=mesh)
+    params, _, loss = sharded(
+        *sharded.init({"w": torch.ones(3, dtype=dtype)}, opt), mesh.split(torch.ones(16, 3).to(dtype))
+    )
+    assert loss.isfinite() and all(x.isfinite().all() for x in tree.tensors(sharded.gather(params)))
+    assert mesh.spmd(fzero.pmean)(torch.full((2,), 60000.0, dtype=dtype)).isfinite().all()
+
+
+def test_means_of_small_integers_do_not_wrap():
+    assert fzero.mesh(dp=2).spmd(fzero.pmean)(torch.tensor([200], dtype=torch.uint8)).tolist() == [200]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ties_last_through_any_optimizer(stage):
+    """A clip after another transform still counts a tied leaf once."""
+    w, v = mlp_params()["head"][0], mlp_params(seed=1)["head"][0]
+    opt = optim.chain(optim.adam(1e-2, eps=1e-3), optim.clip_by_global_norm(0.005))
+
+    def loss(p: Any, b: Any) -> torch.Tensor:
+        return (b["x"] @ p["in"] @ p["mid"].T @ p["out"] - b["y"]).square().mean()
+
+    assert_equivalent(train_step_for(loss, opt), {"in": w, "mid": v, "out": w}, opt, BATCHES, (stage,), (1, 3))
+
+
+def test_masks_that_differ_on_tied_leaves_are_refused():
+    w = torch.ones(3)
+    params, opt = {"a": w, "b": torch.ones(2), "c": w}, optim.adamw(0.1, mask={"a": True, "b": True, "c": False})
+    with pytest.raises(ValueError, match="leaves 'a' and 'c' are tied"):
+        opt.update(params, opt.init(params), params)
+    with pytest.raises(ValueError, match="leaves 'a' and 'c' are tied"):
+        fzero.mesh(dp=2).spmd(lambda p: opt.update(p, opt.init(p), p)[0])(fzero.mesh(dp=2).spmd(_one_unit)(params))
+
+
+def _one_unit(params: Any) -> Any:
+    return fzero.partition(params, units=lambda path, leaf: "one")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_writing_into_parameters_is_refused_at_every_stage(stage):
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p["w"].clamp_(-0.5, 0.5)
+        return (p["w"] * x).sum()
+
+    opt, mesh = optim.sgd(0.1), fzero.mesh(dp=2)
+    step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=mesh)
+    with pytest.raises(RuntimeError, match="wrote into its parameters in place"):
+        step(*step.init({"w": torch.tensor([3.0, -3.0])}, opt), mesh.split(torch.ones(4)))
+
+
+def test_keyword_arguments_are_gathered_too():
+    def loss(p: Any, x: torch.Tensor, *, other: Any) -> torch.Tensor:
+        return (p["w"] * other["w"] * x).mean()
+
+    def program(p: Any, x: torch.Tensor) -> Any:
+        boxes = fzero.partition(p)
+        return fzero.gather(fzero.value_and_grad(loss)(boxes, x, other=tree.map(torch.clone, boxes))[1])
+
+    mesh = fzero.mesh(dp=2)
+    got = mesh.spmd(program)({"w": torch.arange(3.0)}, mesh.split(torch.ones(4, 3)))
+    torch.testing.assert_close(got["w"], torch.arange(3.0) / 3)
+
+
+def test_programs_of_two_threads_do_not_meet():
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(n: int) -> float:
+        mesh = fzero.mesh(dp=n)
+        return sum(mesh.spmd(fzero.psum)(torch.ones(())).item() + fzero.psum(torch.ones(())).item() for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, [1, 2, 3, 4])) == [100.0, 150.0, 200.0, 250.0]
+
+
+def test_a_tree_that_is_one_tensor():
+    params, opt = torch.arange(5.0), optim.sgd(0.1, momentum=0.9)
+    step = train_step_for(lambda p, x: (p * x).square().mean(), opt)
+    assert_equivalent(step, params, opt, [torch.randn(4, 5) for _ in range(2)])
+    with fzero.record() as log:
+        fzero.mesh(dp=2).spmd(lambda p: fzero.gather(tree.map(torch.clone, fzero.partition(p))))(params)
+    assert [e.unit for e in log.events] == ["params"]

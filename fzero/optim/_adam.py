@@ -88,4 +88,4 @@ def adamw(
             )
         return updates, AdamState(count, mu, nu)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, elementwise=True)

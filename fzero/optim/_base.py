@@ -22,13 +22,13 @@ class Optimizer:
     Attributes:
         init: `init(params) -> state`.
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
-        elementwise: whether the pair gives the same numbers on flat shards as on whole leaves. True of all pairs
-            in `fzero.optim`; `fzero.testing.check_elementwise` finds out.
+        elementwise: whether the pair gives the same numbers on flat shards as on whole leaves: True of all pairs
+            in `fzero.optim`; None if not known, and `fzero.testing.check_elementwise` finds out.
     """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
-    elementwise: bool = True
+    elementwise: bool | None = None
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
@@ -81,4 +81,5 @@ def chain(*pairs: Any) -> Optimizer:
             new.append(s)
         return grads, tuple(new)
 
-    return Optimizer(init, update, all(getattr(pair, "elementwise", True) for pair in pairs))
+    known = [getattr(pair, "elementwise", None) for pair in pairs]
+    return Optimizer(init, update, False if False in known else None if None in known else True)

@@ -39,4 +39,4 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         scale = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
         return tree.map(lambda g: (g * scale).to(g.dtype), grads), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)

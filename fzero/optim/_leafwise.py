@@ -48,4 +48,4 @@ def leafwise(pair: Any) -> Optimizer:
             new.append(s)
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return Optimizer(init, update, getattr(pair, "elementwise", True))
+    return Optimizer(init, update, getattr(pair, "elementwise", None))

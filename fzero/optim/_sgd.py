@@ -56,4 +56,4 @@ def sgd(learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool =
             direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
         return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, elementwise=True)

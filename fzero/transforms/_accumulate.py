@@ -25,8 +25,8 @@ def accumulate(
             return loss, tree.tensors(aux)
 
         g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
-        found = iter(tensors)
-        auxes.append(tree.map(lambda x, found=found: next(found) if isinstance(x, torch.Tensor) else x, rest.pop()))
+        found, (leaves, structure) = iter(tensors), tree.flatten(rest.pop())
+        auxes.append(tree.unflatten(structure, [next(found) if isinstance(x, torch.Tensor) else x for x in leaves]))
         value = v if value is None else value + v
         if grads is None:
             grads = g
@@ -38,9 +38,13 @@ def accumulate(
     assert value is not None and grads is not None
     return (
         value,
-        auxes[0] if len(auxes) == 1 else tree.map(lambda *xs: torch.stack(xs), *auxes),
+        auxes[0] if len(auxes) == 1 else tree.map(_stack, *auxes),
         grads,
     )
+
+
+def _stack(*xs: Any) -> Any:
+    return torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[-1]
 
 
 def micro_batches_of(
@@ -54,8 +58,13 @@ def micro_batches_of(
     if micro_batches == 1:
         return [fixed]
     if batch_argnums is None:
-        boxed = [any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
-        cut_at = [i for i in range(len(args)) if i not in nums and not boxed[i]]
+        plain = [bool(tree.tensors(a)) and not any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
+        cut_at = [i for i in range(len(args)) if i not in nums and plain[i]]
+        if len(cut_at) > 1:
+            raise ValueError(
+                f"micro_batches={micro_batches}: arguments {cut_at} are not differentiated; say with batch_argnums= "
+                "which of them are the batch"
+            )
     else:
         cut_at = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
         if any(not 0 <= i < len(args) or i in nums for i in cut_at):
@@ -74,8 +83,8 @@ def micro_batches_of(
         )
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"micro_batches={micro_batches} cuts what is not differentiated along dimension 0, and the "
-            f"sizes differ: {sizes}; say which arguments are the batch with batch_argnums="
+            f"micro_batches={micro_batches} cuts the batch along dimension 0, and its leaves' sizes differ: {sizes}; "
+            "say which arguments are the batch with batch_argnums="
         )
     (size,) = set(sizes.values())
     if isinstance(size, str) or size % micro_batches:

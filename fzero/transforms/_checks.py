@@ -26,6 +26,8 @@ def check_plain(params: Any) -> None:
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
             raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"params leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
 
 
 def check_tree(values: Any, mesh: Mesh) -> None:

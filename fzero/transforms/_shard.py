@@ -95,6 +95,8 @@ def shard(
         >>> opt_state.mu
         {'w': Shard('w', 2 of 3 elements, dp=2)}
     """
+    if not callable(train_step):
+        raise TypeError(f"train_step is {train_step!r}: expected a function")
     if check not in ("first", True, False):
         raise ValueError(f'check={check!r}: expected "first", True or False')
     if not isinstance(stage, int) or stage not in range(len(STAGES)):
@@ -169,7 +171,7 @@ class ShardedStep:
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.units)
         check = self._checks_now()
         if check:
-            check_equal("argument", args, self.mesh)
+            check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
         out = self.program(self.rank_step)(*args, **kwargs)
         if check:
             check_equal("result", out, self.mesh)
@@ -181,7 +183,7 @@ class ShardedStep:
         if self.check == "first" and not self._calls:
             self._calls.append(None)
             return True
-        return self.check is True
+        return self.check != "first" and bool(self.check)
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
@@ -251,7 +253,8 @@ class ShardedStep:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
 
         Returns:
-            The tree with plain tensors, on every rank; `PerRank` values stay as they are.
+            The tree with plain tensors, on every rank; `PerRank` values stay as they are. In a distributed run all
+            ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
 
         Raises:
             ValueError: if a box was cut for another mesh.

@@ -1,17 +1,18 @@
 """value_and_grad: the mean over ranks of a loss, and its gradient in the layout of the parameters."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+import fzero.transforms._all_reduce  # noqa: F401  a row of the table
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
 from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box
 from fzero.spec import reduces_once
 from fzero.transforms._accumulate import accumulate, micro_batches_of
-from fzero.transforms._broadcast import broadcast_unit
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather, gather_unit
 from fzero.world import Axis, AxisName, resolve
@@ -48,7 +49,8 @@ def value_and_grad(
             differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
             (stage 1) and for replicated trees (stage 0), in shards for others. `aux` gets a leading dimension [k]
             when k > 1.
-        batch_argnums: which arguments to cut; by default all that are not differentiated and hold no boxes.
+        batch_argnums: the position, or positions, of the arguments to cut; by default the only one that is not
+            differentiated and holds plain tensors.
 
     Returns:
         A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
@@ -72,41 +74,43 @@ def value_and_grad(
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if reduce not in ("mean", "sum"):
         raise ValueError(f'reduce={reduce!r}: expected "mean" or "sum"')
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches}: expected at least 1")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r}: expected an int, at least 1")
+    if len(set(nums)) != len(nums):
+        raise ValueError(f"argnums={argnums}: a position stands twice")
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in nums):
             raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
         axes = resolve(axis)
         fenced = any(a.group for a in axes) and not is_tracing()
+        # divided before the sums, which could overflow in half precision
+        parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
         opened = {i: _open(args[i], axes, f"argument {i}", micro_batches) for i in nums}
         fixed = [None if i in opened else gather(x) for i, x in enumerate(args)]
         kwargs = gather(kwargs)
         batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
 
         def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> Any:
-            full, anchor = list(batch), torch.zeros(0)
+            full, anchor, handed = list(batch), torch.zeros(0), []
             for (i, arg), pieces in zip(opened.items(), variables, strict=True):
                 wholes = [p.whole(xs) for p, xs in zip(arg.pieces, pieces, strict=True)]
                 if fenced:
                     for j, leaves in enumerate(wholes):
                         wholes[j], anchor = fence(leaves, anchor)
                 full[i] = arg.rebuild(wholes)
+                handed += [] if is_tracing() else wholes
+            versions = [x._version for leaves in handed for x in leaves]
             loss, aux = _checked(f(*full, **kwargs), has_aux)
+            if versions != [x._version for leaves in handed for x in leaves]:
+                raise RuntimeError("f wrote into its parameters in place: return new values instead")
+            loss = loss if parts == 1 else loss / parts
             return (fence([loss], anchor)[0][0] if fenced else loss), aux
 
         variables = [[p.variables for p in arg.pieces] for arg in opened.values()]
         value, aux, grads = accumulate(loss_of, variables, batches)
         value = psum(value, axis)
-        if reduce == "mean":
-            scale = micro_batches
-            for a in axes:
-                scale *= a.size
-            value = value / scale
-        else:
-            scale = 1
-        trees = [arg.finish(g, scale) for arg, g in zip(opened.values(), grads, strict=True)]
+        trees = [arg.finish(g) for arg, g in zip(opened.values(), grads, strict=True)]
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
     return differentiated
@@ -136,11 +140,11 @@ class _Opened(NamedTuple):
                 entries[position] = leaves[index]
         return tree.unflatten(self.structure, entries)
 
-    def finish(self, grads: list[list[torch.Tensor]], scale: int) -> Any:
+    def finish(self, grads: list[list[torch.Tensor]]) -> Any:
         entries = list(self.entries)
         for piece in self.pieces:
             # taken off the list, so that no piece's gradient is held while the next is finished
-            done = [x if scale == 1 else x / scale for x in piece.finish(grads.pop(0))]
+            done = piece.finish(grads.pop(0))
             if piece.uid >= 0:
                 entries[piece.members[0][0]] = Shard(done[0], piece.uid)
             else:
@@ -165,7 +169,7 @@ def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Ope
                 for i, x in enumerate(plan.entries)
                 if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
             ]
-            pieces.append(_replicated_piece(unit.uid, unit.leaves, members, micro_batches))
+            pieces.append(_replicated_piece(unit.uid, unit.leaves, members))
     else:
         pieces.append(_plain_piece(entries))
     return _Opened(entries, structure, pieces)
@@ -178,12 +182,8 @@ def _shard_piece(uid: int, box: Shard, members: list[tuple[int, int]], micro_bat
     return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), _same, uid)
 
 
-def _replicated_piece(
-    uid: int, leaves: list[torch.Tensor], members: list[tuple[int, int]], micro_batches: int
-) -> _Piece:
-    if micro_batches > 1:
-        return _Piece(members, leaves, _same, lambda g: apply_to_unit("all_reduce", uid, g))
-    return _Piece(members, leaves, lambda xs: broadcast_unit(uid, xs), _same)
+def _replicated_piece(uid: int, leaves: list[torch.Tensor], members: list[tuple[int, int]]) -> _Piece:
+    return _Piece(members, leaves, _same, lambda g: apply_to_unit("all_reduce", uid, g))
 
 
 def _plain_piece(entries: list[Any]) -> _Piece:
@@ -217,6 +217,6 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
             raise TypeError(
-                f"{name} is differentiated, and its leaf {path!r} is {given}, which has no gradient; "
-                "pass it in an argument that is not differentiated"
+                f"{name} is differentiated, and its leaf {path!r} is {given}, which cannot be differentiated "
+                "here; pass it in an argument that is not differentiated"
             )

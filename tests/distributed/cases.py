@@ -145,6 +145,33 @@ def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.Mesh)
 
 
 @case
+def boxes_made_in_a_real_run_hold_no_whole_parameters(mesh: fzero.Mesh) -> None:
+    step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=mesh)
+    params, _ = step.init(mlp_params(), optim.sgd(0.1))
+    assert all(x.origin is None for x in tree.flatten(params, is_box)[0] if isinstance(x, Shard))
+
+
+@case
+def trees_built_differently_are_refused(mesh: fzero.Mesh) -> None:
+    """In another order, with another leaf, of another shape or dtype: also when all values are equal."""
+    zeros = torch.zeros(4)
+    trees = [
+        ({"a": zeros, "b": zeros}, {"b": zeros, "a": zeros}, "on rank 0 params leaf 'a' is torch.float32 [4]"),
+        ({"a": zeros}, {"a": zeros, "extra": zeros}, "on rank 1 params leaf 'extra'"),
+        ({"a": zeros}, {"a": torch.zeros(8)}, "torch.float32 [8]"),
+        ({"a": zeros}, {"a": zeros.double()}, "torch.float64 [4]"),
+    ]
+    for one, other, message in trees:
+        step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=0, mesh=mesh)
+        try:
+            step.init(other if mesh.rank == 1 else one, optim.sgd(0.1))
+        except ValueError as error:
+            assert "the ranks hold different trees" in str(error) and message in str(error), error
+        else:
+            raise AssertionError("not refused")
+
+
+@case
 def ranks_that_start_apart_are_refused(mesh: fzero.Mesh) -> None:
     params = {"a": torch.ones(3), "b": {"w": torch.full((2,), float(mesh.rank))}}
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=2, mesh=mesh)
@@ -170,6 +197,7 @@ def plain_values_that_differ_by_rank_are_refused(mesh: fzero.Mesh) -> None:
         ("first", w, mesh.local(own_rank), "result 1, leaf 'loss' differs"),
         ("first", {"w": own_rank}, ones, "argument 0, leaf 'w' differs between rank 0 and rank 1"),
         ("first", w, own_rank, "argument 1 differs"),  # a batch that is not wrapped
+        ("first", w, float(mesh.rank), "the ranks hold different trees: on rank 0 argument 1 is 0.0"),
     ):
         step = fzero.shard(train_step, stage=0, mesh=mesh, check=check)
         if check is True:
