@@ -38,12 +38,8 @@ MUTANTS = [
     Mutant("keywords stay boxed", "transforms/_value_and_grad.py", "kwargs = gather(kwargs)", "pass"),
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
     Mutant("half-precision sums", "collectives.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
-    Mutant(
-        "reduce only the last micro-batch", "transforms/_value_and_grad.py", "= xs[i] + ys[i], None", "= ys[i], None"
-    ),
-    Mutant(
-        "first micro-batch each time", "transforms/_value_and_grad.py", "x.narrow(0, j * m, m)", "x.narrow(0, 0, m)"
-    ),
+    Mutant("reduce only the last micro-batch", "transforms/_accumulate.py", "= xs[i] + ys[i], None", "= ys[i], None"),
+    Mutant("first micro-batch each time", "transforms/_accumulate.py", "x.narrow(0, j * m, m)", "x.narrow(0, 0, m)"),
     Mutant(
         "shift the rank in the simulation",
         "transforms/_partition.py",
@@ -112,7 +108,7 @@ MUTANTS = [
         "return (None, *grads[1:])\n",
         ("tests/distributed",),
     ),
-    Mutant("integer means become floats", "collectives.py", "else total // n", "else total / n"),
+    Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),
 ]
 
 

@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 import fzero
+from tests.mutants import MUTANTS
 
 ROOT = pathlib.Path(fzero.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -88,3 +89,8 @@ def test_public_functions_have_an_example():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_is_one_idea(path):
     assert len(path.read_text().splitlines()) <= 330
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_mutant_still_finds_its_line(mutant):
+    assert mutant.old in (ROOT / mutant.file).read_text()
