@@ -60,6 +60,7 @@ def value_and_grad(
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
+        RuntimeError: if `f` writes into its parameters in place.
 
     Example:
         >>> import fzero, torch
