@@ -28,7 +28,7 @@ from fzero import optim
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-CONFIG = {"layers": 4, "heads": 4, "width": 128, "context": 64}
+CONFIG = {"layers": 2, "heads": 4, "width": 128, "context": 64}
 
 
 def load_text(file: Path | None) -> torch.Tensor:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="global batch, in sequences")
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--text", type=Path, help="a file to train on")
     parser.add_argument("--compare", action="store_true", help="also train unsharded, from the same start")
     parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="where the loss curve goes")

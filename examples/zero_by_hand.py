@@ -4,6 +4,9 @@
 
 Data-parallel training keeps the same parameters, gradients and optimizer state on every rank. ZeRO sees that a rank
 needs the whole parameters only for the forward and backward pass: for the update, 1/N of everything is enough.
+
+Sent in a step: ordinary data parallelism sums the gradients by an all_reduce, which is a reduce_scatter and then an
+all_gather. ZeRO-2 puts the update between the two: the same traffic, with 1/N of the moments and of the work on them.
 """
 
 from typing import Any
@@ -39,14 +42,20 @@ def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch
 def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tensor]:
     # `params` is whole and the same on every rank. `batch` is this rank's part. `opt_state` is 1/N of Adam's moments.
 
-    # 1. partition: cut the parameters in units, each unit in N equal shards, and keep our own. Nothing is sent.
+    # 1. partition: cut the parameters in units (here each block, and the head), and each unit, padded to a multiple of
+    # N, in N equal shards; keep our own. Nothing is sent.
     shards = fzero.partition(params)
 
     # 2. Plain torch.func on whole parameters: each rank has another gradient, because it has another part of the batch.
+    #    This gather sends nothing: shards remember the whole they were just cut from, until something changes them.
     grads, loss = torch.func.grad_and_value(loss_fn)(fzero.gather(shards), batch)
 
     # 3. reduce_scatter: add the gradients of all ranks, and keep our own shard of the sum. With / N it is the mean.
     grads = fzero.tree.map(lambda g: g / fzero.axis_size(), fzero.reduce_scatter(grads, like=shards))
+
+    # (Differentiating through the gather does 2 and 3 at once, because reduce_scatter is gather's transpose:
+    # torch.func.grad(lambda shards: loss_fn(fzero.gather(shards), batch))(shards). That is what fzero.shard does,
+    # and stage 3 is the same program that keeps its shards between steps and leaves step 5 out.)
 
     # 4. step: update our shard of the parameters with our shard of the gradients and of the moments.
     shards, opt_state = fzero.step(opt)(shards, grads, opt_state)
@@ -67,7 +76,7 @@ def main() -> None:
         "blocks": [{"w": torch.randn(9, 9) / 3, "b": torch.zeros(9)} for _ in range(3)],
         "head": torch.randn(9, 2) / 3,
     }
-    batches = [{"x": torch.randn(32, 9), "y": torch.randn(32, 2)} for _ in range(5)]
+    batch = {"x": torch.randn(32, 9), "y": torch.randn(32, 2)}  # the global batch
 
     mesh = fzero.mesh(dp=RANKS)  # four ranks, simulated as a batch dimension of this process
     step = fzero.shard(train_step, stage=2, mesh=mesh)  # the same, in one line
@@ -75,7 +84,7 @@ def main() -> None:
     unsharded, unsharded_state = params, opt.init(params)
     by_hand, by_hand_state = params, mesh.spmd(init)(params)
     one_line, one_line_state = step.init(params, opt)
-    for batch in batches:
+    for _ in range(5):
         unsharded, unsharded_state, loss = train_step(unsharded, unsharded_state, batch)
         by_hand, by_hand_state, hand_loss = mesh.spmd(zero2)(by_hand, by_hand_state, mesh.split(batch))
         one_line, one_line_state, line_loss = step(one_line, one_line_state, mesh.split(batch))
@@ -84,8 +93,8 @@ def main() -> None:
         print(f"loss {loss:.6f} unsharded, {hand_loss:.6f} by hand, {line_loss:.6f} by fzero.shard")
 
     with fzero.record() as log:
-        mesh.spmd(zero2)(by_hand, by_hand_state, mesh.split(batches[0]))
-    print("\nWhat a step sends, for each unit; a metric is a scalar:")
+        mesh.spmd(zero2)(by_hand, by_hand_state, mesh.split(batch))
+    print("\nWhat a step sends, for each unit, padding included; the metric is the loss, an all_reduce counted twice:")
     print(log)
     print("\nA unit's moments on one rank:", by_hand_state.mu["blocks"][0]["w"])
     whole = sum(x.numel() * x.element_size() for x in fzero.tree.tensors(unsharded_state))

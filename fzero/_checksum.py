@@ -56,7 +56,7 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
             if a != b:
                 raise ValueError(
                     f"{tree.place(what, path)} differs between rank 0 and rank {rank}, and a plain tensor must be "
-                    "equal on all ranks: seed every rank alike before making it, reduce it with fzero.pmean, or box it "
+                    "equal on all ranks: reduce it with fzero.pmean, seed every rank alike before making it, or box it "
                     "with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
                 )
 

@@ -83,7 +83,6 @@ MUTANTS = [
     ),
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "layout.py", "or id(leaf) in owner", "or False"),
-    Mutant("untie in apply_updates", "optim/_base.py", "if id(p) not in done:", "if True:"),
     Mutant(
         "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
     ),
@@ -102,10 +101,10 @@ MUTANTS = [
     Mutant("decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/test_optim.py",)),
     Mutant("late reduction", "_torch.py", "if not is_tracing() and", "if False and", ("tests/test_memory.py",)),
     Mutant(
-        "fences out of order",
-        "transforms/_fence.py",
-        "return grads\n",
-        "return (None, *grads[1:])\n",
+        "the loss is not fenced",
+        "transforms/_value_and_grad.py",
+        "(fence([loss], anchor)[0][0] if fenced else loss)",
+        "loss",
         ("tests/distributed",),
     ),
     Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),

@@ -245,12 +245,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "a batch that does not divide by micro_batches": (
         lambda: vag(pair_loss, micro_batches=3)(PARAMS, {"x": X, "y": X}),
         ValueError,
-        r"micro_batches=3 does not divide the batch: argument 1, leaf 'x' has size 8",
+        r"micro_batches=3 does not divide .*batch: argument 1, leaf 'x' of .* size 8",
     ),
     "a rank's batch that does not divide by micro_batches": (
         lambda: spmd(vag(micro_batches=8), PARAMS, PIECES),
         ValueError,
-        r"micro_batches=8 does not divide the batch: argument 1 has size 4",
+        r"micro_batches=8 does not divide .*batch: argument 1 of .* size 4",
     ),
     "micro-batch leaves of different sizes": (
         lambda: vag(pair_loss, micro_batches=2)(PARAMS, {"x": X, "y": torch.ones(6)}),
@@ -638,7 +638,5 @@ def test_a_batch_that_was_forgotten_to_be_split_is_noticed(caplog):
     notice.cache_clear()
     for _ in range(2):
         run(2, *init(2), batch=X)
-    assert [r.message for r in caplog.records if "PerRank" in r.message] == [
-        "fzero.shard: no argument of the step is PerRank, so every rank computes the same; "
-        "cut the batch with mesh.split or wrap it with mesh.local"
-    ]
+    (message,) = [r.message for r in caplog.records if "every rank computes the same" in r.message]
+    assert "mesh.split(batch)" in message and "mesh.local(batch)" in message

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fzero import tree
 
 __all__ = ["Optimizer", "apply_updates", "chain"]
@@ -41,17 +39,11 @@ def apply_updates(params: Any, updates: Any) -> Any:
         ValueError: if the trees differ in structure or are cut differently. Names the path.
 
     Example:
+        >>> import torch
         >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(0.5)})
         {'w': tensor(1.5000)}
     """
-    done: dict[int, torch.Tensor] = {}
-
-    def add(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        if id(p) not in done:
-            done[id(p)] = (p + u).to(p.dtype)
-        return done[id(p)]
-
-    return tree.map(add, params, updates)
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
 def chain(*pairs: Any) -> Optimizer:
@@ -64,6 +56,7 @@ def chain(*pairs: Any) -> Optimizer:
         A pair whose state is the tuple of their states.
 
     Example:
+        >>> import torch
         >>> from fzero.optim import clip_by_global_norm, sgd
         >>> chain(clip_by_global_norm(1.0), sgd(0.5)).update({"w": torch.tensor([3.0, 4.0])}, ((), sgd(0.5).init({})))[
         ...     0

@@ -89,7 +89,8 @@ def micro_batches_of(
     (size,) = set(sizes.values())
     if isinstance(size, str) or size % micro_batches:
         raise ValueError(
-            f"micro_batches={micro_batches} does not divide the batch: {next(iter(sizes))} has size {size}"
+            f"micro_batches={micro_batches} does not divide a rank's part of the batch: {next(iter(sizes))} of the "
+            f"differentiated function has size {size}"
         )
     m = size // micro_batches
 

@@ -120,7 +120,7 @@ def local_batches_and_results_that_differ(mesh: fzero.Mesh) -> None:
 @case
 def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.Mesh) -> None:
     """Data-dependent experts of equal size: each rank uses its own, and one is used by none."""
-    params = {"experts": [{"w": torch.full((5,), float(i + 1))} for i in range(mesh.size + 1)], "shared": torch.ones(3)}
+    params = {"shared": torch.ones(3), "experts": [{"w": torch.full((5,), float(i + 1))} for i in range(mesh.size + 1)]}
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         order = [mesh.rank] if mesh.rank % 2 else [mesh.rank, 0]
