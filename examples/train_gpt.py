@@ -142,7 +142,7 @@ def sample(params: Any, prompt: str, length: int = 300) -> str:
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(length):
         logits = apply(params, tokens[:, -CONFIG["context"] :])[0, -1]
-        following = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
+        following = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, following[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
