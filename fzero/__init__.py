@@ -1,8 +1,10 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
 from fzero import nn, optim, transforms, tree
+from fzero._donated import DonatedError
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
+from fzero.graph import Jitted, Plan, jit, plan
 from fzero.layout import PerRank, Shard, Slot, default_units
 from fzero.mesh import Mesh, mesh
 from fzero.replicated import assume_replicated
@@ -20,10 +22,13 @@ from fzero.transforms import (
 from fzero.world import axis_index, axis_size
 
 __all__ = [
+    "DonatedError",
+    "Jitted",
     "Layout",
     "Log",
     "Mesh",
     "PerRank",
+    "Plan",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -34,10 +39,12 @@ __all__ = [
     "axis_size",
     "default_units",
     "gather",
+    "jit",
     "mesh",
     "nn",
     "optim",
     "partition",
+    "plan",
     "pmean",
     "psum",
     "psum_scatter",

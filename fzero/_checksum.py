@@ -37,7 +37,7 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
     Raises:
         ValueError: on all ranks, if any differs. Names its path.
     """
-    if mesh.simulated:
+    if not mesh.distributed:
         return
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     lines = [f"{tree.place(what, path)} is {_shown(x)}" for path, x in zip(paths, entries, strict=True)]

@@ -32,13 +32,19 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Log:
-    """The collectives that ran, in order.
+    """The collectives that ran, in `order`."""
 
-    `events` move units of parameters or gradients; `metrics` are all others: losses, norms, a user's own.
-    """
+    order: list[Event] = field(default_factory=list)
 
-    events: list[Event] = field(default_factory=list)
-    metrics: list[Event] = field(default_factory=list)
+    @property
+    def events(self) -> list[Event]:
+        """Those that move units of parameters or gradients."""
+        return [e for e in self.order if e.unit]
+
+    @property
+    def metrics(self) -> list[Event]:
+        """All others: losses, norms, a user's own."""
+        return [e for e in self.order if not e.unit]
 
     @property
     def elements(self) -> int:
@@ -108,4 +114,4 @@ def add(
         "all_reduce": 2 * sent,
     }[kind]
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        (log.events if unit else log.metrics).append(Event(kind, meta[0], elements, like.dtype, unit))
+        log.order.append(Event(kind, meta[0], elements, like.dtype, unit))

@@ -3,25 +3,47 @@
 All of these were seen on torch 2.11 and 2.13. `tests/test_torch.py` says which one broke when torch changes.
 """
 
-from collections.abc import Callable, Iterator
+import datetime
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DataDependentError",
+    "OpOverload",
     "allow_in_graph",
     "assume_constant_result",
     "c10d",
+    "exchange",
+    "fake_like",
+    "functional",
+    "inductor",
     "is_tracing",
+    "line_of",
     "pytree",
     "quiet_vmap_fallback",
     "raise_priority",
     "register_box",
+    "storage_id",
+    "trace",
 ]
 
 c10d: Any = torch.ops._c10d_functional
@@ -81,3 +103,149 @@ def register_box(
         serialized_type_name=f"fzero.{cls.__name__}",
     )
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # pyright: ignore
+
+
+# ---------------------------------------------------------------- graphs (fzero.graph)
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_FZERO = os.path.dirname(__file__)
+
+
+def _user_line() -> str:
+    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _FZERO, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Lines(TorchDispatchMode):
+    """Notes on each traced node the source line that ran it, in `node.meta["custom"]["line"]`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with annotate({"line": _user_line()}):
+            return func(*args, **(kwargs or {}))
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """Return the source line that a node was traced from, "file:line", or ""."""
+    return (node.meta.get("custom") or {}).get("line", "")
+
+
+def fake_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
+
+    A meta tensor is taken for one on the CPU.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        return [
+            torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device
+            )
+            for x in tensors
+        ]
+
+
+class DataDependentError(RuntimeError):
+    """Traced code needed the value of a tensor; `line` is where."""
+
+    def __init__(self, message: str, line: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _line_of_traceback(error: BaseException) -> str:
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((_TORCH, _FZERO, "<"))
+    ]
+    return lines[-1] if lines else ""
+
+
+def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bool) -> torch.fx.GraphModule:
+    """Record what `f(*fakes)` runs, a flat list of tensors to a flat list, as a graph of aten operations.
+
+    make_fx, not Dynamo: it records what really ran, through every transform of torch.func and every
+    autograd.Function (Dynamo can lose a Function's backward, pytorch#193279), and traces any Python.
+
+    Raises:
+        DataDependentError: if `f` reads the value of a tensor.
+    """
+    table = select_decomp_table() if for_inductor else None
+
+    def with_lines(*xs: torch.Tensor) -> Any:
+        with _Lines():
+            return f(*xs)
+
+    try:
+        with preserve_node_meta(), torch.no_grad():
+            return make_fx(with_lines, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
+    except RuntimeError as error:
+        if "value out of a tracing tensor" in str(error):
+            raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
+        raise
+
+
+def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Trace a graph again with every in-place operation replaced by one that makes a new value."""
+    run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
+    with preserve_node_meta(), torch.no_grad():
+        return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Return a number that tensors share if and only if they share memory."""
+    return x.untyped_storage()._cdata
+
+
+def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
+    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
+
+    Returns:
+        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
+    """
+    import torch._inductor.compile_fx as compile_fx
+    from torch._inductor import config
+
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    with config.patch(order), torch.no_grad():
+        return compile_fx.compile_fx_inner(gm, list(fakes), is_inference=True)  # pyright: ignore
+
+
+_EXCHANGES: dict[str, int] = {}
+EXCHANGE_SECONDS = 300.0
+
+
+def exchange(mine: str, rank: int, size: int, name: str) -> list[str]:
+    """Give a string to all ranks through the process group's store, and get all ranks', in rank order.
+
+    Raises:
+        RuntimeError: if a rank gives none within `EXCHANGE_SECONDS`.
+    """
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    number = _EXCHANGES[name] = _EXCHANGES.get(name, 0) + 1
+    keys = [f"fzero.jit/{name}/{number}/{r}" for r in range(size)]
+    store.set(keys[rank], mine)
+    found = []
+    for r, key in enumerate(keys):
+        try:
+            store.wait([key], datetime.timedelta(seconds=EXCHANGE_SECONDS))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"fzero.jit: rank {rank} traces {name}, and rank {r} did not within {EXCHANGE_SECONDS:.0f} s: its "
+                "arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal shapes"
+            ) from error
+        found.append(store.get(key).decode())
+    return found

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._donated import DonatedError, message
 from fzero._torch import register_box
 from fzero.collectives import apply
 from fzero.spec import Spec, intern, intern_parts, spec_of, unit_axis
@@ -45,6 +46,8 @@ class _Box:
         _refuse(box, f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("data", "value") and hasattr(self, "donated"):
+            raise DonatedError(message(self.donated))
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -86,7 +89,7 @@ class Shard(_Box):
                 [2., 0.]])
     """
 
-    __slots__ = ("data", "origin", "uid")
+    __slots__ = ("data", "donated", "origin", "uid")
 
     def __init__(self, data: Any, uid: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
@@ -113,6 +116,16 @@ class Shard(_Box):
 
     def __reduce__(self) -> Any:
         return _restore_shard, (self.data, self.spec)
+
+
+def give_up(box: "Shard | PerRank", note: str) -> None:
+    """Take a donated box's value away, so that reading it raises `DonatedError`."""
+    if isinstance(box, Shard):
+        del box.data
+        box.origin = None
+    else:
+        del box.value
+    box.donated = note
 
 
 class Slot(_Box):
@@ -152,7 +165,7 @@ class PerRank(_Box):
                 [2, 3]])
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("donated", "value")
     hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
 
     def __init__(self, value: Any) -> None:

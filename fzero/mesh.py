@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
 from fzero._torch import quiet_vmap_fallback
@@ -98,6 +98,11 @@ class Mesh:
         return self.device_mesh is None
 
     @property
+    def distributed(self) -> bool:
+        """Whether the ranks are processes that can communicate: neither a simulation nor a plan's stand-ins."""
+        return isinstance(self.device_mesh, DeviceMesh)
+
+    @property
     def rank(self) -> int:
         """This process's rank; 0 in a simulation, so that `if mesh.rank == 0: print(...)` runs everywhere.
 
@@ -107,7 +112,8 @@ class Mesh:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
-        return f"Mesh({axes}, {'simulated' if self.simulated else f'rank {self.rank}'})"
+        place = "simulated" if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        return f"Mesh({axes}, {place})"
 
     def split(self, batch: Any) -> PerRank:
         """Cut a global batch along dimension 0 into one equal part a rank, in rank order.

@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 
+from fzero._donated import check_not_donated
 from fzero._torch import pytree
 
 __all__ = ["flatten", "flatten_with_paths", "map", "map_with_path", "tensors", "unflatten"]
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Flatten a tree into its leaves (`None`s among them) and its structure."""
-    return pytree.tree_flatten(tree, is_leaf)
+    """Flatten a tree into its leaves (`None`s among them) and its structure.
+
+    Raises:
+        DonatedError: if a leaf was donated to a jitted step.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf)
+    _check_alive(leaves)
+    return leaves, structure
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
@@ -30,6 +37,11 @@ def _name(key: Any) -> str:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
+def _check_alive(leaves: list[Any]) -> None:
+    if not torch.compiler.is_compiling():
+        check_not_donated(leaves)
+
+
 def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """Flatten a tree into its leaves' dotted paths, its leaves and its structure."""
     try:
@@ -37,6 +49,7 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
     except ValueError:  # a node registered without names for its children
         leaves, structure = flatten(tree, is_leaf)
         return [str(i) for i in range(len(leaves))], leaves, structure
+    _check_alive([x for _, x in pairs])
     return (
         [".".join([_name(k) for k in keys]) for keys, _ in pairs],
         [x for _, x in pairs],

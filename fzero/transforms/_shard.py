@@ -1,7 +1,7 @@
 """shard: an unsharded train step, composed with the four transforms by stage."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._checksum import check_equal
 from fzero._notice import notice
+from fzero._torch import is_tracing
 from fzero.layout import PerRank, is_box
 from fzero.mesh import Mesh, _Spmd
 from fzero.mesh import mesh as make_mesh
@@ -167,18 +168,37 @@ class ShardedStep:
                 differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
                 dtype than the old. Names the argument or result and the path.
         """
+        if is_tracing():
+            return self._run(*args, **kwargs)
+        return self.checked(self._run, *args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.units)
+        return self.program(self.rank_step)(*args, **kwargs)
+
+    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run`, comparing plain arguments and results between the ranks if `check` says so now."""
         check = self._checks_now()
         if check:
             check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
-        out = self.program(self.rank_step)(*args, **kwargs)
+        out = run(*args, **kwargs)
         if check:
             check_equal("result", out, self.mesh)
         return out
 
+    def handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+        """List the arguments that the step hands on: its parameters, and each tree that it returns like it took it.
+
+        A lone tensor is no state: a step's loss may look like one of its arguments.
+        """
+        results = out if isinstance(out, tuple) else (out,)
+        return tuple(
+            [i for i, x in enumerate(args) if i in self.params or (i < len(results) and _alike(x, results[i]))]
+        )
+
     def _checks_now(self) -> bool:
-        if self.mesh.simulated or torch.compiler.is_compiling():
+        if not self.mesh.distributed:
             return False
         if self.check == "first" and not self._calls:
             self._calls.append(None)
@@ -188,6 +208,10 @@ class ShardedStep:
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
         return _Spmd(self.mesh, f, self.axis, self.units)
+
+    def on(self, mesh: Mesh) -> "ShardedStep":
+        """Return the same step on another mesh with the same axes."""
+        return replace(self, mesh=mesh, _calls=[])
 
     def rank_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one rank's step: what `fzero.shard` composes, to read."""
@@ -283,3 +307,10 @@ class ShardedStep:
                     seen.add(id(leaf))
                     total += leaf.numel() * leaf.element_size() // n
         return total
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Tell whether two trees have one structure and their tensors one shape and dtype each."""
+    (xs, structure), (ys, other) = tree.flatten(x), tree.flatten(y)
+    is_tree = not isinstance(x, torch.Tensor) and any(isinstance(a, torch.Tensor) for a in xs)
+    return is_tree and structure == other and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]

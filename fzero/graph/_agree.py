@@ -1,0 +1,82 @@
+"""Agreement between ranks: all trace the same step and keep the same schedule, or all raise."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fzero._torch import exchange, line_of
+from fzero.graph.ir import is_view, values
+
+__all__ = ["agree", "signatures"]
+
+_DATA_MOVEMENT = ("slice", "cat", "constant_pad_nd", "new_zeros", "zeros", "clone", "copy_", "new_empty", "empty")
+
+
+def signatures(graph: Graph) -> list[str]:
+    """Describe what a graph computes and communicates, node by node.
+
+    Movement of data is left out: to cut its own shard out of the parameters is what each rank does differently.
+    """
+    return [_signature(n) for n in graph.nodes if n.op == "call_function" and not _moves(n)]
+
+
+def _moves(node: Node) -> bool:
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return is_view(node) or name in _DATA_MOVEMENT
+
+
+def _signature(node: Node) -> str:
+    def show(a: Node) -> Any:
+        return _Shown(", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(a)]))
+
+    args = map_arg((node.args, node.kwargs), show)  # pyright: ignore
+    return f"{node.target}{args} at {line_of(node)}"
+
+
+class _Shown(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def agree(graph: Graph, offers: Sequence[Sequence[float]], mesh: Any, name: str) -> list[list[float]]:
+    """Compare a traced graph with the other ranks', and exchange what each would choose from.
+
+    Goes through the store of the process group, not through a collective, so that a rank that traces while the others
+    run does not take their messages for its own.
+
+    Args:
+        graph: the traced graph.
+        offers: numbers of each candidate.
+        mesh: a distributed mesh.
+        name: of the step.
+
+    Returns:
+        The largest of all ranks' numbers, place by place.
+
+    Raises:
+        RuntimeError: on all ranks, if the graphs differ, naming the first node that does; or if a rank does not trace.
+    """
+    mine = signatures(graph)
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    said = [json.loads(x) for x in exchange(json.dumps([digest, offers]), mesh.rank, mesh.size, name)]
+    if any(digest != said[0][0] for digest, _ in said):
+        everyones = [json.loads(x) for x in exchange(json.dumps(mine), mesh.rank, mesh.size, name)]
+        _raise_first_difference(everyones, name)
+    return [[max(xs) for xs in zip(*rows, strict=True)] for rows in zip(*[offers for _, offers in said], strict=True)]
+
+
+def _raise_first_difference(everyones: list[list[str]], name: str) -> None:
+    for rank, lines in enumerate(everyones):
+        for i, (a, b) in enumerate(zip([*everyones[0], "the end"], [*lines, "the end"], strict=False)):
+            if a != b:
+                raise RuntimeError(
+                    f"fzero.jit: {name} is not the same step on all ranks. Operation {i} is on rank 0 {a}, and on rank "
+                    f"{rank} {b}. Ranks trace the same code with the same shapes; what differs by rank is data "
+                    "(mesh.local, axis_index), never a branch or a number in Python"
+                )

@@ -1,0 +1,82 @@
+"""The cost model that ranks candidate schedules: seconds of a step on a device, roughly."""
+
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import (
+    flops,
+    group_size,
+    is_collective,
+    is_input,
+    is_view,
+    is_wait,
+    nbytes,
+    values,
+    values_of_args,
+    wire,
+)
+
+__all__ = ["DEVICES", "Device", "seconds"]
+
+
+class Device(NamedTuple):
+    """What a device can do.
+
+    Attributes:
+        flops: floating-point operations a second.
+        memory: bytes a second, read or written.
+        link: bytes a second that a collective moves.
+        latency: seconds that a collective takes at least.
+        launch: seconds that an operation takes at least.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    latency: float
+    launch: float
+
+
+DEVICES = {
+    "cpu": Device(flops=5e10, memory=1e10, link=1e9, latency=1e-4, launch=2e-6),  # one core or two, gloo
+    "cuda": Device(flops=4e14, memory=3e12, link=1e11, latency=2e-5, launch=4e-6),  # a data-centre GPU, NVLink
+}
+
+
+def seconds(graph: Graph) -> float:
+    """Estimate how long a graph runs: work on one clock, collectives on another.
+
+    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`; a collective of b bytes in
+    all over n ranks takes `latency + b (n - 1) / n / link` (twice that for an all_reduce), after those before it. Work
+    stands still at a wait whose collective has not ended.
+    """
+    device = _device(graph)
+    work, wires = 0.0, 0.0
+    ends: dict[Node, float] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        if is_collective(node):
+            wires = max(work, wires) + collective_seconds(node, device)
+            ends[node] = wires
+        elif is_wait(node):
+            source = node.all_input_nodes[0]
+            work = max(work, ends.get(source, ends.get(source.all_input_nodes[0], 0.0)))
+        else:
+            moved = sum(map(nbytes, values(node) + values_of_args(node)))
+            work += max(flops(node) / device.flops, moved / device.memory, device.launch)
+    return work
+
+
+def collective_seconds(node: Node, device: Device) -> float:
+    """Estimate how long one collective takes by itself."""
+    total = max(sum(map(nbytes, values(node))), sum(map(nbytes, values_of_args(node))))
+    n = group_size(node)
+    crossing = 2 * total if wire(node) == "all_reduce" else total * (n - 1) / n
+    return device.latency + crossing / device.link
+
+
+def _device(graph: Graph) -> Device:
+    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in values(n)}
+    return DEVICES["cuda" if "cuda" in kinds else "cpu"]

@@ -1,0 +1,109 @@
+"""Executors: three ways to run a scheduled graph, each in exactly its order."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fzero._torch import inductor, line_of
+from fzero.graph._pieces import Call, Segment, pieces
+from fzero.graph.ir import is_input, result
+
+__all__ = ["BACKENDS", "Executable", "lower"]
+
+Executable = Callable[[list[Any]], Sequence[Any]]
+
+
+def lower(graph: Graph, backend: str) -> Executable:
+    """Make a scheduled graph runnable.
+
+    Args:
+        graph: a flat graph.
+        backend: one of `BACKENDS`.
+
+    Returns:
+        A function of the list of the graph's arguments, which it empties, to its results.
+
+    Raises:
+        RuntimeError: if Inductor cannot compile a segment. Names its operations and their source lines.
+    """
+    return BACKENDS[backend](graph)
+
+
+def _fx(graph: Graph) -> Executable:
+    """Run the graph's operations one by one, each value freed after its last use: the reference."""
+    forward = GraphModule({}, graph).forward
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        mine = tuple(args)
+        args.clear()
+        return forward(*mine)
+
+    return run
+
+
+def _whole(graph: Graph) -> Executable:
+    """Compile the graph as one, collectives and all."""
+    inputs = [n for n in graph.nodes if is_input(n)]
+    compiled = _compile(graph, [n.meta["val"] for n in inputs], "the whole step")
+    kept = [x for x in result(graph).args[0] if not isinstance(x, Node)]  # pyright: ignore
+    assert not any(x is not None for x in kept)
+    return compiled
+
+
+def _piecewise(graph: Graph) -> Executable:
+    """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
+    compiled: dict[Any, Executable] = {}
+    program = pieces(graph)
+    count = sum(isinstance(step, Segment) for step in program.steps)
+    runs: list[tuple[Any, ...]] = []
+    for i, step in enumerate(program.steps):
+        if isinstance(step, Call):
+            runs.append((False, step.target, step.template, step.out, step.free))
+            continue
+        if step.key not in compiled:
+            compiled[step.key] = _compile(step.graph, step.fakes, f"step {i} of {len(program.steps)}")
+        runs.append((True, compiled[step.key], step.ins, step.outs, step.free))
+    slots, results = program.slots, program.results
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        env: list[Any] = [*args, *[None] * (slots - len(args))]
+        args.clear()
+        for is_segment, f, ins, out, free in runs:
+            if is_segment:
+                given = [env[i] for i in ins]
+                for i in free:
+                    env[i] = None
+                for i, value in zip(out, f(given), strict=True):
+                    env[i] = value
+                value = None
+            else:
+                env[out] = f(*ins(env)[0], **ins(env)[1])
+                for i in free:
+                    env[i] = None
+        return [None if i is None else env[i] for i in results]
+
+    run.segments, run.distinct = count, len(compiled)  # pyright: ignore
+    return run
+
+
+def _compile(graph: Graph, fakes: Sequence[torch.Tensor], where: str) -> Executable:
+    try:
+        return inductor(GraphModule({}, graph), fakes)
+    except Exception as error:
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
+        names = list(dict.fromkeys(str(n.target) for n in nodes))
+        raise RuntimeError(
+            f"fzero.jit: Inductor could not compile {where} ({len(nodes)} operations: {', '.join(names[:6])}"
+            f"{', ...' if len(names) > 6 else ''}), traced from {', '.join(lines[:6])}: {error}. "
+            'backend="fx" runs without a compiler'
+        ) from error
+
+
+BACKENDS: dict[str, Callable[[Graph], Executable]] = {
+    "inductor": _piecewise,
+    "fx": _fx,
+    "inductor-whole": _whole,
+}

@@ -1,0 +1,271 @@
+"""Reading a flat graph of aten operations: where its values lie, what communicates, and what may move.
+
+The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input.
+Nodes carry `meta["val"]`, stand-ins without memory of what they compute, and may carry `meta["unit"]`, whose
+collective it is, `meta["label"]`, an input's name, and `meta["kind"]`, what the input is.
+"""
+
+import heapq
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from fzero._torch import OpOverload, c10d, storage_id
+
+__all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
+
+aten: Any = torch.ops.aten
+
+WAIT = c10d.wait_tensor.default
+GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
+REDUCTIONS = (
+    c10d.reduce_scatter_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default,
+    c10d.all_reduce.default,
+    c10d.all_reduce_coalesced.default,
+)
+COPY = aten.copy_.default
+
+
+def is_wait(node: Node) -> bool:
+    """Tell whether a node waits for a collective."""
+    return node.target is WAIT
+
+
+def is_gather(node: Node) -> bool:
+    """Tell whether a node starts an all_gather."""
+    return node.target in GATHERS
+
+
+def is_reduction(node: Node) -> bool:
+    """Tell whether a node starts a reduce_scatter or an all_reduce."""
+    return node.target in REDUCTIONS
+
+
+def is_collective(node: Node) -> bool:
+    """Tell whether a node starts a collective."""
+    return node.target in GATHERS or node.target in REDUCTIONS
+
+
+def is_input(node: Node) -> bool:
+    """Tell whether a node is an argument of the graph."""
+    return node.op == "placeholder"
+
+
+def result(graph: Graph) -> Node:
+    """Return the output node of a graph."""
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+
+def values(node: Node) -> list[torch.Tensor]:
+    """List the (stand-in) tensors that a node computes."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return [val]
+    return [x for x in val if isinstance(x, torch.Tensor)] if isinstance(val, tuple | list) else []
+
+
+def nbytes(x: torch.Tensor) -> int:
+    """Count the bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+# ---------------------------------------------------------------- storages
+
+
+class Storages(NamedTuple):
+    """In which memory each value lies.
+
+    Attributes:
+        of: for each node, the storage of each tensor it computes.
+        size: bytes of each storage.
+        born: the node that allocates each storage.
+    """
+
+    of: dict[Node, tuple[int, ...]]
+    size: list[int]
+    born: list[Node]
+
+    def read_by(self, node: Node) -> list[int]:
+        """List the storages that a node's arguments lie in."""
+        return [s for a in node.all_input_nodes for s in self.of.get(a, ())]
+
+
+def storages(graph: Graph) -> Storages:
+    """Find the storage of every value: views share their base's, and a wait its collective's."""
+    found = Storages({}, [], [])
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if is_wait(node):
+            found.of[node] = found.of[node.all_input_nodes[0]]
+        elif node.target is operator.getitem and isinstance(node.args[0], Node):
+            found.of[node] = _item(found, node)
+        else:
+            found.of[node] = _computed(found, node)
+    return found
+
+
+def _item(found: Storages, node: Node) -> tuple[int, ...]:
+    source, index = node.args[0], node.args[1]
+    parts = source.meta["val"]  # pyright: ignore
+    before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
+    return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()  # pyright: ignore
+
+
+def _computed(found: Storages, node: Node) -> tuple[int, ...]:
+    """Return a node's storages: an argument's, where the value is a view of it, else new ones."""
+    mine = values(node)
+    if not mine:
+        return ()
+    lent: dict[int, int] = {}
+    for a in node.all_input_nodes:
+        for x, s in zip(values(a), found.of[a], strict=True):
+            lent[storage_id(x)] = s
+    out = []
+    for x in mine:
+        key = storage_id(x)
+        if key not in lent:
+            lent[key] = len(found.size)
+            found.size.append(x.untyped_storage().nbytes())
+            found.born.append(node)
+        out.append(lent[key])
+    return tuple(out)
+
+
+# ---------------------------------------------------------------- what may move
+
+# Operations that take time in proportion to their bytes, and so may run wherever it suits memory; beside those that
+# torch tags as pointwise, and views. What is not known to be cheap keeps its place.
+_CHEAP = {
+    *("cat", "stack", "constant_pad_nd", "clone", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous", "fill"),
+    *("sum", "mean", "amax", "amin", "any", "all", "var", "var_mean", "argmax", "_log_softmax", "_softmax"),
+    *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "empty", "empty_like", "new_zeros"),
+    *("new_ones", "new_full", "new_empty", "arange", "scalar_tensor", "eye", "diagonal_copy", "slice_backward"),
+    *("select_backward", "slice_scatter", "select_scatter", "gather", "bucketize", "index", "embedding"),
+    *(
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "gelu_backward",
+        "tril",
+        "triu",
+        "where",
+        "convert_element_type",
+    ),
+    *("linalg_vector_norm", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
+}
+FACTORIES = {
+    *("full", "zeros", "ones", "empty", "arange", "scalar_tensor", "eye", "lift_fresh_copy", "lift_fresh"),
+    *("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "_to_copy", "convert_element_type"),
+}
+
+
+def is_view(node: Node) -> bool:
+    """Tell whether a node computes nothing but a view, or takes an item of a tuple."""
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    return isinstance(target, OpOverload) and (
+        target.is_view or target.overloadpacket.__name__ in ("_unsafe_view", "_reshape_alias")
+    )
+
+
+def is_random(node: Node) -> bool:
+    """Tell whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_cheap(node: Node) -> bool:
+    """Tell whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
+    if node.op != "call_function":
+        return False
+    if is_wait(node) or is_collective(node) or is_view(node):
+        return True
+    target = node.target
+    if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
+        return False
+    if target.overloadpacket.__name__ in _CHEAP or target is COPY:
+        return True
+    return torch.Tag.pointwise in target.tags and not is_random(node)
+
+
+# ---------------------------------------------------------------- new graphs from old
+
+
+def reordered(graph: Graph, order: Iterable[Node]) -> Graph:
+    """Copy a graph with its nodes in another order."""
+    out, copies = Graph(), {}
+    for node in order:
+        copies[node] = out.node_copy(node, copies.__getitem__)
+    out.lint()
+    return out
+
+
+def copied(graph: Graph) -> Graph:
+    """Copy a graph."""
+    return reordered(graph, graph.nodes)
+
+
+def sort(graph: Graph) -> Graph:
+    """Copy a graph with every node after its arguments, else in the old order."""
+    nodes = list(graph.nodes)
+    index = {n: i for i, n in enumerate(nodes)}
+    missing = {n: len(n.all_input_nodes) for n in nodes}
+    ready = [i for i, n in enumerate(nodes) if not missing[n]]
+    order = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, index[user])
+    inputs = [n for n in order if is_input(n)]
+    return reordered(graph, [*inputs, *[n for n in order if not is_input(n)]])
+
+
+def flops(node: Node) -> int:
+    """Count a node's floating-point operations: of matrix products, convolutions and attention; 0 for others."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+
+    def val(x: Any) -> Any:
+        return x.meta.get("val") if isinstance(x, Node) else x
+
+    args = map_arg(node.args, val)
+    kwargs = map_arg(node.kwargs, val)
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def signature(x: Any) -> tuple[Any, ...]:
+    """Describe a tensor as far as code compiled for it may depend on it."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+
+def group_size(node: Node) -> int:
+    """Return the number of ranks that a collective's buffers tell of; 1 for an all_reduce, which does not tell."""
+    sent, received = sum(map(nbytes, values_of_args(node))), sum(map(nbytes, values(node)))
+    return max(sent, received) // max(min(sent, received), 1)
+
+
+def values_of_args(node: Node) -> list[torch.Tensor]:
+    """List the tensors that a node is given."""
+    return [x for a in node.all_input_nodes for x in values(a)]
+
+
+def elements(node: Node) -> int:
+    """Count the elements that a collective moves: of the full buffer, an all_reduce's twice."""
+    sent, received = (sum(x.numel() for x in xs) for xs in (values_of_args(node), values(node)))
+    return 2 * sent if "all_reduce" in str(node.target) else max(sent, received)
+
+
+def wire(node: Node) -> str:
+    """Return a collective's kind: "all_gather", "reduce_scatter" or "all_reduce"."""
+    name = str(node.target)
+    return "all_gather" if "all_gather" in name else "reduce_scatter" if "reduce_scatter" in name else "all_reduce"

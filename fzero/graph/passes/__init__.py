@@ -1,0 +1,8 @@
+"""Passes: pure functions from a flat graph to one with the same results, each in its own file."""
+
+from fzero.graph.passes._bucket import bucket
+from fzero.graph.passes._donate import donate
+from fzero.graph.passes._regather import regather
+from fzero.graph.passes._schedule import schedule
+
+__all__ = ["bucket", "donate", "regather", "schedule"]

@@ -1,0 +1,53 @@
+"""donate: new values are written into the buffers of the arguments that they replace."""
+
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import COPY, aten, copied, is_input, result, storages
+
+__all__ = ["donate"]
+
+
+def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int] = ()) -> Graph:
+    """Write results into donated arguments, so that no second copy of them exists when the graph ends.
+
+    Args:
+        graph: a flat graph.
+        pairs: `(result, argument)` positions: the result, of the argument's shape and dtype, is copied into it.
+        donated: positions of all donated arguments; results that are views of one become copies, since its buffer
+            is about to be overwritten.
+
+    Returns:
+        A graph whose results at the first positions are the arguments at the second, written.
+    """
+    graph = copied(graph)
+    inputs = [n for n in graph.nodes if is_input(n)]
+    output = result(graph)
+    results = list(output.args[0])  # pyright: ignore
+    lent = storages(graph)
+    into = dict(pairs)
+    given = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
+
+    def safe(value: Node) -> Node:
+        """Copy a value that lies in a donated argument."""
+        if not given & set(lent.of[value]):
+            return value
+        clone = graph.call_function(aten.clone.default, (value,))
+        clone.meta = {**value.meta, "val": value.meta["val"].clone()}
+        return clone
+
+    with graph.inserting_before(output):
+        for i, value in enumerate(results):
+            if not isinstance(value, Node):
+                continue
+            target = inputs[into[i]] if i in into else None
+            results[i] = value if value is target else safe(value)
+        for i, j in pairs:
+            if results[i] is not inputs[j]:
+                write = graph.call_function(COPY, (inputs[j], results[i]))
+                write.meta = dict(inputs[j].meta)
+                results[i] = write
+    output.args = (tuple(results),)
+    graph.lint()
+    return graph

@@ -1,0 +1,106 @@
+"""regather: a gathered unit is let go when other units come between its uses, and gathered again."""
+
+import torch
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import copied, is_gather, is_input, is_view, nbytes, values
+
+__all__ = ["parameter_gathers", "regather"]
+
+
+def parameter_gathers(graph: Graph) -> list[Node]:
+    """List the gathers whose operands depend on the graph's inputs alone: they may run at any time."""
+    from_inputs: set[Node] = set()
+    found = []
+    for node in graph.nodes:
+        known = all(a in from_inputs for a in node.all_input_nodes)
+        if is_input(node) or (known and _moves(node)):
+            from_inputs.add(node)
+        elif is_gather(node) and known:
+            found.append(node)
+    return found
+
+
+def _moves(node: Node) -> bool:
+    """Tell whether a node only lays out or casts what it is given."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return is_view(node) or name in ("_to_copy", "clone", "convert_element_type", "constant_pad_nd")
+
+
+def family(wait: Node) -> tuple[list[Node], list[Node]]:
+    """Return the views of a gathered buffer (itself first), and the nodes that use it through one of them."""
+    views, users, seen = [wait], [], {wait}
+    for view in views:  # grows as it goes
+        for user in view.users:
+            if user not in seen:
+                seen.add(user)
+                (views if is_view(user) else users).append(user)
+    return views, users
+
+
+def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
+    """Gather a unit anew where more than `max_reuse_bytes` of other units are used between two of its uses.
+
+    The re-gather of ZeRO-3 (DeepSpeed's `max_reuse_distance`, FSDP2's `reshard_after_forward`): no marker of forward
+    and backward is needed.
+
+    Args:
+        graph: a flat graph.
+        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays; infinite for no
+            re-gather.
+
+    Returns:
+        A graph with the same results, bit for bit, and the same collectives up to repeated gathers of inputs.
+    """
+    graph = copied(graph)
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    # a gather of one tensor has one wait; coalesced ones stay as they are
+    waits = [w for g in parameter_gathers(graph) if isinstance(g.meta["val"], torch.Tensor) for w in g.users]
+    views, uses = {}, {}
+    for wait in waits:
+        views[wait], users = family(wait)
+        uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
+        if len(uses[wait]) < len(users):  # a result of the graph: it must stay
+            uses[wait] = []
+    events = sorted((index[u], i) for i, wait in enumerate(waits) for u in uses[wait])
+    rank = {event: at for at, event in enumerate(events)}
+    for i, wait in enumerate(waits):
+        for cluster in _clusters(i, wait, uses[wait], waits, events, rank, index, max_reuse_bytes)[1:]:
+            _gather_again(graph, wait, views[wait], cluster, index)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+def _clusters(i, wait, uses, waits, events, rank, index, limit) -> list[list[Node]]:
+    clusters: list[list[Node]] = []
+    for use in uses:
+        if clusters:
+            between: set[int] = set()
+            held, start, stop = 0, rank[(index[clusters[-1][-1]], i)] + 1, rank[(index[use], i)]
+            for _, other in events[start:stop]:
+                if other != i and other not in between:
+                    between.add(other)
+                    held += sum(map(nbytes, values(waits[other])))
+                    if held > limit:
+                        break
+            if held <= limit:
+                clusters[-1].append(use)
+                continue
+        clusters.append([use])
+    return clusters
+
+
+def _gather_again(graph: Graph, wait: Node, views: list[Node], cluster: list[Node], index: dict[Node, int]) -> None:
+    """Give the uses in `cluster` their own gather of the buffer that `wait` waits for."""
+    copies: dict[Node, Node] = {}
+
+    def copy(node: Node) -> None:
+        copies[node] = graph.node_copy(node, lambda a: copies.get(a, a))
+
+    with graph.inserting_before(cluster[0]):
+        for node in (wait.all_input_nodes[0], wait, *sorted(views[1:], key=index.__getitem__)):
+            copy(node)
+    for use in cluster:
+        for old in views:
+            use.replace_input_with(old, copies[old])

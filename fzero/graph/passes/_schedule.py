@@ -1,0 +1,257 @@
+"""schedule: the order in which a graph runs, so that little is alive at any time."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import (
+    COPY,
+    FACTORIES,
+    is_cheap,
+    is_collective,
+    is_gather,
+    is_input,
+    is_reduction,
+    is_view,
+    is_wait,
+    reordered,
+    storages,
+)
+from fzero.graph.passes._regather import parameter_gathers
+
+__all__ = ["schedule"]
+
+
+def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0) -> Graph:
+    """Put a graph's nodes in an order that keeps little alive; a stable list scheduling in linear time.
+
+    - Work (whatever a matrix product, a convolution or the like depends on) keeps its order.
+    - What depends only on inputs (gathers of parameters, casts, an optimizer's decays) runs as late as it can.
+    - What no work depends on (reductions of gradients, the update, the write-back) runs as soon as it can, depth
+      first, so that one unit's gradients are gone before the next one's are born.
+    - An argument is overwritten when all that read it have run.
+
+    Args:
+        graph: a flat graph, donation done.
+        prefetch: how many gathers of parameters start ahead of the one that is waited for.
+        in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
+
+    Returns:
+        The same nodes in another order, which depends on the graph alone: ranks with the same graph agree on it.
+    """
+    late, early = _late_and_early(graph)
+    gathers = parameter_gathers(graph)
+    order = _Scheduler(graph, late, early, (), 0, in_flight).run()
+    if prefetch and gathers:
+        position = {n: i for i, n in enumerate(order)}
+        gathers.sort(key=position.__getitem__)
+        order = _Scheduler(graph, late, early, gathers, prefetch, in_flight).run()
+    return reordered(graph, order)
+
+
+def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
+    """Sort nodes into those that depend on inputs only, those that no work needs; all others are work."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    from_inputs: set[Node] = set()
+    for n in nodes:
+        movable = is_cheap(n) and not is_reduction(n) and n.target is not COPY
+        if movable and all(is_input(a) or a in from_inputs for a in n.all_input_nodes):
+            from_inputs.add(n)
+    feeds_work: set[Node] = set()
+    for n in reversed(nodes):
+        if not is_cheap(n):
+            feeds_work.add(n)
+        if n in feeds_work:
+            feeds_work.update(n.all_input_nodes)
+    late: set[Node] = set()
+    for n in reversed(nodes):
+        if n in from_inputs:
+            name = getattr(getattr(n.target, "overloadpacket", None), "__name__", "")
+            moves = is_view(n) or is_gather(n) or is_wait(n) or name in FACTORIES
+            if moves or n not in feeds_work or all(u in late for u in n.users):
+                late.add(n)
+    early = {n for n in nodes if n not in feeds_work and n not in late}
+    for n in reversed(nodes):  # a reduction, and what packs its operand, though work may need the result
+        if n not in late and is_cheap(n) and n.target is not COPY:
+            waits = is_wait(n) and is_reduction(_start(n))
+            if waits or is_reduction(n) or (n.users and all(u in early for u in n.users)):
+                early.add(n)
+    return late, early
+
+
+class _Scheduler:
+    """Emits the nodes of one graph in their new order."""
+
+    def __init__(
+        self, graph: Graph, late: set[Node], early: set[Node], gathers: Iterable[Node], prefetch: int, in_flight: int
+    ) -> None:
+        self.nodes = list(graph.nodes)
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self.late, self.early = late, early
+        self.readers = _readers_of_overwritten(graph)
+        self.in_flight = in_flight
+        self.following = _following(list(gathers), prefetch)
+        self.order: list[Node] = []
+        self.done: set[Node] = set()
+        self.ready: list[Node] = []  # a stack of early nodes that can run
+        self.pending: deque[Node] = deque()  # waits of collectives that are on their way
+        self.deferred: set[Node] = set()  # all that ever were
+        self.missing = {n: sum(self._holds_up(a) for a in n.all_input_nodes) for n in early}
+        self.blocked: dict[Node, list[Node]] = {}  # node -> the writes that its reading holds up
+        for write, readers in self.readers.items():
+            for reader in readers:
+                self.blocked.setdefault(reader, []).append(write)
+            self.missing[write] = self.missing.get(write, 0) + len(readers)
+
+    def _holds_up(self, node: Node) -> bool:
+        return not is_input(node) and node not in self.late
+
+    def run(self) -> list[Node]:
+        for n in self.nodes:
+            if is_input(n):
+                self._append(n)
+        work = [n for n in self.nodes if n.op == "call_function" and n not in self.late and n not in self.early]
+        for n in _leaves_second(work):
+            needed = self._unmet(n)
+            # what is ready waits until memory is about to be taken: a unit's last cheap work may let its gather go
+            if any(not is_cheap(a) or is_gather(a) for a in needed):
+                self._drain()
+            self._require(needed)
+        self._drain()
+        while self.pending:
+            self._require(self._unmet(self.pending.popleft()))
+            self._drain()
+        for n in self.nodes:
+            self._require(self._unmet(n))
+            self._drain()
+        return self.order
+
+    def _require(self, needed: list[Node]) -> None:
+        for n in needed:
+            self.ready += self._emit(n)
+
+    def _drain(self) -> None:
+        """Emit what can run and what can run because of that, depth first."""
+        while self.ready:
+            n = self.ready.pop()
+            if n not in self.done and not self._defer(n):
+                self._require(self._unmet(n))  # it and the late ones that it needs
+
+    def _unmet(self, node: Node) -> list[Node]:
+        """List a node and what it needs that has not run, in an order that can run."""
+        found: dict[Node, None] = {}
+        stack = [node]
+        while stack:
+            n = stack.pop()
+            if n not in self.done and n not in found:
+                found[n] = None
+                stack += n.all_input_nodes
+                stack += self.readers.get(n, ())
+        return sorted(found, key=self.index.__getitem__)
+
+    def _defer(self, wait: Node) -> bool:
+        """Keep back the wait of a collective that may be on its way for some time."""
+        if not self.in_flight or not is_wait(wait) or wait in self.deferred:
+            return False
+        self.deferred.add(wait)
+        self.pending.append(wait)
+        return True
+
+    def _emit(self, node: Node) -> list[Node]:
+        """Put a node next in the order; returns what can run because of it, the first to run last (a stack)."""
+        released = []
+        if is_wait(node):
+            for gather in self.following.get(_start(node), ()):
+                for n in self._unmet(gather):
+                    released += self._append(n)
+        return released + self._append(node)
+
+    def _append(self, node: Node) -> list[Node]:
+        if node in self.done:
+            return []
+        self.done.add(node)
+        self.order.append(node)
+        ready = []
+        for user in node.users if self._holds_up(node) else ():
+            if user in self.early:
+                self.missing[user] -= 1
+                ready += [] if self.missing[user] else [user]
+        for write in self.blocked.get(node, ()):
+            self.missing[write] -= 1
+            ready += [] if self.missing[write] else [write]
+        if is_collective(node) and node in self.early and self.pending and len(self.pending) >= self.in_flight:
+            ready.append(self.pending.popleft())
+        return sorted(ready, key=self.index.__getitem__, reverse=True)
+
+
+def _leaves_second(work: list[Node]) -> list[Node]:
+    """Let the gradient that goes on backward come before the one of a weight, which nothing waits for.
+
+    Autograd computes them in the other order, and what the former needs, such as a gather, would find the latter alive.
+    """
+    among = set(work)
+    order: list[Node] = []
+    held: tuple[int, Node] | None = None  # the last leaf, and its place
+    for n in work:
+        if held is not None and not is_cheap(n):
+            at, leaf = held
+            shared = _bases(leaf) & _bases(n) and _is_needed(n, among)
+            order.insert(len(order) if shared else at, leaf)
+            held = None
+            if shared:
+                order.insert(len(order) - 1, n)
+                continue
+        if is_cheap(n) or _is_needed(n, among):
+            order.append(n)
+        else:
+            held = (len(order), n)
+    return order if held is None else [*order[: held[0]], held[1], *order[held[0] :]]
+
+
+def _is_needed(node: Node, work: set[Node]) -> bool:
+    return any(u in work for u in _users_through_views(node))
+
+
+def _users_through_views(node: Node) -> list[Node]:
+    found = list(node.users)
+    for user in found:  # grows as it goes
+        found += list(user.users) if is_view(user) else []
+    return [u for u in found if not is_view(u)]
+
+
+def _bases(node: Node) -> set[Node]:
+    """Return what a node's arguments are views of."""
+    found = set()
+    for a in node.all_input_nodes:
+        while is_view(a):
+            a = a.all_input_nodes[0]
+        found.add(a)
+    return found
+
+
+def _start(wait: Node) -> Node:
+    source = wait.all_input_nodes[0]
+    return source if is_collective(source) else source.all_input_nodes[0]
+
+
+def _following(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
+    """Map each gather to those that start before it is waited for."""
+    return {g: gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)} if prefetch else {}
+
+
+def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
+    """Map each write into an argument to all other nodes that read the argument."""
+    writes = [n for n in graph.nodes if n.target is COPY]
+    if not writes:
+        return {}
+    lent = storages(graph)
+    writer = {lent.of[w.args[0]][0]: w for w in writes}  # pyright: ignore
+    readers: dict[Node, list[Node]] = {w: [] for w in writes}
+    for n in graph.nodes:
+        if n.op == "output" or is_view(n):
+            continue
+        for s in dict.fromkeys(lent.read_by(n)):
+            if s in writer and writer[s] is not n:
+                readers[writer[s]].append(n)
+    return readers
