@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -35,6 +36,7 @@ __all__ = [
     "exchange",
     "fake_like",
     "functional",
+    "in_transform",
     "inductor",
     "is_tracing",
     "line_of",
@@ -53,6 +55,11 @@ c10d: Any = torch.ops._c10d_functional
 def is_tracing() -> bool:
     """Tell whether Dynamo or make_fx records the operations that run now."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
+
+
+def in_transform() -> bool:
+    """Tell whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
+    return is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:
@@ -136,12 +143,12 @@ def line_of(node: torch.fx.Node) -> str:
     return (node.meta.get("custom") or {}).get("line", "")
 
 
-def fake_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fake_like(tensors: Sequence[torch.Tensor], beside: Any = None) -> list[torch.Tensor]:
     """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
 
-    A meta tensor is taken for one on the CPU.
+    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _mode_of([] if beside is None else [beside])
     with mode:
         return [
             torch.empty_strided(
@@ -149,6 +156,11 @@ def fake_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             )
             for x in tensors
         ]
+
+
+def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
+    found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+    return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
 
 
 class DataDependentError(RuntimeError):
@@ -184,7 +196,8 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
             return f(*xs)
 
     try:
-        with preserve_node_meta(), torch.no_grad():
+        # within the stand-ins' mode, so that nothing is computed and no random number drawn
+        with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
             return make_fx(with_lines, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
@@ -197,7 +210,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
 def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Trace a graph again with every in-place operation replaced by one that makes a new value."""
     run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
-    with preserve_node_meta(), torch.no_grad():
+    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
         return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
 
 

@@ -152,6 +152,8 @@ class Jitted:
             ValueError: if two arguments share memory that is donated, or an argument requires grad. Names them.
             TypeError: if the step returns something that is no tensor. Names it.
         """
+        if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
+            return self.step(*args, **kwargs)
         call = call_of(args, kwargs)
         entry = self._entries.get(call.key) or self._trace(call, args, kwargs)
         if entry.run is None:
@@ -181,7 +183,12 @@ class Jitted:
             call.check_separate([i for i, _ in entry.donated])
         assert entry.run is not None
         with torch.no_grad():
-            results = list(entry.run([*tensors, *entry.traced.constants]))
+            try:
+                results = list(entry.run([*tensors, *entry.traced.constants]))
+            except BaseException:
+                for i, note in entry.donated:
+                    empty(tensors[i], f"{note}, which failed midway")
+                raise
             for i in entry.kept:
                 results[i] = results[i].detach()
             taken = {i: empty(tensors[i], note) for i, note in entry.donated}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Call:
     where: list[int]
     index: list[int]
 
-    @property
+    @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """The distinct tensors."""
         return [self.leaves[i] for i in self.where]
@@ -220,6 +221,8 @@ def changed(old: Any, call: Call) -> str:
     if structure != call.structure or len(described) != len(call.leaves):
         return "the arguments have another structure"
     for (path, unit), x, before, now in zip(call.paths, call.leaves, described, call.key[1], strict=True):
+        if before != now and isinstance(before, int) != isinstance(now, int):
+            return f"argument {_place(path, unit)} is {'no longer ' if isinstance(before, int) else ''}tied to another"
         if before != now:
             was = f"{before[1]} {list(before[0])}" if isinstance(x, torch.Tensor) and len(before) == 5 else before[-1]
             is_now = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)

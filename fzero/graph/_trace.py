@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _record, _torch
-from fzero.graph.ir import is_collective, is_input, nbytes, reordered, wire
+from fzero.graph.ir import is_collective, is_input, is_view, nbytes, reordered, values, wire
 
 __all__ = ["Traced", "trace"]
 
@@ -16,10 +16,10 @@ LARGE = 1 << 20  # bytes of a captured tensor from which on it is worth a warnin
 
 
 class Traced(NamedTuple):
-    """A traced function: its graph, and the captured tensors that the graph takes after its own arguments."""
+    """A traced function: its graph, and what it captured (tensors, generators), which the graph takes as arguments."""
 
     graph: Graph
-    constants: tuple[torch.Tensor, ...]
+    constants: tuple[Any, ...]
 
 
 def trace(
@@ -76,7 +76,10 @@ def _check_writes(graph: Graph, labels: Sequence[dict[str, str]]) -> None:
         storage[_torch.storage_id(node.meta["val"])] = label["label"]
     for node in graph.nodes:
         for x in _written(node):
-            label = storage.get(_torch.storage_id(x.meta["val"])) if "val" in x.meta else f"a captured tensor, {x}"
+            base = _base(x)
+            known = isinstance(base.meta.get("val"), torch.Tensor)
+            label = storage.get(_torch.storage_id(base.meta["val"])) if known else None
+            label = "a captured tensor" if base.op == "get_attr" else label
             if label is not None:
                 raise RuntimeError(
                     f"fzero.jit: the step writes into {label} in place ({node.target}) at {_torch.line_of(node)}; a "
@@ -84,11 +87,19 @@ def _check_writes(graph: Graph, labels: Sequence[dict[str, str]]) -> None:
                 )
 
 
+def _base(node: Node) -> Node:
+    """Follow views to what they are views of; a literal, torch.tensor(3.0), is lifted: a fresh tensor."""
+    while is_view(node) and node.all_input_nodes and "lift_fresh" not in str(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _lift_constants(gm: GraphModule) -> Traced:
     """Turn captured tensors into arguments that follow the others."""
-    constants: dict[str, torch.Tensor] = {}
+    constants: dict[str, Any] = {}
     graph = gm.graph
     first = next(n for n in graph.nodes if not is_input(n))
+    beside = next((x for n in graph.nodes for x in values(n) if n.op != "get_attr"), None)
     lifted: dict[str, Node] = {}
     for node in list(graph.nodes):
         if node.op != "get_attr":
@@ -98,7 +109,9 @@ def _lift_constants(gm: GraphModule) -> Traced:
         if name not in lifted:
             with graph.inserting_before(first):
                 lifted[name] = graph.placeholder(name)
-            lifted[name].meta = {"val": _torch.fake_like([value])[0], "label": f"captured {name}", "kind": "inputs"}
+            tensor = isinstance(value, torch.Tensor)  # else a torch.Generator
+            fake = _torch.fake_like([value], beside)[0] if tensor else None
+            lifted[name].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs"}
             constants[name] = value
         node.replace_all_uses_with(lifted[name])
         graph.erase_node(node)
@@ -117,6 +130,8 @@ def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
 def _check_captured(traced: Traced) -> None:
     names = [n.meta["label"] for n in traced.graph.nodes if is_input(n)][-len(traced.constants) :]
     for name, x in zip(names, traced.constants, strict=False):
+        if not isinstance(x, torch.Tensor):
+            continue
         user = next(iter(n for n in traced.graph.nodes if n.meta.get("label") == name)).users
         line = next((_torch.line_of(u) for u in user), "")
         what = f"the step captures a tensor {list(x.shape)} of {x.dtype}, used at {line}"

@@ -245,6 +245,8 @@ def flops(node: Node) -> int:
 
 def signature(x: Any) -> tuple[Any, ...]:
     """Describe a tensor as far as code compiled for it may depend on it."""
+    if not isinstance(x, torch.Tensor):
+        return (type(x),)
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
 
 

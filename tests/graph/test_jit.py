@@ -1,0 +1,392 @@
+"""fzero.jit: the numbers of the eager step, one trace a signature, and memory that is really handed over."""
+
+import logging
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, tree
+from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.laws.test_equivalence import loss_of_tree
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
+ADAM = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
+
+
+def copied(values: Any) -> Any:
+    return tree.map(torch.clone, values)
+
+
+def bitwise(x: Any, y: Any) -> None:
+    xs, ys = tree.tensors(x), tree.tensors(y)
+    assert len(xs) == len(ys)
+    for a, b in zip(xs, ys, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, params: Any, opt: Any, batches: list[Any]) -> Any:
+    """Train with both from one start; returns their states and losses."""
+    eager, fast = step.init(params, opt), jitted.init(copied(params), opt)
+    losses: tuple[list[Any], list[Any]] = ([], [])
+    for batch in batches:
+        *eager, loss = step(*eager, step.mesh.split(batch))
+        *fast, other = jitted(*fast, step.mesh.split(batch))
+        losses[0].append(loss)
+        losses[1].append(other)
+    return [list(eager), losses[0]], [list(fast), losses[1]]
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+@settings(max_examples=60)
+@given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(), k=st.integers(1, 3))
+def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
+    step = fzero.shard(train_step_for(loss_of_tree, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=n))
+    batches = [{"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)} for i in range(3)]
+    eager, fast = train_both(step, fzero.jit(step, backend="fx"), params, opt, batches)
+    bitwise(eager, fast)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
+    step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
+    batches = [torch.randint(37, (8, 17), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    jitted = fzero.jit(step, backend="fx")
+    eager, fast = train_both(step, jitted, gpt_params(), ADAM, batches)
+    bitwise(eager, fast)
+    assert jitted.traces == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend,stage", [("inductor", 3), ("inductor", 1), ("inductor-whole", 2)])
+def test_a_compiled_step_equals_the_eager_one(backend, stage):
+    step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=2), stage=stage, mesh=fzero.mesh(dp=2))
+    batches = [mlp_batch(8, seed=i) for i in range(5)]
+    eager, fast = train_both(step, fzero.jit(step, backend=backend), mlp_params(), ADAM, batches)
+    assert_trees_close(fast, eager, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=needs_compiler)])
+def test_an_unsharded_step_jits_too(backend):
+    step = train_step_for(mlp_loss, ADAM)
+    jitted = fzero.jit(step, backend=backend)
+    state = other = (mlp_params(), ADAM.init(mlp_params()))
+    for i in range(3):
+        *state, loss = step(*state, mlp_batch(6, seed=i))
+        *other, got = jitted(*other, mlp_batch(6, seed=i))
+        torch.testing.assert_close(got, loss, rtol=1e-12, atol=1e-12)
+    assert_trees_close(list(other), list(state))
+
+
+def sam_step(opt: Any) -> Any:
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        _, grads = fzero.value_and_grad(mlp_loss)(params, batch)
+        scale = 0.05 / optim.global_norm(grads)
+        above = tree.map(lambda p, g: p + scale.to(g.dtype) * g, params, grads)
+        loss, grads = fzero.value_and_grad(mlp_loss)(above, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, loss
+
+    return train_step
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_sam_jits(stage):
+    opt = optim.sgd(0.1, momentum=0.9)
+    step = fzero.shard(sam_step(opt), stage=stage, mesh=fzero.mesh(dp=3))
+    eager, fast = train_both(
+        step, fzero.jit(step, backend="fx"), mlp_params(), opt, [mlp_batch(6, seed=i) for i in range(3)]
+    )
+    bitwise(eager, fast)
+
+
+def test_batch_norm_buffers_jit():
+    module = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(inplace=True))
+    apply, params, buffers = fzero.nn.functional(module.double())
+    opt = optim.sgd(0.1)
+
+    def train_step(params: Any, opt_state: Any, buffers: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            out, new = apply(params, buffers, batch["x"])
+            return out.square().mean(), new
+
+        (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, fzero.pmean(new), value
+
+    step = fzero.shard(train_step, stage=2, mesh=fzero.mesh(dp=2))
+    jitted = fzero.jit(step, backend="fx")
+    (params, state), batch = step.init(params, opt), step.mesh.split(mlp_batch(8))
+    expected = step(params, state, buffers, batch)
+    bitwise(jitted(copied(params), state, copied(buffers), batch), expected)
+
+
+def test_random_numbers_stay_random_and_are_the_eager_ones():
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) + torch.rand(x.shape)
+
+    jitted, x = fzero.jit(noisy, backend="fx"), torch.ones(50)
+    torch.manual_seed(0)
+    got = [jitted(x) for _ in range(3)]
+    torch.manual_seed(0)
+    expected = [noisy(x) for _ in range(3)]
+    bitwise(got, expected)
+    assert not torch.equal(got[0], got[1])
+
+
+def test_a_generator_keeps_its_state():
+    g, h = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    jitted = fzero.jit(lambda x: x + torch.rand(4, generator=g), backend="fx")
+    bitwise([jitted(torch.zeros(4)) for _ in range(2)], [torch.rand(4, generator=h) for _ in range(2)])
+
+
+@needs_compiler
+def test_dropout_stays_random_under_inductor():
+    jitted = fzero.jit(lambda x: F.dropout(x, 0.5))
+    a, b = jitted(torch.ones(200)), jitted(torch.ones(200))
+    assert not torch.equal(a, b) and 0.5 < a.mean() < 1.5
+
+
+def test_under_a_transform_a_jitted_function_is_the_function():
+    f = fzero.jit(lambda x: (x * x).sum(), backend="fx")
+    assert torch.func.grad(f)(torch.tensor([1.0, 2.0])).tolist() == [2, 4]
+    assert torch.vmap(f)(torch.ones(3, 2)).tolist() == [2, 2, 2]
+    assert fzero.jit(lambda x: f(x) + 1, backend="fx")(torch.ones(2)).item() == 3
+
+
+def test_writes_within_the_step_are_its_own_business():
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y[0] = 5
+        y.mul_(2)
+        literal = torch.tensor([1.0, 2.0])
+        literal += 1
+        return y + literal
+
+    jitted = fzero.jit(f, backend="fx")
+    for _ in range(2):
+        bitwise(jitted(torch.ones(2)), f(torch.ones(2)))
+
+
+# ---------------------------------------------------------------- traces
+
+
+def test_one_trace_a_signature(caplog):
+    f = fzero.jit(lambda x, k, flag=None: x * k, backend="fx")
+    with caplog.at_level(logging.INFO, "fzero.jit"):
+        for _ in range(3):
+            f(torch.ones(2), 2)
+        assert f.traces == 1
+        f(torch.ones(3), 2)
+        f(torch.ones(3), 3)
+        f(torch.ones(3), 3.0)
+        f(torch.ones(3).double(), 3.0)
+        f(torch.ones(3).double(), 3.0, flag=True)
+        f(torch.ones(2), 2)
+    assert f.traces == 6
+    text = caplog.text
+    assert "argument 0 was torch.float32 [2] and is torch.float32 [3]" in text
+    assert "argument 1 was 2 and is 3" in text and "argument 1 was 3 and is 3.0" in text
+    assert "argument 0 was torch.float32 [3] and is torch.float64 [3]" in text
+    assert "another structure" in text
+
+
+def test_strides_and_ties_and_autocast_trace_anew():
+    f = fzero.jit(lambda p: p["a"] @ p["b"], backend="fx")
+    x = torch.randn(3, 3)
+    f({"a": x, "b": x.clone()})
+    bitwise(f({"a": x, "b": x}), x @ x)
+    bitwise(f({"a": x.t(), "b": x.clone()}), x.t() @ x)
+    with torch.autocast("cpu"):
+        assert f({"a": x, "b": x.clone()}).dtype == torch.bfloat16
+    assert f.traces == 4
+
+
+# ---------------------------------------------------------------- donation
+
+
+def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
+    opt = optim.adam(1e-2)
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    return step, *step.init(mlp_params(), opt), step.mesh.split(mlp_batch(4))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage):
+    step, params, state, batch = sharded(stage)
+    held = [x.untyped_storage().data_ptr() for x in tree.tensors((params, state))]
+    old = tree.tensors((params, state))
+    new_params, new_state, loss = step(params, state, batch)
+    assert [x.untyped_storage().data_ptr() for x in tree.tensors((new_params, new_state))] == held
+    assert all(x.numel() == 0 for x in old)
+    assert not {id(x) for x in old} & {id(x) for x in tree.tensors((new_params, new_state))}
+    assert loss.ndim == 0 and len(tree.tensors(batch)) == 2
+    for gone, name in ((params, "argument 0"), (state, "argument 1")):
+        for use in (
+            tree.tensors,
+            step.gather,
+            lambda x: optim.apply_updates(x, x),
+            lambda x: step(x, new_state, batch),
+        ):
+            with pytest.raises(fzero.DonatedError, match=rf"{name}.*was donated to jit\(train_step\)"):
+                use(gone)
+    step(new_params, new_state, batch)
+
+
+def test_a_donated_box_says_so_when_read():
+    step, params, state, batch = sharded(3)
+    step(params, state, batch)
+    box = params["scale"]
+    assert "Shard('scale'" in repr(box)
+    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
+        box.data  # noqa: B018
+
+
+def test_donate_nothing():
+    step, params, state, batch = sharded(3)
+    keep = fzero.jit(step.step, donate=(), backend="fx")
+    first, second = keep(params, state, batch), keep(params, state, batch)
+    bitwise(first, second)
+
+
+def test_a_plain_function_donates_nothing_by_default():
+    x = torch.ones(3)
+    assert fzero.jit(lambda x: x + 1, backend="fx")(x).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
+
+
+def test_donated_values_may_be_exchanged_returned_and_tied():
+    def swap(p: Any) -> Any:
+        return {"a": p["b"], "b": p["a"]}, p["a"][:1], p["b"]
+
+    f = fzero.jit(swap, donate=0, backend="fx")
+    new, part, whole = f({"a": torch.zeros(2), "b": torch.ones(2)})
+    assert [new["a"].tolist(), new["b"].tolist(), part.tolist(), whole.tolist()] == [[1, 1], [0, 0], [0], [1, 1]]
+    w = torch.ones(2)
+    tied = fzero.jit(lambda p: tree.map(lambda x: x + 1, p), donate=0, backend="fx")({"a": w, "b": [w]})
+    assert tied["a"] is tied["b"][0] and tied["a"].tolist() == [2, 2]
+    untied = fzero.jit(lambda p: {"a": p["a"] + 1, "b": p["b"] * 3}, donate=0, backend="fx")
+    w = torch.ones(2)
+    got = untied({"a": w, "b": w})
+    assert [got["a"].tolist(), got["b"].tolist()] == [[2, 2], [3, 3]]
+
+
+def test_memory_shared_with_a_donated_argument_is_an_error():
+    f = fzero.jit(lambda p, x: p + x, donate=0, backend="fx")
+    x = torch.ones(4)
+    for other in (x, x[1:].expand(3), x.view(2, 2), x.detach()):
+        if other.numel() != 4:
+            continue
+        with pytest.raises((ValueError, RuntimeError), match=r"share memory|one tensor|broadcast|size"):
+            f(x, other.reshape(4) if other is not x else x.view(4))
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+def test_a_step_that_fails_midway_says_that_its_state_is_lost():
+    step, params, state, batch = sharded(2)
+    call = step.plan(params, state, batch)
+    assert call.peak_bytes
+    (entry,) = step._entries.values()
+
+    def fails(args: list[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    entry.run = fails
+    with pytest.raises(KeyboardInterrupt):
+        step(params, state, batch)
+    with pytest.raises(fzero.DonatedError, match="failed midway"):
+        step(params, state, batch)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def mutates(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "reads a value": (lambda x: x * x.sum().item(), RuntimeError, r"reads the value .* at .*test_jit\.py:\d+"),
+    "branches on a value": (lambda x: x if x.sum() > 0 else -x, RuntimeError, r"reads the value .* at .*test_jit\.py"),
+    "data-dependent shape": (lambda x: x[x > 0], RuntimeError, r"reads the value .* at .*test_jit\.py"),
+    "mutates its input": (mutates, RuntimeError, r"writes into argument 0 in place \(aten.add_.Tensor\) at .*test_jit"),
+    "returns a number": (lambda x: {"a": x, "b": 3.0}, TypeError, r"result leaf 'b' is 3\.0"),
+    "captures a parameter": (lambda x, w=torch.nn.Parameter(torch.ones(3)): x, TypeError, "a"),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if n != "captures a parameter"])
+def test_bad_steps_are_refused(name):
+    f, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        fzero.jit(f, backend="fx")(torch.ones(3))
+
+
+def test_captured_tensors():
+    w, big = torch.ones(3, requires_grad=True), torch.ones(600, 600)
+    with pytest.raises(ValueError, match=r"captures a tensor \[3\].* used at .*test_jit\.py:\d+, that requires grad"):
+        fzero.jit(lambda x: x * w, backend="fx")(torch.ones(3))
+    linear = torch.nn.Linear(3, 3).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"fzero\.nn\.functional"):
+        fzero.jit(lambda x: linear(x), backend="fx")(torch.ones(3))
+    with pytest.warns(UserWarning, match=r"captures a tensor \[600, 600\].*1,440,000 bytes"):
+        fzero.jit(lambda x: x + big.sum(), backend="fx")(torch.ones(3))
+    counter = torch.zeros(3)
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        counter.add_(x)
+        return x
+
+    with pytest.raises(RuntimeError, match="writes into a captured tensor"):
+        fzero.jit(counts, backend="fx")(torch.ones(3))
+
+
+def test_bad_arguments():
+    f = fzero.jit(lambda x, y=None: x, backend="fx")
+    with pytest.raises(ValueError, match="argument 0 requires grad"):
+        f(torch.ones(3, requires_grad=True))
+    with pytest.raises(TypeError, match=r"argument 'y' is a set"):
+        f(torch.ones(3), y={1, 2})
+    with pytest.raises(ValueError, match="called with 1 positional"):
+        fzero.jit(lambda x: x, donate=1, backend="fx")(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"backend": "xla"}, "backend='xla': expected one of 'inductor', 'fx', 'inductor-whole'"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"bucket_bytes": "big"}, "bucket_bytes='big'"),
+        ({"memory_budget": -5}, "memory_budget=-5"),
+        ({"donate": -1}, "donate="),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        fzero.jit(lambda x: x, **options)
+
+
+def test_what_cannot_be_jitted():
+    with pytest.raises(TypeError, match="expected a function"):
+        fzero.jit(3)  # pyright: ignore
+    with pytest.raises(TypeError, match="jitted already"):
+        fzero.jit(fzero.jit(lambda x: x))
+
+
+@needs_compiler
+def test_a_compile_error_names_the_segment_and_its_lines():
+    g = torch.Generator().manual_seed(0)
+    f = fzero.jit(lambda x: x + torch.rand(4, generator=g))
+    with pytest.raises(RuntimeError, match=r'(?s)could not compile .*aten\.rand.*test_jit\.py:\d+.*backend="fx"'):
+        f(torch.ones(4))
