@@ -1,5 +1,6 @@
 """The private torch API that fzero uses, one test each: what fails here says what broke when torch changed."""
 
+import shutil
 import warnings
 from typing import ClassVar
 
@@ -123,6 +124,15 @@ class _Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_function_that_dynamo_inlines_still_loses_its_backward():
+    """pytorch#193279 itself. If this fails the bug is mended: `allow_in_graph` in fzero's collectives may go."""
+    grad = torch.func.grad(lambda x: _Doubled.apply(x).sum())
+    assert grad(torch.ones(2)).tolist() == [2, 2]
+    torch.compiler.reset()
+    assert torch.compile(grad, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [1, 1]
+
+
 def test_allow_in_graph_keeps_a_custom_backward_under_compile():
     """pytorch#193279: an autograd.Function that Dynamo inlines under torch.func loses its backward, silently.
 
@@ -137,3 +147,53 @@ def test_allow_in_graph_keeps_a_custom_backward_under_compile():
     for backend in ("eager", "aot_eager"):
         torch.compiler.reset()
         assert torch.compile(grad, backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_traces_keep_a_custom_backward_and_the_source_line():
+    grad = torch.func.grad(lambda x: _Doubled.apply(x * 3).sum())
+    gm = _torch.trace(lambda x: [grad(x)], _torch.fake_like([torch.ones(2)]), for_inductor=False)
+    assert gm(torch.ones(2))[0].tolist() == [6, 6]
+    lines = {_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function"}
+    assert lines and all(line.split(":")[0] == __file__ for line in lines)
+
+
+def test_traces_compute_nothing():
+    state = torch.get_rng_state()
+    _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]), for_inductor=False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_functionalisation_removes_writes_and_keeps_lines():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x + 1
+        y[0].mul_(3)
+        return [y]
+
+    fakes = _torch.fake_like([torch.ones(2)])
+    gm = _torch.functional(_torch.trace(f, fakes, for_inductor=False), fakes)
+    assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
+    assert gm(torch.ones(2))[0].tolist() == [6, 2]
+    assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
+
+
+def test_storage_ids_tell_views_from_copies():
+    (x,) = _torch.fake_like([torch.ones(4)])
+    assert _torch.storage_id(x.view(2, 2)) == _torch.storage_id(x) != _torch.storage_id(x + 1)
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
+    """Without the order options Inductor would run what frees memory first."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        a = [x @ x for _ in range(4)]  # all four, then all sums
+        return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
+
+    fakes = _torch.fake_like([torch.ones(8, 8)])
+    compiled = _torch.inductor(_torch.trace(f, fakes, for_inductor=True), fakes)
+    args = [torch.randn(8, 8)]
+    expected, got = f(*args), compiled(args)
+    assert args == []
+    for x, y in zip(expected, got, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.stride() == y.stride()

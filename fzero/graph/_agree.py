@@ -9,24 +9,25 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import exchange, line_of
-from fzero.graph.ir import is_view, values
+from fzero.graph.ir import FACTORIES, is_view, values
 
 __all__ = ["agree", "signatures"]
 
-_DATA_MOVEMENT = ("slice", "cat", "constant_pad_nd", "new_zeros", "zeros", "clone", "copy_", "new_empty", "empty")
+_MOVEMENT = {"slice", "cat", "constant_pad_nd", "clone", "copy_", "new_empty", "empty", *FACTORIES}
 
 
 def signatures(graph: Graph) -> list[str]:
     """Describe what a graph computes and communicates, node by node.
 
-    Movement of data is left out: to cut its own shard out of the parameters is what each rank does differently.
+    Movement of data and constants are left out: to cut its own shard out of the parameters, and to pad it, is what each
+    rank does differently.
     """
     return [_signature(n) for n in graph.nodes if n.op == "call_function" and not _moves(n)]
 
 
 def _moves(node: Node) -> bool:
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return is_view(node) or name in _DATA_MOVEMENT
+    return is_view(node) or name in _MOVEMENT
 
 
 def _signature(node: Node) -> str:

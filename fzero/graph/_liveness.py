@@ -18,6 +18,7 @@ from fzero.graph.ir import (
     is_wait,
     nbytes,
     storages,
+    users_through_views,
     values,
     wire,
 )
@@ -125,7 +126,7 @@ def _kinds(graph: Graph) -> dict[Node, str]:
             kinds[n] = "gradients"
         elif n in after and n not in feeds_work:
             kinds[n] = "buffers"
-        elif users and all(is_reduction(u) for u in users):
+        elif users and all(is_reduction(u) for u in users_through_views(n)):
             kinds[n] = "packed"
         elif users and n not in feeds_work and all(kinds.get(u) == "packed" or _passes_on(u, kinds) for u in users):
             kinds[n] = "gradients"

@@ -175,6 +175,14 @@ def is_view(node: Node) -> bool:
     )
 
 
+def users_through_views(node: Node) -> list[Node]:
+    """List the nodes, other than views, that use a node or a view of it."""
+    found = list(node.users)
+    for user in found:  # grows as it goes
+        found += list(user.users) if is_view(user) else []
+    return [u for u in found if not is_view(u)]
+
+
 def is_random(node: Node) -> bool:
     """Tell whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

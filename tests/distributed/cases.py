@@ -4,8 +4,6 @@ One alone: torchrun --nproc-per-node 2 -m tests.distributed.cases NAME
 """
 
 import itertools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +13,12 @@ import fzero
 from fzero import PerRank, Shard, optim, tree
 from fzero.layout import is_box
 from fzero.testing import assert_trees_close
+from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.laws.test_collectives import COLLECTIVES, stacked
 
-CASES: dict[str, Callable[[fzero.Mesh], None]] = {}
-
-
-def case(f: Callable[[fzero.Mesh], None]) -> Callable[[fzero.Mesh], None]:
-    CASES[f.__name__] = f
-    return f
+CASES: Cases = {}
+case = into(CASES)
 
 
 def own(mesh: fzero.Mesh, value: torch.Tensor) -> torch.Tensor:
@@ -269,17 +264,5 @@ def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
         assert_trees_close(step.gather(list(other)), step.gather(list(state)))
 
 
-def broken(mesh: fzero.Mesh) -> None:
-    if mesh.rank == 1:
-        raise RuntimeError("planted")
-    torch.distributed.barrier()
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    world = fzero.mesh(dp=-1)
-    chosen = {name: {**CASES, "broken": broken}[name] for name in sys.argv[1:]} or CASES
-    for name, f in chosen.items():
-        f(world)
-        print(f"rank {world.rank}: {name}: ok", flush=True)
-    torch.distributed.destroy_process_group()
+    run(CASES)

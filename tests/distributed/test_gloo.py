@@ -1,4 +1,5 @@
-"""Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training."""
+"""Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training, and
+`jit_cases.py`, whose cases compare jitted steps with eager ones."""
 
 import os
 import pathlib
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.distributed import cases
+from tests.distributed import cases, jit_cases
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -19,11 +20,12 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gloo_processes(ranks):
-    done = launch(ranks, "-m", "tests.distributed.cases")
+@pytest.mark.parametrize("module", [cases, jit_cases], ids=["core", "jit"])
+def test_gloo_processes(module, ranks):
+    done = launch(ranks, "-m", module.__name__)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     for rank in range(ranks):
-        for name in cases.CASES:
+        for name in module.CASES:
             assert f"rank {rank}: {name}: ok" in done.stdout
 
 

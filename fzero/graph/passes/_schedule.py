@@ -17,6 +17,7 @@ from fzero.graph.ir import (
     is_wait,
     reordered,
     storages,
+    users_through_views,
 )
 from fzero.graph.passes._regather import parameter_gathers
 
@@ -129,14 +130,20 @@ class _Scheduler:
 
     def _require(self, needed: list[Node]) -> None:
         for n in needed:
-            self.ready += self._emit(n)
+            self.ready = self._emit(n) + self.ready  # the first to be ready runs first
 
     def _drain(self) -> None:
         """Emit what can run and what can run because of that, depth first."""
-        while self.ready:
-            n = self.ready.pop()
-            if n not in self.done and not self._defer(n):
-                self._require(self._unmet(n))  # it and the late ones that it needs
+        stack, self.ready = self.ready, []
+        while stack:
+            n = stack.pop()
+            if n in self.done:
+                continue
+            if self._defer(n):
+                stack += [self.pending.popleft()] if len(self.pending) > self.in_flight else []
+                continue
+            for needed in self._unmet(n):  # it and the late ones that it needs
+                stack += self._emit(needed)
 
     def _unmet(self, node: Node) -> list[Node]:
         """List a node and what it needs that has not run, in an order that can run."""
@@ -151,7 +158,7 @@ class _Scheduler:
         return sorted(found, key=self.index.__getitem__)
 
     def _defer(self, wait: Node) -> bool:
-        """Keep back the wait of a collective that may be on its way for some time."""
+        """Keep back, once, the wait of a collective that may be on its way for some time."""
         if not self.in_flight or not is_wait(wait) or wait in self.deferred:
             return False
         self.deferred.add(wait)
@@ -180,8 +187,6 @@ class _Scheduler:
         for write in self.blocked.get(node, ()):
             self.missing[write] -= 1
             ready += [] if self.missing[write] else [write]
-        if is_collective(node) and node in self.early and self.pending and len(self.pending) >= self.in_flight:
-            ready.append(self.pending.popleft())
         return sorted(ready, key=self.index.__getitem__, reverse=True)
 
 
@@ -210,14 +215,7 @@ def _leaves_second(work: list[Node]) -> list[Node]:
 
 
 def _is_needed(node: Node, work: set[Node]) -> bool:
-    return any(u in work for u in _users_through_views(node))
-
-
-def _users_through_views(node: Node) -> list[Node]:
-    found = list(node.users)
-    for user in found:  # grows as it goes
-        found += list(user.users) if is_view(user) else []
-    return [u for u in found if not is_view(u)]
+    return any(u in work for u in users_through_views(node))
 
 
 def _bases(node: Node) -> set[Node]:
@@ -251,7 +249,9 @@ def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
             continue
-        for s in dict.fromkeys(lent.read_by(n)):
+        # a collective reads its operand until it is waited for
+        read = lent.read_by(n) + (lent.read_by(_start(n)) if is_wait(n) else [])
+        for s in dict.fromkeys(read):
             if s in writer and writer[s] is not n:
                 readers[writer[s]].append(n)
     return readers

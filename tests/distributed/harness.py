@@ -1,0 +1,34 @@
+"""Runs cases on every rank of a torchrun world: those named on the command line, or all."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+import fzero
+
+Case = Callable[[fzero.Mesh], None]
+Cases = dict[str, Case]
+
+
+def into(cases: Cases) -> Callable[[Case], Case]:
+    def case(f: Case) -> Case:
+        cases[f.__name__] = f
+        return f
+
+    return case
+
+
+def broken(mesh: fzero.Mesh) -> None:
+    if mesh.rank == 1:
+        raise RuntimeError("planted")
+    torch.distributed.barrier()
+
+
+def run(cases: Cases) -> None:
+    torch.set_num_threads(1)
+    mesh = fzero.mesh(dp=-1)
+    for name, f in ({name: {**cases, "broken": broken}[name] for name in sys.argv[1:]} or cases).items():
+        f(mesh)
+        print(f"rank {mesh.rank}: {name}: ok", flush=True)
+    torch.distributed.destroy_process_group()

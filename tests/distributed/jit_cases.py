@@ -1,0 +1,126 @@
+"""Cases of fzero.jit that every rank of a torchrun world runs; see test_gloo.py.
+
+One alone: torchrun --nproc-per-node 2 -m tests.distributed.jit_cases NAME
+"""
+
+import itertools
+import re
+from typing import Any
+
+import torch
+
+import fzero
+from fzero import _torch, optim, tree
+from fzero.testing import assert_trees_close
+from tests.distributed.harness import Cases, into, run
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+CASES: Cases = {}
+case = into(CASES)
+OPT = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3))
+
+
+def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, steps: int, size: int) -> tuple[Any, Any]:
+    eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
+    for i in range(steps):
+        batch = step.mesh.split(mlp_batch(size, seed=i))
+        *eager, loss = step(*eager, batch)
+        *fast, other = jitted(*fast, batch)
+        assert torch.equal(loss, other) or jitted.backend != "fx"
+    return list(eager), list(fast)
+
+
+@case
+def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.Mesh) -> None:
+    for stage, k in itertools.product(range(4), (1, 4)):
+        train_step = train_step_for(mlp_loss, OPT, micro_batches=k)
+        step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
+        eager, fast = train_both(step, fzero.jit(step, backend="fx"), 5, 2 * mesh.size * k)
+        for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
+            # gloo sums in its own order on more than two ranks, and not in the same one twice
+            torch.testing.assert_close(a, b, rtol=0 if mesh.size == 2 else 1e-12, atol=0 if mesh.size == 2 else 1e-12)
+
+
+@case
+def every_schedule_gives_the_same_numbers(mesh: fzero.Mesh) -> None:
+    step = fzero.shard(train_step_for(mlp_loss, OPT, micro_batches=2), stage=3, mesh=mesh)
+    for prefetch, bucket_bytes, reuse in itertools.product((0, 2), (0, 1 << 20), (0, 10**9)):
+        options = {"prefetch": prefetch, "bucket_bytes": bucket_bytes, "max_reuse_bytes": reuse}
+        jitted = fzero.jit(step, backend="fx", memory_budget=10**9, **options)
+        assert_trees_close(*train_both(step, jitted, 2, 4 * mesh.size))
+
+
+@case
+def a_compiled_step_equals_the_eager_one(mesh: fzero.Mesh) -> None:
+    if mesh.size > 2:
+        return
+    for backend, stage in (("inductor", 3), ("inductor", 0), ("inductor-whole", 2)):
+        step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
+        assert_trees_close(*train_both(step, fzero.jit(step, backend=backend), 5, 2 * mesh.size))
+
+
+@case
+def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> None:
+    if mesh.size > 2:
+        return
+    step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
+    for bucket_bytes in (0, 1 << 20):
+        jitted = fzero.jit(step, backend="inductor-whole", bucket_bytes=bucket_bytes)
+        assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
+        (entry,) = jitted._entries.values()
+        code: str = getattr(entry.run, "source_code")  # noqa: B009
+        issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
+        issued = [name for name in issued if name != "wait_tensor"]
+        planned = [entry.plan.steps[c.position].operation.split(".")[1] for c in entry.plan.collectives]
+        assert issued == planned and len(planned) >= 3, (issued, planned)
+
+
+@case
+def the_plan_is_the_one_made_without_a_world(mesh: fzero.Mesh) -> None:
+    for stage in range(4):
+        step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
+        jitted = fzero.jit(step, backend="fx")
+        args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))
+        here, anywhere = jitted.plan(*args), fzero.plan(jitted, *args)
+        assert [c[1:] for c in here.collectives] == [c[1:] for c in anywhere.collectives]
+        if mesh.rank == 0:
+            assert here.peak_bytes == anywhere.peak_bytes
+
+
+@case
+def ranks_that_trace_different_steps_all_raise(mesh: fzero.Mesh) -> None:
+    factor = 1.0 + mesh.rank
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return mlp_loss(params, batch) * factor
+
+    step = fzero.jit(fzero.shard(train_step_for(loss, OPT), stage=3, mesh=mesh), backend="fx")
+    state = step.init(mlp_params(), OPT)
+    try:
+        step(*state, mesh.split(mlp_batch(2 * mesh.size)))
+    except RuntimeError as error:
+        where = r"Operation \d+ is on rank 0 aten\.mul.*1\.0.*jit_cases\.py:\d+, and on rank 1"
+        assert re.search(rf"not the same step on all ranks\. {where}", str(error)), error
+    else:
+        raise AssertionError("not refused")
+
+
+@case
+def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.Mesh) -> None:
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
+    state = step.init(mlp_params(), OPT)
+    seconds, _torch.EXCHANGE_SECONDS = _torch.EXCHANGE_SECONDS, 2.0
+    try:
+        if mesh.rank == 0:
+            step(*state, mesh.split(mlp_batch(2 * mesh.size)))
+    except RuntimeError as error:
+        assert "rank 0 traces train_step, and rank 1 did not within 2 s" in str(error), error
+    else:
+        assert mesh.rank, "not refused"
+    finally:
+        _torch.EXCHANGE_SECONDS = seconds
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    run(CASES)

@@ -1,0 +1,512 @@
+"""Laws of the passes over graphs, of live ranges, and of the executors."""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph, Node
+
+import fzero.graph._lower as lowering
+from fzero.graph._choose import peak_bytes
+from fzero.graph._liveness import live_bytes, live_ranges
+from fzero.graph._lower import lower
+from fzero.graph._pieces import Call, Program, Segment, pieces
+from fzero.graph.ir import (
+    is_collective,
+    is_input,
+    is_reduction,
+    is_wait,
+    nbytes,
+    result,
+    sort,
+    storages,
+    values,
+    wire,
+)
+from fzero.graph.passes import bucket, donate, regather, schedule
+from fzero.graph.passes._bucket import full_bytes
+from fzero.graph.passes._regather import family, parameter_gathers
+from tests.graph import graphs
+from tests.graph.graphs import (
+    Chain,
+    Sample,
+    World,
+    bits,
+    build,
+    build_chain,
+    chains,
+    in_world,
+    lines,
+    measured,
+    run,
+    samples,
+    snapshot,
+    specs,
+    users_reversed,
+)
+
+REUSES = (0, 16, 64, 96, math.inf)
+BUCKETS = (0, 40, 100, 300, 1 << 20)
+
+
+@st.composite
+def settings_of_passes(draw: Any) -> dict[str, Any]:
+    return {
+        "reuse": draw(st.sampled_from(REUSES)),
+        "bucket_bytes": draw(st.sampled_from(BUCKETS)),
+        "prefetch": draw(st.integers(0, 2)),
+        "in_flight": draw(st.integers(0, 2)),
+        "donate": draw(st.booleans()),
+        "passes": draw(st.sets(st.sampled_from(["regather", "bucket", "schedule"]), min_size=1)),
+    }
+
+
+def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
+    """List the passes that `how` tells of, in jit's order."""
+    found: list[tuple[str, Any]] = []
+    if "regather" in how["passes"]:
+        found.append(("regather", lambda g: regather(g, how["reuse"])))
+    if "bucket" in how["passes"]:
+        found.append(("bucket", lambda g: bucket(g, how["bucket_bytes"])))
+    if how["donate"]:
+        found.append(("donate", lambda g: donate(g, sample.pairs, sample.donated)))
+    if "schedule" in how["passes"]:
+        found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"])))
+    return found
+
+
+def passed(sample: Sample, how: dict[str, Any]) -> Graph:
+    graph = sample.graph
+    for _, f in steps(sample, how):
+        graph = f(graph)
+    return graph
+
+
+def check_results(sample: Sample, graph: Graph, donated: bool, late: bool, expected: list[Any]) -> None:
+    args = sample.args()
+    out = run(graph, args, sample.n, late)
+    assert [bits(x) for x in out] == expected
+    into = {j: i for i, j in sample.pairs} if donated else {}
+    for j, (x, before) in enumerate(zip(args, sample.args(), strict=True)):
+        assert bits(x) == (expected[into[j]] if j in into else bits(before))
+    if donated:
+        taken = {args[j].untyped_storage().data_ptr() for j in sample.donated}
+        for i, x in enumerate(out):
+            if i in into.values():
+                assert x is args[next(j for j, k in into.items() if k == i)]
+            elif x is not None:
+                assert x.untyped_storage().data_ptr() not in taken
+
+
+@settings(max_examples=100)
+@given(samples(), settings_of_passes())
+def test_every_pass_keeps_the_results_to_the_bit(make, how):
+    sample = make()
+    expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
+    graph, donated = sample.graph, False
+    for name, f in steps(sample, how):
+        graph = f(graph)
+        donated = donated or name == "donate"
+        for late in (False, True):
+            check_results(sample, graph, donated, late, expected)
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_a_pass_leaves_its_graph_as_it_was(make, how):
+    sample = make()
+    graph = sample.graph
+    for _, f in steps(sample, how):
+        before = snapshot(graph)
+        out = f(graph)
+        assert snapshot(graph) == before
+        assert not {*out.nodes} & {*graph.nodes}
+        graph = out
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_a_pass_depends_on_the_graph_alone(make, how):
+    sample, renamed = make(), make(rename=True)
+    assert lines(renamed.graph) == lines(sample.graph)
+    expected = lines(passed(sample, how))
+    assert lines(passed(sample, how)) == expected
+    assert lines(passed(renamed, how)) == expected
+    assert lines(passed(sample._replace(graph=users_reversed(sample.graph)), how)) == expected
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
+    sample = make()
+    graph = sample.graph
+    for _, f in steps(sample, how):
+        graph = f(graph)
+        graph.lint()
+        nodes = list(graph.nodes)
+        position = {n: i for i, n in enumerate(nodes)}
+        assert all(position[a] < position[n] for n in nodes for a in n.all_input_nodes)
+        assert [n.name for n in nodes if is_input(n)] == [n.name for n in nodes[: len(sample.shapes)]]
+        assert [n.meta["label"] for n in nodes if is_input(n)] == [
+            n.meta["label"] for n in list(sample.graph.nodes) if is_input(n)
+        ]
+        assert [n.op for n in nodes].count("output") == 1
+        assert nodes[-1].op == "output"
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
+    sample = make()
+    graph = passed(sample, how)
+
+    class Checked(graphs.Runner):
+        def run_node(self, n: Node) -> Any:
+            out = super().run_node(n)
+            if n.op == "call_function":
+                found = [x for x in ([out] if isinstance(out, torch.Tensor) else out) if isinstance(x, torch.Tensor)]
+                assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in values(n)]
+            return out
+
+    Checked(graph, World(sample.n, False)).run(*sample.args())
+
+
+def test_an_argument_is_not_overwritten_while_a_gather_of_it_is_on_its_way():
+    b = graphs.Builder(2, [(4,), (8,), (8,)], [{"label": x, "kind": "parameters", "block": ""} for x in "xpq"], False)
+    x, p, q = b.inputs
+    first, between, again = (b.fit(b.gather(w), (4, 4)) for w in (q, p, q))
+    mm = graphs.aten.mm.default
+    h = b(mm, b.fit(x, (1, 4)), first)
+    new = b(graphs.aten.add.Tensor, b(graphs.aten.mul.Tensor, q, 0.5), b.reduce_scatter(b.flat(h, 16)))
+    graph = b.done([b(mm, b(mm, h, between), again), new])
+    sample = Sample(graph, [(4,), (8,), (8,)], 2, [(1, 2)], [2])
+    expected = [bits(x) for x in run(graph, sample.args(), 2)]
+    for prefetch in (0, 1, 2):
+        scheduled = schedule(donate(graph, sample.pairs, sample.donated), prefetch)
+        check_results(sample, scheduled, True, True, expected)
+
+
+def test_a_view_of_a_donated_argument_is_handed_on_as_a_copy():
+    b = graphs.Builder(2, [(4, 4)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    graph = b.done([b(graphs.aten.t.default, b.inputs[0]), b.inputs[0]])
+    sample = Sample(graph, [(4, 4)], 2, [], [0])
+    expected = [bits(x) for x in run(graph, sample.args(), 2)]
+    check_results(sample, donate(graph, [], [0]), True, False, expected)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def members(graph: Graph) -> list[tuple[Any, ...]]:
+    """List what each collective moves: those of a coalesced one by one."""
+    found = []
+    for n in graph.nodes:
+        if is_collective(n):
+            units = n.meta["unit"].split(" + ")
+            assert len(units) == len(values(n))
+            found += [
+                (wire(n), unit, tuple(x.shape), x.dtype, n.args[1:]) for unit, x in zip(units, values(n), strict=True)
+            ]
+    return found
+
+
+@settings(max_examples=50)
+@given(samples(), st.integers(0, 2), st.integers(0, 2))
+def test_donate_and_schedule_keep_the_collectives(make, prefetch, in_flight):
+    sample = make()
+    donated = donate(sample.graph, sample.pairs, sample.donated)
+    assert members(donated) == members(sample.graph)
+    for graph in (sample.graph, donated):
+        scheduled = schedule(graph, prefetch, in_flight)
+        assert Counter(members(scheduled)) == Counter(members(graph))
+        assert Counter(str(n.target) for n in scheduled.nodes) == Counter(str(n.target) for n in graph.nodes)
+
+
+@settings(max_examples=100)
+@given(samples(), st.sampled_from(BUCKETS), st.sampled_from(REUSES))
+def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make, size, reuse):
+    graph = regather(make().graph, reuse)
+    bucketed = bucket(graph, size)
+    before, after = Counter(members(graph)), Counter(members(bucketed))
+    assert {*after} == {*before}
+    repeated = {n.meta["unit"] for n in parameter_gathers(graph)}
+    assert all(count == before[m] or m[1] in repeated for m, count in after.items())
+    assert after <= before
+    for n in bucketed.nodes:
+        if is_collective(n) and "coalesced" in str(n.target):
+            assert full_bytes(n) <= size
+            assert len({x.dtype for x in values(n)}) == 1
+            for m in members(graph):
+                assert m[1] not in n.meta["unit"].split(" + ") or m[4] == n.args[1:]
+    if not size:
+        assert lines(bucketed) == lines(sort(graph))
+
+
+def test_neighbours_are_joined():
+    sample = build_chain(Chain(2, (4, 4, 4, 4), 3, 3, False, False, True, False, False, False))
+    joined = bucket(sample.graph, 1 << 20)
+    counts = Counter(str(n.target) for n in joined.nodes if is_collective(n))
+    assert [counts[str(t)] for t in graphs.World(2, False).targets() if "wait" not in str(t)] == [0, 1, 0, 1, 1, 0]
+
+
+def test_collectives_of_two_groups_stay_apart():
+    b = graphs.Builder(2, [(4,), (4,)], [{"label": x, "kind": "parameters", "block": ""} for x in "xy"], False)
+    graph = b.done([b(graphs.aten.tanh.default, b.gather(x, group)) for x, group in zip(b.inputs, "gh", strict=True)])
+    assert Counter(members(bucket(graph, 1 << 20))) == Counter(members(graph))
+    assert lines(bucket(graph, 1 << 20)) == lines(sort(graph))
+
+
+@settings(max_examples=50)
+@given(samples(), st.sampled_from(REUSES))
+def test_regather_only_adds_gathers_of_inputs(make, reuse):
+    graph = make().graph
+    again = regather(graph, reuse)
+    before, after = Counter(members(graph)), Counter(members(again))
+    assert before <= after
+    movable = {n.meta["unit"] for n in parameter_gathers(graph)}
+    assert all(m[0] == "all_gather" and m[1] in movable for m in after - before)
+    if reuse == math.inf:
+        assert lines(again) == lines(graph)
+
+
+def events(graph: Graph) -> list[tuple[int, str, int]]:
+    """List the uses of gathered parameters, that are no results: where, which, of how many bytes."""
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    found = []
+    for g in parameter_gathers(graph):
+        for w in g.users:
+            users = family(w)[1]
+            if all(u.op != "output" for u in users):
+                found += [(index[u], g.meta["unit"], sum(map(nbytes, values(w)))) for u in users]
+    return sorted(found)
+
+
+@settings(max_examples=100)
+@given(samples(), st.sampled_from(REUSES))
+def test_regather_lets_go_just_where_more_is_used_in_between(make, reuse):
+    graph = make().graph
+    uses = events(graph)
+    gathered = Counter(unit for kind, unit, *_ in members(regather(graph, reuse)) if kind == "all_gather")
+    for unit in {u for _, u, _ in uses}:
+        at = [i for i, u, _ in uses if u == unit]
+        least = most = 1
+        for a, b in itertools.pairwise(at):
+            inside = {u: size for i, u, size in uses if a < i < b and u != unit}
+            around = {u: size for i, u, size in uses if a <= i <= b and u != unit}
+            least += sum(inside.values()) > reuse
+            most += sum(around.values()) > reuse
+        assert least <= gathered[unit] <= most
+
+
+# ---------------------------------------------------------------- order and memory
+
+
+@settings(max_examples=50)
+@given(chains(stages=[3], sam=False), st.integers(0, 2), st.integers(0, 2))
+def test_no_more_units_are_gathered_than_prefetched_and_one(chain, prefetch, in_flight):
+    graph = schedule(donate_all(regather(build_chain(chain).graph, 0), chain), prefetch, in_flight)
+    gathered = [r for r in live_ranges(graph) if r.kind == "gathered"]
+    counts = live_bytes([r._replace(bytes=1) for r in gathered], len(graph.nodes))
+    layers = len(chain.widths) - 1
+    assert len(gathered) >= layers
+    assert max(counts) <= prefetch + 1
+    if prefetch and layers > prefetch:
+        assert max(counts) == prefetch + 1
+
+
+def donate_all(graph: Graph, chain: Chain) -> Graph:
+    count = 2 * (len(chain.widths) - 1)
+    return donate(graph, [(i, i) for i in range(count)], list(range(count)))
+
+
+@settings(max_examples=50)
+@given(chains(stages=[3], sam=False))
+def test_all_of_a_unit_is_there_at_once_without_prefetch(chain):
+    """A gather starts when work needs it, and nothing but its wait and views lies in between."""
+    graph = schedule(regather(build_chain(chain).graph, 0))
+    nodes = list(graph.nodes)
+    gathers = {*parameter_gathers(graph)}
+    for i, n in enumerate(nodes):
+        if n in gathers:
+            assert is_wait(nodes[i + 1])
+            assert nodes[i + 1].args[0] is n
+
+
+@settings(max_examples=50)
+@given(chains(stages=[0, 1, 3], sam=False), st.booleans())
+def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
+    graph = build_chain(chain).graph
+    graph = schedule(donate_all(graph, chain) if donated else graph)
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    lent = storages(graph)
+    reductions = [n for n in graph.nodes if is_reduction(n)][:-1]  # the last is the loss's
+    reductions = [n for n in reductions if n.meta["val"].dim()]
+    assert len(reductions) >= len(chain.widths) - 2
+    for earlier, later in itertools.pairwise(reductions):
+        packed = lent.born[lent.of[later.args[0]][0]]
+        assert position[earlier] < position[packed]
+        wait = next(iter(earlier.users))
+        assert position[wait] < position[packed]
+
+
+@settings(max_examples=100)
+@given(chains(sam=False), st.sampled_from((0, math.inf)), st.booleans())
+def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, donated):
+    graph = regather(build_chain(chain).graph, reuse)
+    graph = donate_all(graph, chain) if donated else graph
+    assert peak_bytes(schedule(graph)) <= peak_bytes(graph)
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_live_bytes_are_what_a_run_holds(make, how):
+    sample = make()
+    graph = passed(sample, how)
+    ranges = [r for r in live_ranges(graph) if r.label != "gloo's copy"]
+    count = len(sample.shapes)
+    expected = live_bytes(ranges, len(graph.nodes))
+    assert expected[count - 1 :] == measured(graph, sample.args(), sample.n)[count - 1 :]
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_arguments_are_alive_throughout(make, how):
+    sample = make()
+    graph = passed(sample, how)
+    least = sum(4 * math.prod(shape) for shape in sample.shapes)
+    assert min(live_bytes(live_ranges(graph), len(graph.nodes))) >= least
+    assert peak_bytes(graph) >= max(least, sum(map(nbytes, distinct_results(graph))))
+
+
+def distinct_results(graph: Graph) -> list[torch.Tensor]:
+    return [values(n)[0] for n in dict.fromkeys(result(graph).args[0]) if isinstance(n, Node) and not is_view_of_any(n)]
+
+
+def is_view_of_any(node: Node) -> bool:
+    return not is_input(node) and len({*storages(node.graph).born} & {node}) == 0
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes(), st.integers(0, 2))
+def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):
+    sample = make()
+    expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
+    graph = schedule(schedule(passed(sample, how), prefetch))
+    for late in (False, True):
+        check_results(sample, graph, how["donate"], late, expected)
+
+
+@settings(max_examples=50)
+@given(chains(), st.integers(1, 2))
+def test_no_more_collectives_are_in_flight_while_work_goes_on_than_asked(chain, in_flight):
+    graph = schedule(build_chain(chain).graph, 0, in_flight)
+    flying = 0
+    counted = {n for n in graph.nodes if is_collective(n)} - {*parameter_gathers(graph)}
+    for n in graph.nodes:
+        flying += n in counted
+        flying -= is_wait(n) and n.args[0] in counted
+        assert n.target is not graphs.aten.mm.default or flying <= in_flight
+    assert flying == 0
+
+
+# ---------------------------------------------------------------- executors
+
+
+def boxed(gm: Any, fakes: Any) -> Any:
+    """In Inductor's place: run a segment's operations one by one, on arguments like those it was compiled for."""
+
+    def call(args: list[Any]) -> Any:
+        mine = tuple(args)
+        args.clear()
+        assert [(x.shape, x.stride(), x.dtype) for x in mine] == [(x.shape, x.stride(), x.dtype) for x in fakes]
+        return gm.forward(*mine)
+
+    return call
+
+
+def in_a_world(program: Program, world: World) -> Program:
+    targets = world.targets()
+    new = [s._replace(target=targets.get(s.target, s.target)) if isinstance(s, Call) else s for s in program.steps]
+    return program._replace(steps=new)
+
+
+@settings(max_examples=100)
+@given(samples(), settings_of_passes(), st.booleans())
+def test_executors_compute_what_the_graph_says(make, how, late):
+    sample = make()
+    graph = passed(sample, how)
+    reference = sample.args()
+    expected = [bits(x) for x in run(graph, reference, sample.n, late)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "inductor", boxed)
+        patch.setattr(lowering, "pieces", lambda g: in_a_world(pieces(g), World(sample.n, late)))
+        for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
+            given_args = sample.args()
+            box = list(given_args)
+            out = lower(g, backend)(box)
+            assert not box
+            assert [bits(x) for x in out] == expected
+            assert [bits(x) for x in given_args] == [bits(x) for x in reference]
+            into = dict(sample.pairs) if how["donate"] else {}
+            assert all(out[i] is given_args[j] for i, j in into.items())
+
+
+@settings(max_examples=50)
+@given(specs(local=True))
+def test_local_graphs_are_one_segment_a_block(spec):
+    sample = build(spec)
+    expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
+    assert [bits(x) for x in lower(sample.graph, "fx")(sample.args())] == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "inductor", boxed)
+        assert [bits(x) for x in lower(sample.graph, "inductor")(sample.args())] == expected
+
+
+class Reads(list):
+    def __init__(self, slots: int) -> None:
+        super().__init__([None] * slots)
+        self.seen: list[int] = []
+
+    def __getitem__(self, i: Any) -> Any:
+        self.seen.append(i)
+        return super().__getitem__(i)
+
+
+@settings(max_examples=50)
+@given(samples(), settings_of_passes())
+def test_a_slot_is_free_right_after_its_last_use(make, how):
+    sample = make()
+    program = pieces(passed(sample, how))
+    count = len(sample.shapes)
+    held, freed, last = {*range(count)}, {}, {}
+    for i, step in enumerate(program.steps):
+        if isinstance(step, Segment):
+            ins, outs = step.ins, step.outs
+        else:
+            env = Reads(program.slots)
+            step.template(env)
+            ins, outs = env.seen, [step.out]
+        assert held >= {*ins}
+        assert not held & {*outs}
+        assert len({*step.free}) == len(step.free)
+        held = (held | {*outs}) - {*step.free}
+        last |= dict.fromkeys([*ins, *outs], i)
+        freed |= dict.fromkeys(step.free, i)
+    kept = {*range(count), *[r for r in program.results if r is not None]}
+    assert held == kept
+    assert freed == {s: i for s, i in last.items() if s not in kept}
+
+
+@settings(max_examples=12)
+@given(chains(stages=[0, 3], sam=False))
+def test_pieces_to_compile_do_not_grow_with_the_blocks(chain):
+    def distinct(depth: int) -> int:
+        graph = schedule(regather(build_chain(chain._replace(widths=(4,) * (depth + 1))).graph, 0))
+        return len({s.key for s in pieces(graph).steps if isinstance(s, Segment)})
+
+    assert distinct(6) == distinct(9)

@@ -1,0 +1,208 @@
+"""Plans: true to the allocator, monotone in the stage, made for worlds that are not there."""
+
+import functools
+import json
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim, tree
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.memory import peak_bytes
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+ADAMW = optim.adamw(1e-3)
+MODELS = {"A": (256, 4, 4), "B": (512, 8, 1)}  # width, layers, sequences of 128
+
+
+def shape_at(x: torch.Tensor, width: int) -> list[int]:
+    """The shape of a parameter of a GPT of width 1, at another width."""
+    return [n if n in (256, 128) else n * width for n in x.shape]
+
+
+@functools.cache
+def planned(model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any) -> fzero.Plan:
+    """One rank's plan of a GPT's step, from meta tensors."""
+    width, layers, batch = MODELS[model]
+    mesh = fzero.mesh(dp=2)
+    step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
+    params = tree.map(lambda x: torch.empty(shape_at(x, width), device="meta"), gpt_params(1, layers, 256, 128))
+    state = step.init(params, ADAMW)
+    tokens = mesh.split(torch.zeros(2 * batch, 129, dtype=torch.long, device="meta"))
+    return fzero.plan(fzero.jit(step, backend=backend, **options), *state, tokens, world_size=world_size)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_memory_never_grows_with_the_stage(k, backend):
+    peaks = [planned("A", stage, k, backend=backend).peak_bytes for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True), peaks
+    assert peaks[3] < peaks[2] and peaks[1] < peaks[0]
+    assert (peaks[2] < peaks[1]) == (k > 1)
+
+
+def test_memory_of_a_larger_model_never_grows_with_the_stage():
+    peaks = [planned("B", stage).peak_bytes for stage in range(4)]
+    assert peaks == sorted(peaks, reverse=True), peaks
+
+
+def test_stage_3_adds_little_to_its_arguments():
+    """No more than the prototype, whose floor is a block's weights and gradients and the saved activations."""
+    assert planned("B", 3).added_bytes <= 62e6
+
+
+def unit_bytes(plan: fzero.Plan) -> int:
+    return max(c.bytes for c in plan.collectives)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model", ["A", "B"])
+def test_no_more_than_one_units_gradients_are_alive(model, stage):
+    """Whole gradients: of shards there may be more, when a clip waits for all."""
+    plan = planned(model, stage)
+    whole = [
+        r for r in plan.ranges if r.kind == "gradients" and not any(r.start == c.position for c in plan.collectives)
+    ]
+    live = [sum(r.bytes for r in whole if r.start <= i <= r.stop) for i in range(len(plan.steps))]
+    one = unit_bytes(plan)
+    assert max(live) <= 1.01 * one, (max(live), one)
+    assert max(live) > 0.5 * one  # it is they that are counted
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("model", ["A", "B"])
+def test_stage_3_holds_the_prefetched_and_the_current_units(model, prefetch):
+    plan = planned(model, 3, prefetch=prefetch, bucket_bytes=0, max_reuse_bytes=0)
+    gathered = max(plan.live_of("gathered"))
+    assert gathered <= (prefetch + 1) * unit_bytes(plan)
+    assert gathered > prefetch * unit_bytes(plan)
+    gathers = [c for c in plan.collectives if c.kind == "all_gather"]
+    once = planned(model, 3, bucket_bytes=0, max_reuse_bytes=math.inf)
+    assert len(gathers) > len([c for c in once.collectives if c.kind == "all_gather"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plans_peak_is_the_allocators(stage):
+    """A simulated world has no collectives to wait for, so every byte is seen."""
+    opt = optim.adamw(1e-3)
+    step = fzero.jit(fzero.shard(train_step_for(gpt_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    state = list(step.init(gpt_params(width=64, layers=3), opt))
+    tokens = step.mesh.split(torch.randint(37, (8, 17)))
+    *state, _ = step(*state, tokens)
+    plan = step.plan(*state, tokens)
+    box = [state]
+    del state
+
+    def run() -> None:
+        *state, _ = step(*box.pop(), tokens)
+        box.append(state)
+
+    measured = plan.argument_bytes + peak_bytes(run)
+    assert abs(measured / plan.peak_bytes - 1) < 0.02, (measured, plan.peak_bytes)
+
+
+# ---------------------------------------------------------------- choice
+
+
+def test_a_budget_buys_speed_and_a_small_one_warns():
+    sparing = planned("B", 3)
+    generous = planned("B", 3, memory_budget=10**10)
+    assert generous.seconds < sparing.seconds and generous.peak_bytes > sparing.peak_bytes
+    between = planned("B", 3, memory_budget=(sparing.peak_bytes + generous.peak_bytes) // 2)
+    assert between.peak_bytes <= (sparing.peak_bytes + generous.peak_bytes) // 2
+    assert generous.seconds <= between.seconds <= sparing.seconds
+    with pytest.warns(UserWarning, match=r"needs [\d,]+ bytes at its peak .* [\d,]+ more than memory_budget=1,000"):
+        small = planned("B", 3, memory_budget=1000)
+    assert small.peak_bytes == sparing.peak_bytes
+
+
+def test_the_knobs_are_obeyed():
+    plan = planned("A", 3, prefetch=1, bucket_bytes=10**6, max_reuse_bytes=10**9)
+    assert plan.settings == {"max_reuse_bytes": 10**9, "bucket_bytes": 10**6, "prefetch": 1, "in_flight": 0}
+    assert plan.rejected == ()
+    assert any(" + " in c.unit for c in plan.collectives)
+
+
+# ---------------------------------------------------------------- what a plan tells
+
+
+def test_collectives_are_those_that_the_recorder_counts():
+    """Without re-gathers and buckets: what the eager step sends, in elements and by unit."""
+    for stage in range(4):
+        mesh = fzero.mesh(dp=4)
+        step = fzero.shard(train_step_for(mlp_loss, ADAMW), stage=stage, mesh=mesh)
+        args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8)))
+        with fzero.record() as log:
+            step(*args)
+        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
+        eager = sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
+        assert sorted((c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives) == eager
+
+
+def test_a_plan_for_a_world_that_is_not_there():
+    few, many = planned("A", 3, world_size=4), planned("A", 3, world_size=1024)
+    assert many.argument_bytes < few.argument_bytes / 100
+    assert [c.kind for c in many.collectives] == [c.kind for c in few.collectives]
+    assert abs(many.added_bytes / few.added_bytes - 1) < 0.3
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
+    step = train_step_for(mlp_loss, ADAMW)
+    params = tree.map(lambda x: x.to("meta"), mlp_params())
+    plan = fzero.plan(step, params, ADAMW.init(params), tree.map(lambda x: x.to("meta"), mlp_batch(4)))
+    assert plan.collectives == () and plan.flops > 0
+    with pytest.raises(ValueError, match="world_size=8: jit\\(train_step\\) has no mesh"):
+        fzero.plan(step, params, ADAMW.init(params), mlp_batch(4), world_size=8)
+    with pytest.raises(ValueError, match="world_size=0"):
+        planned("A", 3, world_size=0)
+
+
+def test_planning_runs_nothing():
+    f = fzero.jit(lambda x: x + torch.rand(3), backend="fx")
+    x, state = torch.ones(3), torch.get_rng_state()
+    f.plan(x)
+    assert torch.equal(torch.get_rng_state(), state) and f.traces == 1
+    f(x)
+    assert f.traces == 1  # the call uses the plan's trace
+
+
+def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
+    plan = planned("A", 3)
+    text = str(plan)
+    for expected in ("train_step: peak", "all_gather", "blocks.3", "argument 0, unit 'blocks.0'", "tiny_gpt.py:"):
+        assert expected in text
+    assert max(map(len, text.splitlines())) < 140
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # matplotlib's own
+        plan.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    fields = json.loads(plan.to_json())
+    assert fields["peak_bytes"] == plan.peak_bytes == max(fields["live"])
+    assert len(fields["steps"]) == len(plan.steps) and fields["collectives"][0]["kind"] == "all_gather"
+    assert plan.peak_bytes == sum(r.bytes for r in plan.alive(plan.peak_at))
+    kinds = {r.kind for r in plan.ranges}
+    assert kinds == {"parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers"}
+    assert [sum(xs) for xs in zip(*[plan.live_of(k) for k in kinds], strict=True)] == plan.live
+
+
+def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
+    """Counted in operations; benchmarks/jit_compile.py has the seconds."""
+
+    def operations(layers: int, world_size: int) -> int:
+        mesh = fzero.mesh(dp=2)
+        step = fzero.shard(train_step_for(gpt_loss, ADAMW), stage=3, mesh=mesh)
+        params = tree.map(lambda x: x.to("meta"), gpt_params(layers=layers))
+        tokens = mesh.split(torch.zeros(4, 17, dtype=torch.long, device="meta"))
+        return len(fzero.plan(step, *step.init(params, ADAMW), tokens, world_size=world_size).steps)
+
+    a, b, c = operations(2, 2), operations(4, 2), operations(6, 2)
+    assert c - b == b - a > 0
+    assert abs(operations(2, 4096) - a) < 30  # padding
