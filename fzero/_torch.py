@@ -4,6 +4,7 @@ All of these were seen on torch 2.11 and 2.13. `tests/test_torch.py` says which 
 """
 
 import datetime
+import importlib
 import os
 import sys
 import traceback
@@ -189,6 +190,8 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
     Raises:
         DataDependentError: if `f` reads the value of a tensor.
     """
+    if for_inductor:
+        importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     table = select_decomp_table() if for_inductor else None
 
     def with_lines(*xs: torch.Tensor) -> Any:

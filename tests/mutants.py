@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
+GRAPH = ("tests/graph/test_passes.py",)
+JIT = ("tests/graph/test_jit.py",)
 LAWS = ("tests/laws", "tests/test_programs.py", "tests/test_record.py")
 
 
@@ -108,6 +110,99 @@ MUTANTS = [
         ("tests/distributed",),
     ),
     Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),
+    # graph
+    Mutant(
+        "prefetch one more",
+        "graph/passes/_schedule.py",
+        "[i + 1 : i + 1 + prefetch]",
+        "[i + 1 : i + 2 + prefetch]",
+        GRAPH,
+    ),
+    Mutant(
+        "updates wait for the end",
+        "graph/passes/_schedule.py",
+        "                self._drain()\n            self._require(needed)",
+        "                pass\n            self._require(needed)",
+        GRAPH,
+    ),
+    Mutant("overwrite under a gather", "graph/passes/_schedule.py", "if is_wait(n) else []", "if False else []", GRAPH),
+    Mutant(
+        "more in flight than asked",
+        "graph/passes/_schedule.py",
+        "if len(self.pending) > self.in_flight else",
+        "if False else",
+        GRAPH,
+    ),
+    Mutant("clone every result", "graph/passes/_donate.py", "if not given & set(lent.of[value]):", "if False:", GRAPH),
+    Mutant(
+        "hand out overwritten memory", "graph/passes/_donate.py", "{*donated, *into.values()}", "into.values()", GRAPH
+    ),
+    Mutant(
+        "count a unit at each use",
+        "graph/passes/_regather.py",
+        "if other != i and other not in between:",
+        "if other != i:",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets across groups",
+        "graph/passes/_bucket.py",
+        "            and node.args[1:] == group[0].args[1:]\n",
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets without an end",
+        "graph/passes/_bucket.py",
+        "sum(map(full_bytes, [*group, node])) <= max_bytes",
+        "full_bytes(node) <= max_bytes",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets of what waits for itself",
+        "graph/passes/_bucket.py",
+        "lambda group, n: not _needs(n, group, index)",
+        "lambda group, n: True",
+        GRAPH,
+    ),
+    Mutant(
+        "a bucket's first for all",
+        "graph/passes/_bucket.py",
+        "if is_gather(node) else i",
+        "if is_gather(node) else 0",
+        GRAPH,
+    ),
+    Mutant(
+        "a collective holds nothing",
+        "graph/_liveness.py",
+        "            held += lent.read_by(start)",
+        "            pass",
+        GRAPH,
+    ),
+    Mutant("free before use", "graph/_pieces.py", "for s in [*used, *(step", "for s in [*(step", GRAPH),
+    Mutant(
+        "random numbers are constants",
+        "_torch.py",
+        "torch.no_grad(), _mode_of(fakes):\n            return",
+        "torch.no_grad():\n            return",
+        JIT,
+    ),
+    Mutant(
+        "one trace for all numbers",
+        "graph/_signature.py",
+        "described.append((type(x), x))",
+        "described.append(type(x))",
+        JIT,
+    ),
+    Mutant(
+        "donate the batch",
+        "transforms/_shard.py",
+        "i in self.params or (i < len(results) and _alike(x, results[i]))",
+        "True",
+        JIT,
+    ),
+    Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
+    Mutant("write into shared memory", "graph/_signature.py", "if start < reach and", "if False and", JIT),
 ]
 
 

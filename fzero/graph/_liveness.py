@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
+from fzero.graph._workspace import workspace_bytes
 from fzero.graph.ir import (
     COPY,
     is_cheap,
@@ -75,9 +76,11 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
-    """Find what gloo, which moves tensors on CPUs, holds itself: a copy of the full buffer until the wait."""
+    """Find what is held beside values: by kernels, and by gloo, on CPUs, a copy of the full buffer until the wait."""
     found = []
     for node, i in position.items():
+        if extra := workspace_bytes(node):
+            found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if is_wait(node) and values(node)[0].device.type == "cpu":
             source = node.all_input_nodes[0]
             start = source if is_collective(source) else source.all_input_nodes[0]

@@ -37,24 +37,24 @@ class Call:
         """The distinct tensors."""
         return [self.leaves[i] for i in self.where]
 
-    @property
+    @cached_property
     def paths(self) -> list[tuple[str, str]]:
         """The path of each leaf ("0.3.w" for argument 3 by position, "1.lr.w" by keyword), and its unit or ""."""
         return _paths(tree.unflatten(self.structure, list(range(len(self.leaves)))))
 
-    @property
+    @cached_property
     def places(self) -> list[str]:
         """The argument of each distinct tensor, and the path or unit in it: "0, leaf 'w'"."""
         paths = self.paths
         return [_place(*paths[i]) for i in self.where]
 
-    @property
+    @cached_property
     def owners(self) -> list[int | None]:
         """The position of the argument that each distinct tensor is in; None for a keyword argument."""
         paths = self.paths
         return [int(paths[i][0].split(".")[1]) if paths[i][0].startswith("0.") else None for i in self.where]
 
-    @property
+    @cached_property
     def blocks(self) -> list[str]:
         """The number of the repeated block that each distinct tensor belongs to, "" for others."""
         paths = self.paths

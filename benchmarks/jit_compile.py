@@ -1,0 +1,148 @@
+"""Print how long a step takes to compile and to plan, and how that grows with layers and ranks.
+
+python benchmarks/jit_compile.py [--write]
+
+A narrow GPT (width 64, batch 2 x 32), AdamW. Each compilation runs in a process of its own. Cold: from an empty cache
+of Inductor, tracing and imports excluded; equal segments are compiled once, so more layers should cost little more.
+Warm: a second process, from the call of the step to its end, tracing included. Plans are made for a world that is not
+at hand. `--write` keeps the tables in jit_compile.md; some minutes.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import fzero
+from benchmarks.report import publish, table
+from fzero import optim
+from tests.helpers import train_step_for
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+WARM_GOAL, COLD_GOAL, LINEAR_GOAL, FLAT_GOAL = 15.0, 1.3, 1.25, 1.25
+
+
+def timed(f: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that a call takes, and its result."""
+    start = time.perf_counter()
+    result = f()
+    return time.perf_counter() - start, result
+
+
+def step_of(layers: int, stage: int, mesh: fzero.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Make a sharded step of the narrow GPT, and its arguments."""
+    opt = optim.adamw(1e-3)
+    step = fzero.shard(train_step_for(gpt_loss, opt), stage=stage, mesh=mesh, check=False)
+    state = step.init(gpt_params(64, layers, vocab=256, context=32), opt)
+    return step, (*state, mesh.split(torch.randint(256, (2 * mesh.size, 33))))
+
+
+# ------------------------------------------------------------ in a process of its own
+
+
+def lowering(layers: int, stage: int) -> dict[str, Any]:
+    """Compile one rank's step of a world of two that need not be at hand, without running it."""
+    import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
+
+    from fzero.graph import _lower, _signature, _world
+
+    step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
+    elsewhere = step.on(fzero.Mesh((("dp", 2),), _world._Absent()))
+    args = _world.abstract_for(args, 2, stacked=True)
+    entry = fzero.jit(elsewhere)._trace(_signature.call_of(args, {}), args, {})
+    before = sum(os.times()[:4])
+    seconds, run = timed(lambda: _lower.lower(entry.chosen.graph, "inductor"))
+    work = sum(os.times()[:4]) - before
+    return {"seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
+
+
+def first_step(layers: int, stage: int) -> dict[str, Any]:
+    """Trace, compile and run a step, in a world of this process."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    step, args = step_of(layers, stage, fzero.mesh(dp=1))
+    seconds, _ = timed(lambda: fzero.jit(step)(*args))
+    torch.distributed.destroy_process_group()
+    return {"seconds": seconds}
+
+
+def elsewhere(what: Callable[..., Any], layers: int, stage: int, cache: str) -> dict[str, Any]:
+    """Run one of the two above in a new process with Inductor's cache in a folder."""
+    command = [sys.executable, __file__, what.__name__, str(layers), str(stage)]
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True)
+    print(what.__name__, layers, stage, done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------ the tables
+
+
+def verdict(good: bool) -> str:
+    """Say whether a goal is met."""
+    return "met" if good else "missed"
+
+
+def compiled() -> list[str]:
+    """Measure compilation."""
+    cold = []
+    for stage in (2, 3):
+        found = {}
+        for layers in (4, 16):
+            with tempfile.TemporaryDirectory() as cache:
+                found[layers] = elsewhere(lowering, layers, stage, cache)
+        few, many = found[4], found[16]
+        counts = [f"{x['segments']}, {x['distinct']} distinct" for x in (few, many)]
+        ratio = many["work"] / few["work"]
+        seconds = [f"{x['seconds']:.1f}, {x['work']:.1f}" for x in (few, many)]
+        cold.append([stage, *counts, *seconds, f"{ratio:.2f}", verdict(ratio <= COLD_GOAL)])
+    with tempfile.TemporaryDirectory() as cache:
+        first, second = [elsewhere(first_step, 16, 3, cache)["seconds"] for _ in range(2)]
+    head = ["stage", "segments, 4 layers", "16 layers", "seconds, 4 layers", "16 layers", "ratio"]
+    return [
+        "Cold: seconds to compile all segments, 2 ranks: by the clock, of the processors; the ratio is the latter's.",
+        table([*head, f"goal: ≤ {COLD_GOAL}"], cold),
+        f"From the call to the end of the first step, 16 layers, stage 3, 1 process, gloo: {first:.1f} s in the first "
+        f"process, {second:.1f} s in a second one (goal: < {WARM_GOAL:.0f} s): {verdict(second < WARM_GOAL)}.",
+    ]
+
+
+def planned() -> list[str]:
+    """Measure `fzero.plan` at stage 3."""
+
+    def seconds(layers: int, ranks: int) -> float:
+        step, args = step_of(layers, 3, fzero.mesh(dp=2, simulate=True))
+        return min(timed(lambda: fzero.plan(step, *args, world_size=ranks))[0] for _ in range(3 if layers < 32 else 1))
+
+    seconds(2, 2)  # imports
+    by_layers = {n: seconds(n, 8) for n in (4, 8, 16, 32, 64)}
+    by_ranks = {n: seconds(8, n) for n in (2, 16, 256, 4096)}
+    linear = (by_layers[64] / 64) / (by_layers[8] / 8)
+    flat = max(by_ranks.values()) / min(by_ranks.values())
+    return [
+        "Seconds of `fzero.plan` by layers: stage 3, 8 ranks.",
+        table(["layers", "seconds", "a layer"], [[n, f"{t:.2f}", f"{t / n:.3f}"] for n, t in by_layers.items()]),
+        f"A layer of 64 takes {linear:.2f} times one of 8 (goal, linear: ≤ {LINEAR_GOAL}): "
+        f"{verdict(linear <= LINEAR_GOAL)}.",
+        "By ranks: stage 3, 8 layers.",
+        table(["ranks", "seconds"], [[n, f"{t:.2f}"] for n, t in by_ranks.items()]),
+        f"The slowest takes {flat:.2f} times the fastest (goal, flat: ≤ {FLAT_GOAL}): {verdict(flat <= FLAT_GOAL)}.",
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    children = {f.__name__: f for f in (lowering, first_step)}
+    if len(sys.argv) == 4 and sys.argv[1] in children:
+        print(json.dumps(children[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))))
+    else:
+        publish(__file__, "python benchmarks/jit_compile.py", [*compiled(), *planned()], "--write" in sys.argv)
