@@ -116,8 +116,8 @@ def report(rows: list[Row], command: str, write: bool) -> None:
         "2 ranks, AdamW, float32; in MB (1e6 bytes), of the rank that holds more. The goal: on fx `least` within 2% of "
         "the plan, with Inductor at most 3% and the largest collective's buffer above it.",
         table(HEAD, [r.cells for r in rows]),
-        "Peaks fall with the stage; stage 3 of B adds little. In conv one unit is four fifths of all parameters: on two ranks "
-        "to gather it, beside its shard and gloo's copy, takes more than stage 3 saves.",
+        "Peaks fall with the stage; stage 3 of B adds little. In conv one unit is four fifths of all parameters: on "
+        "two ranks to gather it, beside its shard and gloo's copy, takes more than stage 3 saves.",
         table(["what", "MB", "goal"], summary(rows)),
     ]
     publish(__file__, command, parts, write)

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                               # stage 2 on 4 simulated ranks
     python examples/train_gpt.py --stage 3 --steps 50 --compare   # unsharded training beside it
+    python examples/train_gpt.py --stage 3 --plan              # one rank's memory and collectives; no training
     torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
 
 The text is the Python standard library's own source code, unless `--text FILE` names another.
@@ -10,23 +11,21 @@ The text is the Python standard library's own source code, unless `--text FILE` 
 import argparse
 import functools
 import os
+import shutil
 import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
 import fzero
 from fzero import optim
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 CONFIG = {"layers": 2, "heads": 4, "width": 128, "context": 64}
 
@@ -87,16 +86,14 @@ def apply(params: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def loss_fn(params: dict[str, Any], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    tokens, targets = batch
-    return F.cross_entropy(apply(params, tokens).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(apply(params, batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Console) -> tuple[Any, list[float]]:
     """Train sharded over a mesh, or unsharded without one; returns the whole parameters and the losses."""
     schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)
     matrices = functools.partial(fzero.tree.map, lambda p: p.ndim >= 2)
-    adamw = optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices)
-    opt = optim.chain(optim.clip_by_global_norm(1.0), adamw)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices))
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
         loss, grads = fzero.value_and_grad(loss_fn, micro_batches=args.micro_batches)(params, batch)
@@ -105,35 +102,34 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
 
     if mesh is None:  # the same step, as it is
         step, split, whole = train_step, lambda batch: batch, lambda params: params
-        params = init(CONFIG)
-        opt_state = opt.init(params)
+        params, opt_state = init(CONFIG), opt.init(init(CONFIG))
         held = sum(x.nbytes for x in fzero.tree.tensors((params, opt_state)))
     else:
         step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
         split, whole = mesh.split, step.gather
         params, opt_state = step.init(init(CONFIG), opt)
         held = step.state_bytes(params, opt_state)
-    where = f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded"
-    title = f"{where}, {held / 1e6:.1f} MB a rank"
-
+    if args.jit:  # "fx", which needs no compiler, runs torch's own operations
+        step = fzero.jit(step, donate=(0, 1), backend="inductor" if shutil.which("c++") else "fx")
+    if args.plan:
+        plan = fzero.plan(step, params, opt_state, split(get_batch(text, args.batch, seed=0)))
+        plan.plot(args.out.with_name("plan.png"))
+        console.print(str(plan), markup=False, highlight=False)
+        return params, []
+    title = (f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded") + f", {held / 1e6:.1f} MB a rank"
     losses: list[float] = []
-    start = time.perf_counter()
+    start = 0.0
     with Progress(console=console) as progress:
         task = progress.add_task(title, total=args.steps)
         for i in range(args.steps):
             params, opt_state, loss = step(params, opt_state, split(get_batch(text, args.batch, seed=i)))
             losses.append(loss.item())
-            speed = (i + 1) * args.batch * CONFIG["context"] / (time.perf_counter() - start)
+            start = time.perf_counter() if i == 0 else start  # the first step compiles
+            speed = i * args.batch * CONFIG["context"] / max(time.perf_counter() - start, 1e-9)
             progress.update(task, advance=1, description=f"{title}, loss {losses[-1]:.3f}, {speed:,.0f} bytes/s")
             if i % max(args.steps // 10, 1) == 0 or i + 1 == args.steps:
                 progress.print(f"step {i + 1:>5}: loss {losses[-1]:.3f}, {speed:,.0f} bytes/s, {title}")
     return whole(params), losses
-
-
-def unigram(train_text: torch.Tensor, text: torch.Tensor) -> float:
-    """Nats a byte of a model that knows only how frequent each byte is."""
-    counts = torch.bincount(train_text, minlength=256) + 1.0
-    return -(counts / counts.sum()).log()[text].mean().item()
 
 
 @torch.no_grad()
@@ -148,14 +144,15 @@ def sample(params: Any, prompt: str, length: int = 300) -> str:
 
 
 def plot(curves: dict[str, list[float]], levels: dict[str, float], file: Path) -> None:
+    figure = Figure()
+    axes = figure.subplots()
     for i, (label, losses) in enumerate(curves.items()):
-        plt.plot(losses, label=label, linewidth=4 - 3 * i if len(curves) > 1 else 1.5, alpha=0.8)
+        axes.plot(losses, label=label, linewidth=4 - 3 * i if len(curves) > 1 else 1.5, alpha=0.8)
     for (label, level), style in zip(levels.items(), ("--", ":"), strict=True):
-        plt.axhline(level, label=label, linestyle=style, color="gray")
-    plt.xlabel("step")
-    plt.ylabel("loss, nats per byte")
-    plt.legend()
-    plt.savefig(file, dpi=120, bbox_inches="tight")
+        axes.axhline(level, label=label, linestyle=style, color="gray")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
@@ -167,6 +164,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--text", type=Path, help="a file to train on")
+    parser.add_argument("--jit", action=argparse.BooleanOptionalAction, default=True, help="compile the step")
+    parser.add_argument("--plan", action="store_true", help="print and plot one rank's plan, and stop")
     parser.add_argument("--compare", action="store_true", help="also train unsharded, from the same start")
     parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="where the loss curve goes")
     args = parser.parse_args()
@@ -175,18 +174,19 @@ def main() -> None:
     mesh = fzero.mesh(dp=-1) if "WORLD_SIZE" in os.environ else fzero.mesh(dp=args.ranks)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     text = load_text(args.text)
-    train_text, held_out = text.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
+    train_text, held_out = text.tensor_split([len(text) * 9 // 10])
     console.print(f"{len(text):,} bytes of text; {mesh!r}; {CONFIG}")
 
     params, losses = train(args, train_text, mesh, console)
     curves = {f"stage {args.stage} on {mesh.size} ranks": losses}
-    if args.compare:
+    if args.compare and losses:
         _, curves["unsharded"] = train(args, train_text, None, console)
         apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
         console.print(f"largest difference between the two losses at any step: {apart:.1e}")
-    if mesh.rank == 0:
+    if mesh.rank == 0 and losses:
         validation = loss_fn(params, get_batch(held_out, 512, seed=-1)).item()
-        floor = unigram(train_text, held_out)
+        counts = torch.bincount(train_text, minlength=256) + 1.0  # all that a unigram model knows
+        floor = -(counts / counts.sum()).log()[held_out].mean().item()
         plot(curves, {"validation": validation, "unigram model": floor}, args.out)
         console.print(f"\nsample:\n{sample(params, 'def main(')}\n", markup=False, highlight=False)
         console.print(f"validation loss {validation:.3f} nats/byte; a unigram model's: {floor:.3f}; curve: {args.out}")
