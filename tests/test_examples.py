@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run(*words: str) -> str:
-    command = [sys.executable, "-W", "error", *words]
+    torchs_own = ["-W", "ignore::DeprecationWarning"]  # when it imports Inductor
+    command = [sys.executable, "-W", "error", *torchs_own, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -28,12 +29,18 @@ def test_zero_by_hand():
     assert whole / 4 < sharded < whole / 3
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_train_gpt(stage, tmp_path):
+@pytest.mark.parametrize("stage,jit", [(2, "--no-jit"), (3, "--jit")])
+def test_train_gpt(stage, jit, tmp_path):
     png = tmp_path / "curve.png"
     words = ["--steps", "8", "--ranks", "2", "--batch", "4", "--stage", str(stage), "--compare", "--out", str(png)]
-    out = run("examples/train_gpt.py", *words, "--micro-batches", "2", "--text", str(ROOT / "README.md"))
+    out = run("examples/train_gpt.py", jit, *words, "--micro-batches", "2", "--text", str(ROOT / "README.md"))
     (apart,) = re.findall(r"largest difference .*: (\S+)", out)
     assert float(apart) < 1e-4
     assert png.stat().st_size > 5000
     assert "sample:\ndef main(" in out and "a unigram model's" in out
+
+
+def test_train_gpt_plans(tmp_path):
+    out = run("examples/train_gpt.py", "--plan", "--stage", "3", "--out", str(tmp_path / "curve.png"))
+    assert "train_step: peak" in out and "reduce_scatter" in out and "blocks.1" in out and "step " not in out
+    assert (tmp_path / "plan.png").stat().st_size > 5000 and not (tmp_path / "curve.png").exists()
