@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from fzero._torch import inductor, line_of
 from fzero.graph._pieces import Call, Segment, pieces
-from fzero.graph.ir import is_input, result
+from fzero.graph.ir import is_input
 
 __all__ = ["BACKENDS", "Executable", "lower"]
 
@@ -45,11 +45,7 @@ def _fx(graph: Graph) -> Executable:
 
 def _whole(graph: Graph) -> Executable:
     """Compile the graph as one, collectives and all."""
-    inputs = [n for n in graph.nodes if is_input(n)]
-    compiled = _compile(graph, [n.meta["val"] for n in inputs], "the whole step")
-    kept = [x for x in result(graph).args[0] if not isinstance(x, Node)]  # pyright: ignore
-    assert not any(x is not None for x in kept)
-    return compiled
+    return _compile(graph, [n.meta["val"] for n in graph.nodes if is_input(n)], "the whole step")
 
 
 def _piecewise(graph: Graph) -> Executable:
