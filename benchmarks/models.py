@@ -45,7 +45,7 @@ def llama() -> Model:
     apply, params, buffers = nn.functional(model)
 
     def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
-        inputs = tokens[:, :-1]  # without a mask, transformers reads values of the positions in Python
+        inputs = tokens[:, :-1]
         logits = apply(params, buffers, input_ids=inputs, attention_mask=torch.ones_like(inputs))[0].logits
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

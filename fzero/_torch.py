@@ -164,6 +164,17 @@ def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
 
 
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 class DataDependentError(RuntimeError):
     """Traced code needed the value of a tensor; `line` is where."""
 
@@ -200,7 +211,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
 
     try:
         # within the stand-ins' mode, so that nothing is computed and no random number drawn
-        with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
+        with preserve_node_meta(), torch.no_grad(), _compiling(), _mode_of(fakes):
             return make_fx(with_lines, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error

@@ -210,7 +210,7 @@ class _Spmd:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _run_rank
         if self.mesh.simulated:
-            run = _simulate if torch.compiler.is_compiling() else _simulate_eagerly
+            run = _simulate if torch.compiler.is_dynamo_compiling() else _simulate_eagerly
 
         def program(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             args, kwargs = _unwrapped(call)

@@ -157,6 +157,12 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
     assert lines and all(line.split(":")[0] == __file__ for line in lines)
 
 
+def test_traced_code_knows_that_it_is_compiled_and_only_it():
+    seen = []
+    _torch.trace(lambda x: seen.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]), False)
+    assert seen == [True] and not torch.compiler.is_compiling()
+
+
 def test_traces_compute_nothing():
     state = torch.get_rng_state()
     _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]), for_inductor=False)

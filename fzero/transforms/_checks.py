@@ -45,7 +45,7 @@ def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> N
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
-    if mesh.size > 1 and not torch.compiler.is_compiling() and not any(isinstance(x, PerRank) for x in entries):
+    if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
             "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"

@@ -132,6 +132,35 @@ def test_batch_norm_buffers_jit():
     bitwise(jitted(copied(params), state, copied(buffers), batch), expected)
 
 
+def transformers_model(name: str) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_transformers_jit(name):
+    """They branch on values, unless torch.compiler.is_compiling() says that they are traced."""
+    apply, params, buffers = fzero.nn.functional(transformers_model(name))
+
+    def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = apply(params, buffers, input_ids=tokens[:, :-1])[0].logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    opt = optim.sgd(0.1)
+    step = fzero.shard(train_step_for(loss, opt), stage=3, mesh=fzero.mesh(dp=2))
+    batches = [torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    eager, fast = train_both(step, fzero.jit(step, backend="fx"), params, opt, batches)
+    assert_trees_close(fast, eager, rtol=1e-6)
+
+
 def test_random_numbers_stay_random_and_are_the_eager_ones():
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand(x.shape)
