@@ -133,7 +133,13 @@ MUTANTS = [
         "if False else",
         GRAPH,
     ),
-    Mutant("hand on what is about to be overwritten", "graph/passes/_donate.py", "if not given & set(lent.of[value]):", "if True:", GRAPH),
+    Mutant(
+        "hand on what is about to be overwritten",
+        "graph/passes/_donate.py",
+        "if not given & set(lent.of[value]):",
+        "if True:",
+        GRAPH,
+    ),
     Mutant(
         "hand out overwritten memory", "graph/passes/_donate.py", "{*donated, *into.values()}", "into.values()", GRAPH
     ),

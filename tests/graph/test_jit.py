@@ -311,20 +311,19 @@ def test_donated_values_may_be_exchanged_returned_and_tied():
 
 
 def test_memory_shared_with_a_donated_argument_is_an_error():
-    f = fzero.jit(lambda p, x: p + x, donate=0, backend="fx")
+    f = fzero.jit(lambda p, x: p + x.sum(), donate=0, backend="fx")
     x = torch.ones(4)
-    for other in (x, x[1:].expand(3), x.view(2, 2), x.detach()):
-        if other.numel() != 4:
-            continue
-        with pytest.raises((ValueError, RuntimeError), match=r"share memory|one tensor|broadcast|size"):
-            f(x, other.reshape(4) if other is not x else x.view(4))
+    for other in (x.view(2, 2), x[1:], x[3:].expand(5), x.detach()):
+        with pytest.raises(ValueError, match=r"argument 0 and argument 1 share memory"):
+            f(x, other)
     assert x.tolist() == [1, 1, 1, 1]
+    buffer = torch.zeros(6)  # parts of one buffer are no trouble, such as what step.gather returns
+    assert f(buffer[:3], buffer[3:]).tolist() == [0, 0, 0]
 
 
 def test_a_step_that_fails_midway_says_that_its_state_is_lost():
     step, params, state, batch = sharded(2)
-    call = step.plan(params, state, batch)
-    assert call.peak_bytes
+    step.plan(params, state, batch)
     (entry,) = step._entries.values()
 
     def fails(args: list[Any]) -> Any:
