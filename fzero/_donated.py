@@ -25,6 +25,9 @@ class DonatedError(RuntimeError):
     """
 
 
+DonatedError.__module__ = "fzero"
+
+
 def message(note: str) -> str:
     """Say what was donated and what to do."""
     return (

@@ -7,6 +7,7 @@ import datetime
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TRACING",
     "DataDependentError",
     "OpOverload",
     "allow_in_graph",
@@ -116,8 +118,8 @@ def register_box(
 # ---------------------------------------------------------------- graphs (fzero.graph)
 
 
-_TORCH = os.path.dirname(torch.__file__)
-_FZERO = os.path.dirname(__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FZERO = os.path.dirname(__file__) + os.sep
 
 
 def _user_line() -> str:
@@ -137,6 +139,10 @@ class _Lines(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with annotate({"line": _user_line()}):
             return func(*args, **(kwargs or {}))
+
+
+TRACING = threading.RLock()
+"""Held while a step is traced: what a trace switches on (modes, flags) is the process's."""
 
 
 def line_of(node: torch.fx.Node) -> str:

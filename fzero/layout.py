@@ -108,6 +108,8 @@ class Shard(_Box):
 
     def __repr__(self) -> str:
         spec = self.spec
+        if hasattr(self, "donated"):
+            return f"Shard({spec.unit!r}, donated)"
         return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {','.join(spec.axes)}={spec.ranks})"
 
     def describe(self) -> str:

@@ -45,7 +45,7 @@ class _Shown(str):
         return str(self)
 
 
-def agree(graph: Graph, offers: Sequence[Sequence[float]], mesh: Any, name: str) -> list[list[float]]:
+def agree(graph: Graph, asked: str, offers: Sequence[Sequence[float]], mesh: Any, name: str) -> list[list[float]]:
     """Compare a traced graph with the other ranks', and exchange what each would choose from.
 
     Goes through the store of the process group, not through a collective, so that a rank that traces while the others
@@ -53,6 +53,7 @@ def agree(graph: Graph, offers: Sequence[Sequence[float]], mesh: Any, name: str)
 
     Args:
         graph: the traced graph.
+        asked: what the user asked of jit.
         offers: numbers of each candidate.
         mesh: a distributed mesh.
         name: of the step.
@@ -63,7 +64,7 @@ def agree(graph: Graph, offers: Sequence[Sequence[float]], mesh: Any, name: str)
     Raises:
         RuntimeError: on all ranks, if the graphs differ, naming the first node that does; or if a rank does not trace.
     """
-    mine = signatures(graph)
+    mine = [asked, *signatures(graph)]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     said = [json.loads(x) for x in exchange(json.dumps([digest, offers]), mesh.rank, mesh.size, name)]
     if any(digest != said[0][0] for digest, _ in said):

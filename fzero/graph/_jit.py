@@ -78,11 +78,13 @@ def jit(
         ("memory_budget", "auto" if memory_budget is None else memory_budget, int | float),
     ):
         number: Any = value
-        if value != "auto" and (not isinstance(value, kinds) or isinstance(value, bool) or number < 0):
+        if value == "auto" and (name != "memory_budget" or memory_budget is None):
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool) or not number >= 0:
             raise ValueError(f'{name}={value!r}: expected a number, at least 0, or "auto"')
     if donate is not None:
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
-        if any(not isinstance(i, int) or i < 0 for i in donate):
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in donate):
             raise ValueError(f"donate={donate!r}: expected positions of arguments, counted from 0")
     return Jitted(step, donate, backend, Knobs(prefetch, bucket_bytes, max_reuse_bytes, memory_budget))
 
@@ -155,6 +157,7 @@ class Jitted:
         if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
             return self.step(*args, **kwargs)
         call = call_of(args, kwargs)
+        call.check_real()
         entry = self._entries.get(call.key) or self._trace(call, args, kwargs)
         if entry.run is None:
             entry.run = lower(entry.chosen.graph, self.backend)
@@ -189,8 +192,9 @@ class Jitted:
                 for i, note in entry.donated:
                     empty(tensors[i], f"{note}, which failed midway")
                 raise
+            handed_on = {id(results[i]): results[i].detach() for i in entry.kept}  # tied results stay tied
             for i in entry.kept:
-                results[i] = results[i].detach()
+                results[i] = handed_on[id(results[i])]
             taken = {i: empty(tensors[i], note) for i, note in entry.donated}
         for i, j in entry.into.items():
             results[i] = taken[j]
@@ -214,6 +218,10 @@ class Jitted:
                 raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
         call.check_traceable()
         self._log(call)
+        with _torch.TRACING:
+            return self._trace_alone(call, args, kwargs)
+
+    def _trace_alone(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         found: list[Any] = []
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
@@ -232,7 +240,8 @@ class Jitted:
         offers = candidates(traced.graph, sorted(into.items()), donated, self.knobs)
         mesh = getattr(self.step, "mesh", None)
         if mesh is not None and getattr(mesh, "distributed", False):
-            largest = agree(traced.graph, [(c.peak_bytes, c.seconds) for c in offers], mesh, self.name)
+            asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
+            largest = agree(traced.graph, asked, [(c.peak_bytes, c.seconds) for c in offers], mesh, self.name)
             offers = [c._replace(peak_bytes=int(p), seconds=s) for c, (p, s) in zip(offers, largest, strict=True)]
         index = choose(offers, self.knobs.memory_budget, self.name)
         kept = offers[index]

@@ -106,8 +106,17 @@ class Plan:
         return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
 
     def live_of(self, kind: str) -> list[int]:
-        """Bytes of one kind alive while each operation runs: "parameters", "gathered", "gradients", ..."""
+        """Bytes of one kind alive while each operation runs: "parameters", "gathered", "gradients", ...
+
+        Raises:
+            ValueError: if `kind` is none.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
         return live_bytes([r for r in self.ranges if r.kind == kind], len(self.steps))
+
+    def __repr__(self) -> str:
+        return f"Plan({self._summary()[0]})"
 
     def __str__(self) -> str:
         return "\n".join([*self._summary(), "", *self._at_the_peak(), "", *self._order()])

@@ -78,6 +78,19 @@ class Call:
                     "take gradients inside the step (fzero.value_and_grad) and pass tensors detached"
                 )
 
+    def check_real(self) -> None:
+        """Check that every tensor has memory.
+
+        Raises:
+            ValueError: if one is on the meta device. Names it.
+        """
+        for place, x in zip(range(len(self.where)), self.tensors, strict=True):
+            if x.is_meta:
+                raise ValueError(
+                    f"argument {self.places[place]} is on the meta device, without memory: such a step can be planned "
+                    "(fzero.plan), not run"
+                )
+
     def check_separate(self, donated: Sequence[int]) -> None:
         """Check that nothing shares memory with a donated tensor.
 
@@ -87,6 +100,11 @@ class Call:
         chosen = set(donated)
         spans = []
         for i, x in enumerate(self.tensors):
+            if i in chosen and x.is_inference() and not torch.is_inference_mode_enabled():
+                raise ValueError(
+                    f"argument {self.places[i]} was made under torch.inference_mode and cannot be written into, and it "
+                    "is donated: make it outside, or jit with donate=()"
+                )
             if x.numel():
                 start = x.data_ptr()
                 spans.append((start, start + _extent(x), i))
@@ -143,8 +161,10 @@ def _paths(values: Any) -> list[tuple[str, str]]:
     for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
         if isinstance(x, PerRank):
             found += [(f"{path}.{inner}".strip("."), "") for inner in tree.flatten_with_paths(x.value)[0]]
+        elif isinstance(x, Shard):
+            found += [(path, x.spec.unit)] * len(tree.flatten(x)[0])
         elif not isinstance(x, Slot):
-            found.append((path, x.spec.unit if isinstance(x, Shard) else ""))
+            found.append((path, ""))
     return found
 
 
@@ -160,8 +180,13 @@ def _extent(x: torch.Tensor) -> int:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Tell whether no two elements of a tensor share memory: an expanded tensor cannot be written into."""
-    return all(s > 0 or n <= 1 for n, s in zip(x.shape, x.stride(), strict=True))
+    """Tell whether no two elements of a tensor share memory, as they do in an expanded one: it can be written into."""
+    reach = 1
+    for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride < reach:
+            return False
+        reach = stride * size
+    return True
 
 
 def _place(path: str, unit: str = "") -> str:
@@ -184,7 +209,7 @@ def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     numbers: dict[int, int] = {}
     for position, x in enumerate(leaves):
         if not isinstance(x, torch.Tensor):
-            described.append((type(x), x))
+            described.append((type(x), x.hex() if isinstance(x, float) else x))  # -0.0 == 0.0, and nan != nan
             index.append(-1)
             continue
         number = numbers.setdefault(id(x), len(where))

@@ -43,7 +43,7 @@ def trace(
         except _torch.DataDependentError as error:
             raise RuntimeError(
                 f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "
-                "traced before values are known. Compute it with torch.where, keep it a tensor, or do not jit the step"
+                "traced before values are known. Use torch.where, keep it a tensor, or return it and read it there"
             ) from error
     _check_writes(gm.graph, labels)
     if any(_written(n) for n in gm.graph.nodes):
@@ -136,9 +136,10 @@ def _check_captured(traced: Traced) -> None:
         line = next((_torch.line_of(u) for u in user), "")
         what = f"the step captures a tensor {list(x.shape)} of {x.dtype}, used at {line}"
         if x.requires_grad or isinstance(x, torch.nn.Parameter):
+            why = "requires grad" if x.requires_grad else "is an nn.Parameter"
             raise ValueError(
-                f"fzero.jit: {what}, that requires grad: it would be a constant and never train. Make it an argument "
-                "(fzero.nn.functional takes the parameters out of a module), or detach it"
+                f"fzero.jit: {what}, that {why}: it would be a constant and never train. Make it an argument "
+                "(fzero.nn.functional takes the parameters out of a module), or, if it is meant to be one, detach it"
             )
         if nbytes(x) > LARGE:
             warnings.warn(

@@ -257,6 +257,9 @@ class ShardedStep:
                 "it needs whole leaves; use stage=0"
             )
 
+        if self.layout.params == "replicated":
+            params = tree.map(torch.clone, params)  # a jitted step overwrites what it is given
+
         def make(params: Any) -> tuple[Any, Any]:
             boxes = partition(params, reduce=self.layout.grads) if sharded else params
             return boxes if self.layout.params == "sharded" else params, opt.init(boxes)
@@ -277,8 +280,8 @@ class ShardedStep:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
 
         Returns:
-            The tree with plain tensors, on every rank; `PerRank` values stay as they are. In a distributed run all
-            ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
+            The tree with plain tensors, in memory of their own, on every rank; `PerRank` values stay as they are. In a
+            distributed run all ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
 
         Raises:
             ValueError: if a box was cut for another mesh.
@@ -287,6 +290,7 @@ class ShardedStep:
         entries, structure = tree.flatten(params, is_box)
         kept = [x if isinstance(x, PerRank) else None for x in entries]
         whole = self.program(gather)([None if isinstance(x, PerRank) else x for x in entries])
+        whole = tree.map(_apart_from(params), whole)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
 
     def state_bytes(self, *trees: Any) -> int:
@@ -307,6 +311,12 @@ class ShardedStep:
                     seen.add(id(leaf))
                     total += leaf.numel() * leaf.element_size() // n
         return total
+
+
+def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies tensors that share memory with `values`, which a jitted step may overwrite."""
+    lent = {x.untyped_storage().data_ptr() for x in tree.tensors(values)}
+    return lambda x: x.clone() if x.untyped_storage().data_ptr() in lent else x
 
 
 def _alike(x: Any, y: Any) -> bool:

@@ -12,6 +12,7 @@ from fzero.graph.ir import (
     is_collective,
     is_gather,
     is_input,
+    is_random,
     is_reduction,
     is_view,
     is_wait,
@@ -201,13 +202,13 @@ def _leaves_second(work: list[Node]) -> list[Node]:
     for n in work:
         if held is not None and not is_cheap(n):
             at, leaf = held
-            shared = _bases(leaf) & _bases(n) and _is_needed(n, among)
+            shared = _bases(leaf) & _bases(n) and _is_needed(n, among) and not is_random(n)
             order.insert(len(order) if shared else at, leaf)
             held = None
             if shared:
                 order.insert(len(order) - 1, n)
                 continue
-        if is_cheap(n) or _is_needed(n, among):
+        if is_cheap(n) or is_random(n) or _is_needed(n, among):
             order.append(n)
         else:
             held = (len(order), n)
