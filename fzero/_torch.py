@@ -62,7 +62,9 @@ def is_tracing() -> bool:
 
 def in_transform() -> bool:
     """Tell whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
-    return is_tracing() or functorch.peek_interpreter_stack() is not None
+    # not is_tracing(): torch.compiler.is_compiling() is the process's, and another thread may be tracing
+    traced = get_proxy_mode() is not None or torch.compiler.is_dynamo_compiling()
+    return traced or functorch.peek_interpreter_stack() is not None
 
 
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import threading
 from typing import Any
 
 import pytest
@@ -174,6 +175,18 @@ def test_random_numbers_stay_random_and_are_the_eager_ones():
     assert not torch.equal(got[0], got[1])
 
 
+def test_draws_that_share_an_operand_keep_their_order():
+    def f(p: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = torch.randn_like(p), torch.randn_like(p)
+        return a * 2, b @ w
+
+    args = (torch.zeros(2, 2), torch.eye(2))
+    torch.manual_seed(0)
+    expected = f(*args)
+    torch.manual_seed(0)
+    bitwise(fzero.jit(f, backend="fx")(*args), expected)
+
+
 def test_a_generator_keeps_its_state():
     g, h = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     jitted = fzero.jit(lambda x: x + torch.rand(4, generator=g), backend="fx")
@@ -321,6 +334,62 @@ def test_memory_shared_with_a_donated_argument_is_an_error():
     assert f(buffer[:3], buffer[3:]).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_init_and_gather_give_memory_of_their_own(stage):
+    """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
+    opt, mine = optim.sgd(0.1), mlp_params()
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    state, before = step.init(mine, opt), copied(mine)
+    best = step.gather(state[0])
+    *state, _ = step(*state, step.mesh.split(mlp_batch(4)))
+    bitwise(mine, before)
+    bitwise(best, before)
+
+
+def test_overlapping_and_inference_tensors_are_not_written_into():
+    p, a = torch.arange(5.0).unfold(0, 3, 1), torch.arange(9.0).reshape(3, 3)
+    expected = p + a
+    bitwise(fzero.jit(lambda p, a: p + a, donate=0, backend="fx")(p, a), expected)
+    with torch.inference_mode():
+        x = torch.ones(2)
+    with pytest.raises(ValueError, match=r"argument 0 was made under torch\.inference_mode"):
+        fzero.jit(lambda x: x + 1, donate=0, backend="fx")(x)
+    with pytest.raises(ValueError, match="argument 0 is on the meta device"):
+        fzero.jit(lambda x: x + 1, backend="fx")(torch.ones(2, device="meta"))
+
+
+def test_unchanged_results_stay_tied():
+    a, b = fzero.jit(lambda p: (p, p), backend="fx")(torch.ones(2))
+    assert a is b
+
+
+def test_threads_may_trace_at_once():
+    f = fzero.jit(lambda x, w: torch.tanh(x @ w).sum(), backend="fx")
+    threads = [threading.Thread(target=lambda n=n: f(torch.ones(n, 4), torch.ones(4, 4))) for n in (3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert f.traces == 3 and not torch.compiler.is_compiling()
+
+
+def test_signed_zeros_and_nans_are_numbers_of_their_own():
+    f = fzero.jit(lambda x, s: torch.copysign(x, torch.tensor(s)), backend="fx")
+    assert [f(torch.ones(()), s).item() for s in (0.0, -0.0)] == [1, -1]
+    f(torch.ones(()), float("nan"))
+    f(torch.ones(()), float("nan"))
+    assert f.traces == 3
+
+
+def test_a_third_party_pair_jits_leaf_by_leaf():
+    import torchopt
+
+    opt = optim.leafwise(torchopt.adam(1e-2))
+    step = fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2))
+    eager, fast = train_both(step, fzero.jit(step, backend="fx"), mlp_params(), opt, [mlp_batch(4)])
+    bitwise(eager, fast)
+
+
 def test_a_step_that_fails_midway_says_that_its_state_is_lost():
     step, params, state, batch = sharded(2)
     step.plan(params, state, batch)
@@ -396,7 +465,10 @@ def test_bad_arguments():
         ({"prefetch": -1}, "prefetch=-1"),
         ({"bucket_bytes": "big"}, "bucket_bytes='big'"),
         ({"memory_budget": -5}, "memory_budget=-5"),
+        ({"memory_budget": "auto"}, "memory_budget='auto'"),
+        ({"max_reuse_bytes": float("nan")}, "max_reuse_bytes=nan"),
         ({"donate": -1}, "donate="),
+        ({"donate": True}, "donate="),
     ],
 )
 def test_bad_options(options, message):
