@@ -358,6 +358,12 @@ def test_overlapping_and_inference_tensors_are_not_written_into():
         fzero.jit(lambda x: x + 1, backend="fx")(torch.ones(2, device="meta"))
 
 
+def test_a_result_of_another_dtype_gets_memory_of_its_own():
+    x = torch.full((3,), 1.5)
+    got = fzero.jit(lambda p: (p.half() * 2).double(), donate=0, backend="fx")(x)
+    assert got.dtype == torch.float64 and got.tolist() == [3, 3, 3] and x.numel() == 0
+
+
 def test_unchanged_results_stay_tied():
     a, b = fzero.jit(lambda p: (p, p), backend="fx")(torch.ones(2))
     assert a is b
