@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "count a unit at each use",
         "graph/passes/_regather.py",
-        "if other != i and other not in between:",
-        "if other != i:",
+        "if other not in between:",
+        "if True:",
         GRAPH,
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "a collective holds nothing",
         "graph/_liveness.py",
-        "            held += lent.read_by(start)",
+        "            held += lent.read_by(start_of(node))",
         "            pass",
         GRAPH,
     ),

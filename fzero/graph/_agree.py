@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import exchange, line_of
-from fzero.graph.ir import FACTORIES, is_view, values
+from fzero.graph.ir import FACTORIES, is_view, name_of, values
 
 __all__ = ["agree", "signatures"]
 
@@ -26,8 +26,7 @@ def signatures(graph: Graph) -> list[str]:
 
 
 def _moves(node: Node) -> bool:
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return is_view(node) or name in _MOVEMENT
+    return is_view(node) or name_of(node) in _MOVEMENT
 
 
 def _signature(node: Node) -> str:

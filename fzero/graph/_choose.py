@@ -10,9 +10,8 @@ from torch.fx import Graph
 
 from fzero.graph._cost import seconds
 from fzero.graph._liveness import live_bytes, live_ranges
-from fzero.graph.ir import is_gather, is_reduction
+from fzero.graph.ir import full_bytes, is_collective, is_reduction
 from fzero.graph.passes import bucket, donate, regather, schedule
-from fzero.graph.passes._bucket import full_bytes
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["Candidate", "Knobs", "candidates", "choose"]
@@ -47,23 +46,26 @@ class Candidate(NamedTuple):
 
 def candidates(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int], knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open."""
-    gathers = parameter_gathers(graph)
-    reuses, ahead, in_flight = [math.inf], [0], [0]
-    if gathers:
-        reuses = [0, math.inf] if knobs.max_reuse_bytes == "auto" else [knobs.max_reuse_bytes]
-        ahead = [0, 1] if knobs.prefetch == "auto" else [knobs.prefetch]
-    if knobs.memory_budget is not None and any(is_reduction(n) for n in graph.nodes):
-        in_flight = [0, 1]  # it lets gradients of two units be alive: only where there is a budget to say that they may
+    gathers = bool(parameter_gathers(graph))
+    reduces = any(is_reduction(n) for n in graph.nodes)
+    reuses = _options(knobs.max_reuse_bytes, [0, math.inf]) if gathers else [math.inf]
+    ahead = _options(knobs.prefetch, [0, 1]) if gathers else [0]
+    # in flight, gradients of two units are alive: only where there is a budget to say that they may be
+    in_flight = [0, 1] if reduces and knobs.memory_budget is not None else [0]
     found = []
     for reuse in reuses:
-        settled = regather(graph, reuse) if gathers else graph  # pyright: ignore[reportArgumentType]
-        size = _bucket_bytes(settled) if knobs.bucket_bytes == "auto" else knobs.bucket_bytes
-        settled = donate(bucket(settled, size) if size else settled, pairs, donated)  # pyright: ignore
+        gathered = regather(graph, reuse)
+        (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(gathered)])
+        settled = donate(bucket(gathered, size), pairs, donated)
         for k, m in itertools.product(ahead, in_flight):
-            scheduled = schedule(settled, k, m)  # pyright: ignore[reportArgumentType]
+            scheduled = schedule(settled, k, m)
             settings = {"max_reuse_bytes": reuse, "bucket_bytes": size, "prefetch": k, "in_flight": m}
             found.append(Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled)))
     return found
+
+
+def _options(knob: Any, auto: list[Any]) -> list[Any]:
+    return auto if knob == "auto" else [knob]
 
 
 def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
@@ -93,5 +95,5 @@ def peak_bytes(graph: Graph) -> int:
 
 def _bucket_bytes(graph: Graph) -> int:
     """Return a size for buckets that adds nothing to the peak: no more than the largest unit, nor than a megabyte."""
-    sizes = [full_bytes(n) for n in graph.nodes if is_gather(n) or is_reduction(n)]
+    sizes = [full_bytes(n) for n in graph.nodes if is_collective(n)]
     return min(max(sizes, default=0), 1 << 20)

@@ -6,12 +6,14 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import (
     flops,
+    full_bytes,
     group_size,
     is_collective,
     is_input,
     is_view,
     is_wait,
     nbytes,
+    start_of,
     values,
     values_of_args,
     wire,
@@ -61,18 +63,16 @@ def seconds(graph: Graph) -> float:
             wires = max(work, wires) + collective_seconds(node, device)
             ends[node] = wires
         elif is_wait(node):
-            source = node.all_input_nodes[0]
-            work = max(work, ends.get(source, ends.get(source.all_input_nodes[0], 0.0)))
+            work = max(work, ends.get(start_of(node), 0.0))
         else:
-            moved = sum(map(nbytes, values(node) + values_of_args(node)))
+            moved = nbytes(*values(node), *values_of_args(node))
             work += max(flops(node) / device.flops, moved / device.memory, device.launch)
     return work
 
 
 def collective_seconds(node: Node, device: Device) -> float:
     """Estimate how long one collective takes by itself."""
-    total = max(sum(map(nbytes, values(node))), sum(map(nbytes, values_of_args(node))))
-    n = group_size(node)
+    total, n = full_bytes(node), group_size(node)
     crossing = 2 * total if wire(node) == "all_reduce" else total * (n - 1) / n
     return device.latency + crossing / device.link
 

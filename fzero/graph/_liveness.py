@@ -10,6 +10,7 @@ from fzero._torch import line_of
 from fzero.graph._workspace import workspace_bytes
 from fzero.graph.ir import (
     COPY,
+    full_bytes,
     is_cheap,
     is_collective,
     is_gather,
@@ -17,7 +18,8 @@ from fzero.graph.ir import (
     is_reduction,
     is_view,
     is_wait,
-    nbytes,
+    name_of,
+    start_of,
     storages,
     users_through_views,
     values,
@@ -61,9 +63,7 @@ def live_ranges(graph: Graph) -> list[Range]:
     for i, node in enumerate(nodes):
         held = [s for a in node.all_input_nodes for s in lent.of[a]]
         if is_wait(node):  # it holds what the collective was given
-            source = node.all_input_nodes[0]
-            start = source if is_gather(source) or is_reduction(source) else source.all_input_nodes[0]
-            held += lent.read_by(start)
+            held += lent.read_by(start_of(node))
         for s in held:
             stop[s] = i if node.op != "output" else len(nodes)
     kinds = _kinds(graph)
@@ -82,18 +82,10 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if is_wait(node) and values(node)[0].device.type == "cpu":
-            source = node.all_input_nodes[0]
-            start = source if is_collective(source) else source.all_input_nodes[0]
-            if wire(start) != "all_reduce":
-                found.append(Range(position[start], i, full_bytes(node, start), "buffers", "gloo's copy"))
+            start = start_of(node)
+            if is_collective(start) and wire(start) != "all_reduce":
+                found.append(Range(position[start], i, full_bytes(node), "buffers", "gloo's copy"))
     return found
-
-
-def full_bytes(wait: Node, start: Node) -> int:
-    """Count the bytes of the full buffer that one wait of a collective is about."""
-    source = wait.all_input_nodes[0]
-    operand = start.all_input_nodes[source.args[1] if source is not start else 0]  # pyright: ignore
-    return max(sum(map(nbytes, values(wait))), sum(map(nbytes, values(operand))))
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
@@ -140,6 +132,5 @@ def _kinds(graph: Graph) -> dict[Node, str]:
 
 def _passes_on(user: Node, kinds: dict[Node, str]) -> bool:
     """Tell whether a user of gradients only lays them out, scales or sums them."""
-    name = getattr(getattr(user.target, "overloadpacket", None), "__name__", "")
-    passing = is_view(user) or name in ("add", "div", "mul", "cat", "_to_copy", "constant_pad_nd", "clone")
+    passing = is_view(user) or name_of(user) in ("add", "div", "mul", "cat", "_to_copy", "constant_pad_nd", "clone")
     return passing and kinds.get(user) == "gradients"

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import COPY, is_collective, is_input, is_view, is_wait, result, signature
+from fzero.graph.ir import COPY, is_collective, is_input, is_view, is_wait, results, signature
 
 __all__ = ["Call", "Program", "Segment", "pieces"]
 
@@ -58,9 +58,9 @@ def pieces(graph: Graph) -> Program:
     """
     runs = _cut(graph)
     home = {n: i for i, run in enumerate(runs) for n in run}
-    results = [_written(x) if isinstance(x, Node) else None for x in result(graph).args[0]]  # pyright: ignore
-    alone = _needed_views(runs, results)
-    exports = _exports(runs, home, alone, results)
+    wanted = [None if x is None else _written(x) for x in results(graph)]
+    alone = _needed_views(runs, wanted)
+    exports = _exports(runs, home, wanted)
     slot = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     steps: list[Call | Segment] = []
     for i, run in enumerate(runs):
@@ -71,17 +71,16 @@ def pieces(graph: Graph) -> Program:
             segment = _segment(run, exports[i], slot)
             if segment is not None:
                 steps.append(segment)
-    for node in _views_to([x for x in results if x is not None], slot, alone):
+    for node in _views_to([x for x in wanted if x is not None], slot, alone):
         steps.append(_call(node, slot))
-    return Program(
-        _with_frees(steps, slot, results, graph), len(slot), [None if x is None else slot[x] for x in results]
-    )
+    kept = [None if x is None else slot[x] for x in wanted]
+    return Program(_with_frees(steps, slot, wanted, graph), len(slot), kept)
 
 
 def _written(node: Node) -> Node:
     """Return the argument that a write wrote: it is the result."""
     while node.target is COPY:
-        node = node.args[0]  # pyright: ignore
+        node = node.all_input_nodes[0]
     return node
 
 
@@ -105,7 +104,7 @@ def _cut(graph: Graph) -> list[list[Node]]:
         if n.op != "call_function" or moves(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            home[n.args[0]].append(n)  # pyright: ignore
+            home[n.all_input_nodes[0]].append(n)
             continue
         if _is_call(n):
             runs.append([n])
@@ -158,9 +157,7 @@ def _sources(nodes: Sequence[Node]) -> list[Node]:
     return list(found)
 
 
-def _exports(
-    runs: list[list[Node]], home: dict[Node, int], alone: set[Node], results: Sequence[Node | None]
-) -> list[list[Node]]:
+def _exports(runs: list[list[Node]], home: dict[Node, int], results: Sequence[Node | None]) -> list[list[Node]]:
     """List for each run the values that later ones, or the caller, need."""
     exports: list[dict[Node, None]] = [{} for _ in runs]
     for i, run in enumerate(runs):

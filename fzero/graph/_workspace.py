@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fzero.graph.ir import aten, nbytes, values, values_of_args
@@ -22,11 +21,7 @@ def workspace_bytes(node: Node) -> int:
     if any(x.device.type != "cpu" for x in given):
         return 0
     if node.target is aten.convolution.default:
-        return max(_bytes(given[:2]), _bytes(made))
+        return max(nbytes(*given[:2]), nbytes(*made))
     grad, x, _ = given[:3]
     wants_input: Any = node.args[-1]
     return nbytes(grad) + (nbytes(x) if wants_input[0] else 0)
-
-
-def _bytes(xs: list[torch.Tensor]) -> int:
-    return sum(map(nbytes, xs))

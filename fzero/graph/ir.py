@@ -57,9 +57,20 @@ def is_input(node: Node) -> bool:
     return node.op == "placeholder"
 
 
-def result(graph: Graph) -> Node:
-    """Return the output node of a graph."""
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+def results(graph: Graph) -> list[Any]:
+    """List a graph's results: nodes, and None where the function returned none."""
+    return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])  # pyright: ignore[reportArgumentType]
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+
+
+def start_of(wait: Node) -> Node:
+    """Return the collective that a wait waits for."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
 def values(node: Node) -> list[torch.Tensor]:
@@ -70,9 +81,14 @@ def values(node: Node) -> list[torch.Tensor]:
     return [x for x in val if isinstance(x, torch.Tensor)] if isinstance(val, tuple | list) else []
 
 
-def nbytes(x: torch.Tensor) -> int:
-    """Count the bytes of a tensor's elements."""
-    return x.numel() * x.element_size()
+def values_of_args(node: Node) -> list[torch.Tensor]:
+    """List the tensors that a node is given."""
+    return [x for a in node.all_input_nodes for x in values(a)]
+
+
+def nbytes(*xs: torch.Tensor) -> int:
+    """Count the bytes of tensors' elements."""
+    return sum(x.numel() * x.element_size() for x in xs)
 
 
 # ---------------------------------------------------------------- storages
@@ -112,10 +128,10 @@ def storages(graph: Graph) -> Storages:
 
 
 def _item(found: Storages, node: Node) -> tuple[int, ...]:
-    source, index = node.args[0], node.args[1]
-    parts = source.meta["val"]  # pyright: ignore
+    (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
+    parts = source.meta["val"]
     before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
-    return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()  # pyright: ignore
+    return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 
 
 def _computed(found: Storages, node: Node) -> tuple[int, ...]:
@@ -148,16 +164,9 @@ _CHEAP = {
     *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "empty", "empty_like", "new_zeros"),
     *("new_ones", "new_full", "new_empty", "arange", "scalar_tensor", "eye", "diagonal_copy", "slice_backward"),
     *("select_backward", "slice_scatter", "select_scatter", "gather", "bucketize", "index", "embedding"),
-    *(
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "gelu_backward",
-        "tril",
-        "triu",
-        "where",
-        "convert_element_type",
-    ),
+    *("native_layer_norm", "native_layer_norm_backward", "gelu_backward", "tril", "triu", "where"),
     *("linalg_vector_norm", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
+    "convert_element_type",
 }
 FACTORIES = {
     *("full", "zeros", "ones", "empty", "arange", "scalar_tensor", "eye", "lift_fresh_copy", "lift_fresh"),
@@ -169,10 +178,8 @@ def is_view(node: Node) -> bool:
     """Tell whether a node computes nothing but a view, or takes an item of a tuple."""
     if node.target is operator.getitem:
         return True
-    target = node.target
-    return isinstance(target, OpOverload) and (
-        target.is_view or target.overloadpacket.__name__ in ("_unsafe_view", "_reshape_alias")
-    )
+    aliases = isinstance(node.target, OpOverload) and node.target.is_view
+    return aliases or name_of(node) in ("_unsafe_view", "_reshape_alias")
 
 
 def users_through_views(node: Node) -> list[Node]:
@@ -197,7 +204,7 @@ def is_cheap(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
         return False
-    if target.overloadpacket.__name__ in _CHEAP or target is COPY:
+    if name_of(node) in _CHEAP or target is COPY:
         return True
     return torch.Tag.pointwise in target.tags and not is_random(node)
 
@@ -260,13 +267,18 @@ def signature(x: Any) -> tuple[Any, ...]:
 
 def group_size(node: Node) -> int:
     """Return the number of ranks that a collective's buffers tell of; 1 for an all_reduce, which does not tell."""
-    sent, received = sum(map(nbytes, values_of_args(node))), sum(map(nbytes, values(node)))
+    sent, received = nbytes(*values_of_args(node)), nbytes(*values(node))
     return max(sent, received) // max(min(sent, received), 1)
 
 
-def values_of_args(node: Node) -> list[torch.Tensor]:
-    """List the tensors that a node is given."""
-    return [x for a in node.all_input_nodes for x in values(a)]
+def full_bytes(node: Node) -> int:
+    """Count the bytes of a collective's full buffer; given a wait, of what it waits for."""
+    if not is_wait(node):
+        return max(nbytes(*values(node)), nbytes(*values_of_args(node)))
+    start, source = start_of(node), node.all_input_nodes[0]
+    operands = start.args[0]  # of a coalesced collective a list, of which each wait waits for one
+    operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
+    return max(nbytes(*values(node)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
 
 
 def elements(node: Node) -> int:

@@ -17,19 +17,19 @@ from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._lower import lower
 from fzero.graph._pieces import Call, Program, Segment, pieces
 from fzero.graph.ir import (
+    full_bytes,
     is_collective,
     is_input,
     is_reduction,
     is_wait,
     nbytes,
-    result,
+    results,
     sort,
     storages,
     values,
     wire,
 )
 from fzero.graph.passes import bucket, donate, regather, schedule
-from fzero.graph.passes._bucket import full_bytes
 from fzero.graph.passes._regather import family, parameter_gathers
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -384,7 +384,7 @@ def test_arguments_are_alive_throughout(make, how):
 
 
 def distinct_results(graph: Graph) -> list[torch.Tensor]:
-    return [values(n)[0] for n in dict.fromkeys(result(graph).args[0]) if isinstance(n, Node) and not is_view_of_any(n)]
+    return [values(n)[0] for n in dict.fromkeys(results(graph)) if isinstance(n, Node) and not is_view_of_any(n)]
 
 
 def is_view_of_any(node: Node) -> bool:

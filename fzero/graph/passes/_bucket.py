@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import copied, is_gather, is_reduction, nbytes, sort, values, values_of_args
+from fzero.graph.ir import copied, full_bytes, is_gather, is_reduction, sort, values
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["bucket"]
@@ -40,11 +40,6 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     _join(graph, gathers, max_bytes, lambda group, n: True)
     _join(graph, reductions, max_bytes, lambda group, n: not _needs(n, group, index))
     return sort(graph)
-
-
-def full_bytes(node: Node) -> int:
-    """Count the bytes of a collective's full buffer."""
-    return max(sum(map(nbytes, values(node))), sum(map(nbytes, values_of_args(node))))
 
 
 def _join(graph: Graph, nodes: list[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> None:

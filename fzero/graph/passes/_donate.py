@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, aten, copied, is_input, result, storages
+from fzero.graph.ir import COPY, aten, copied, is_input, results, storages
 
 __all__ = ["donate"]
 
@@ -23,8 +23,8 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
     """
     graph = copied(graph)
     inputs = [n for n in graph.nodes if is_input(n)]
-    output = result(graph)
-    results = list(output.args[0])  # pyright: ignore
+    handed = results(graph)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
     lent = storages(graph)
     into = dict(pairs)
     given = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
@@ -38,16 +38,16 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
         return clone
 
     with graph.inserting_before(output):
-        for i, value in enumerate(results):
+        for i, value in enumerate(handed):
             if not isinstance(value, Node):
                 continue
             target = inputs[into[i]] if i in into else None
-            results[i] = value if value is target else safe(value)
+            handed[i] = value if value is target else safe(value)
         for i, j in pairs:
-            if results[i] is not inputs[j]:
-                write = graph.call_function(COPY, (inputs[j], results[i]))
+            if handed[i] is not inputs[j]:
+                write = graph.call_function(COPY, (inputs[j], handed[i]))
                 write.meta = dict(inputs[j].meta)
-                results[i] = write
-    output.args = (tuple(results),)
+                handed[i] = write
+    output.args = (tuple(handed),)
     graph.lint()
     return graph

@@ -1,9 +1,12 @@
 """regather: a gathered unit is let go when other units come between its uses, and gathered again."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import copied, is_gather, is_input, is_view, nbytes, values
+from fzero.graph.ir import copied, is_gather, is_input, is_view, name_of, nbytes, values
 
 __all__ = ["parameter_gathers", "regather"]
 
@@ -23,8 +26,7 @@ def parameter_gathers(graph: Graph) -> list[Node]:
 
 def _moves(node: Node) -> bool:
     """Tell whether a node only lays out or casts what it is given."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return is_view(node) or name in ("_to_copy", "clone", "convert_element_type", "constant_pad_nd")
+    return is_view(node) or name_of(node) in ("_to_copy", "clone", "convert_element_type", "constant_pad_nd")
 
 
 def family(wait: Node) -> tuple[list[Node], list[Node]]:
@@ -62,32 +64,42 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
         if len(uses[wait]) < len(users):  # a result of the graph: it must stay
             uses[wait] = []
-    events = sorted((index[u], i) for i, wait in enumerate(waits) for u in uses[wait])
+    events = _events(uses, index)
     rank = {event: at for at, event in enumerate(events)}
-    for i, wait in enumerate(waits):
-        for cluster in _clusters(i, wait, uses[wait], waits, events, rank, index, max_reuse_bytes)[1:]:
+
+    def let_go(wait: Node, a: Node, b: Node) -> bool:
+        """Tell whether more than the limit of other units is used between two uses of `wait`."""
+        between, held = {wait}, 0
+        for at in range(rank[index[a], wait] + 1, rank[index[b], wait]):
+            other = events[at][1]
+            if other not in between:
+                between.add(other)
+                held += nbytes(*values(other))
+                if held > max_reuse_bytes:
+                    return True
+        return False
+
+    for wait in waits:
+        for cluster in _clusters(uses[wait], functools.partial(let_go, wait))[1:]:
             _gather_again(graph, wait, views[wait], cluster, index)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
 
 
-def _clusters(i, wait, uses, waits, events, rank, index, limit) -> list[list[Node]]:
+def _events(uses: dict[Node, list[Node]], index: dict[Node, int]) -> list[tuple[int, Node]]:
+    """List all uses of gathered units in their order: where, and which unit's."""
+    return sorted(((index[use], wait) for wait in uses for use in uses[wait]), key=lambda e: (e[0], index[e[1]]))
+
+
+def _clusters(uses: list[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
+    """Split uses wherever two that follow one another are `apart`."""
     clusters: list[list[Node]] = []
     for use in uses:
-        if clusters:
-            between: set[int] = set()
-            held, start, stop = 0, rank[(index[clusters[-1][-1]], i)] + 1, rank[(index[use], i)]
-            for _, other in events[start:stop]:
-                if other != i and other not in between:
-                    between.add(other)
-                    held += sum(map(nbytes, values(waits[other])))
-                    if held > limit:
-                        break
-            if held <= limit:
-                clusters[-1].append(use)
-                continue
-        clusters.append([use])
+        if clusters and not apart(clusters[-1][-1], use):
+            clusters[-1].append(use)
+        else:
+            clusters.append([use])
     return clusters
 
 

@@ -9,14 +9,15 @@ from fzero.graph.ir import (
     COPY,
     FACTORIES,
     is_cheap,
-    is_collective,
     is_gather,
     is_input,
     is_random,
     is_reduction,
     is_view,
     is_wait,
+    name_of,
     reordered,
+    start_of,
     storages,
     users_through_views,
 )
@@ -69,14 +70,13 @@ def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in from_inputs:
-            name = getattr(getattr(n.target, "overloadpacket", None), "__name__", "")
-            moves = is_view(n) or is_gather(n) or is_wait(n) or name in FACTORIES
+            moves = is_view(n) or is_gather(n) or is_wait(n) or name_of(n) in FACTORIES
             if moves or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):  # a reduction, and what packs its operand, though work may need the result
         if n not in late and is_cheap(n) and n.target is not COPY:
-            waits = is_wait(n) and is_reduction(_start(n))
+            waits = is_wait(n) and is_reduction(start_of(n))
             if waits or is_reduction(n) or (n.users and all(u in early for u in n.users)):
                 early.add(n)
     return late, early
@@ -170,7 +170,7 @@ class _Scheduler:
         """Put a node next in the order; returns what can run because of it, the first to run last (a stack)."""
         released = []
         if is_wait(node):
-            for gather in self.following.get(_start(node), ()):
+            for gather in self.following.get(start_of(node), ()):
                 for n in self._unmet(gather):
                     released += self._append(n)
         return released + self._append(node)
@@ -229,11 +229,6 @@ def _bases(node: Node) -> set[Node]:
     return found
 
 
-def _start(wait: Node) -> Node:
-    source = wait.all_input_nodes[0]
-    return source if is_collective(source) else source.all_input_nodes[0]
-
-
 def _following(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
     """Map each gather to those that start before it is waited for."""
     return {g: gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)} if prefetch else {}
@@ -245,13 +240,13 @@ def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
     if not writes:
         return {}
     lent = storages(graph)
-    writer = {lent.of[w.args[0]][0]: w for w in writes}  # pyright: ignore
+    writer = {lent.of[w.all_input_nodes[0]][0]: w for w in writes}
     readers: dict[Node, list[Node]] = {w: [] for w in writes}
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
             continue
         # a collective reads its operand until it is waited for
-        read = lent.read_by(n) + (lent.read_by(_start(n)) if is_wait(n) else [])
+        read = lent.read_by(n) + (lent.read_by(start_of(n)) if is_wait(n) else [])
         for s in dict.fromkeys(read):
             if s in writer and writer[s] is not n:
                 readers[writer[s]].append(n)
