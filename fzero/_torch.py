@@ -219,7 +219,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
 
     try:
         # within the stand-ins' mode, so that nothing is computed and no random number drawn
-        with preserve_node_meta(), torch.no_grad(), _compiling(), _mode_of(fakes):
+        with preserve_node_meta(), _compiling(), _mode_of(fakes):
             return make_fx(with_lines, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error

@@ -15,6 +15,7 @@ from fzero.graph._lower import BACKENDS, Executable, lower
 from fzero.graph._plan import Plan, plan_of
 from fzero.graph._signature import Call, call_of, changed
 from fzero.graph._trace import Traced, trace
+from fzero.graph.ir import is_input, results
 from fzero.layout import PerRank, Shard, give_up, is_box
 
 __all__ = ["Jitted", "jit"]
@@ -185,21 +186,22 @@ class Jitted:
         if entry.donated:
             call.check_separate([i for i, _ in entry.donated])
         assert entry.run is not None
-        with torch.no_grad():
-            try:
-                results = list(entry.run([*tensors, *entry.traced.constants]))
-            except BaseException:
-                for i, note in entry.donated:
-                    empty(tensors[i], f"{note}, which failed midway")
-                raise
-            handed_on = {id(results[i]): results[i].detach() for i in entry.kept}  # tied results stay tied
-            for i in entry.kept:
-                results[i] = handed_on[id(results[i])]
-            taken = {i: empty(tensors[i], note) for i, note in entry.donated}
+        given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
+        try:
+            with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)
+                out = list(entry.run([*given, *entry.traced.constants]))
+        except BaseException:
+            for i, note in entry.donated:
+                empty(tensors[i], f"{note}, which failed midway")
+            raise
+        handed_on = {id(out[i]): out[i].detach() for i in entry.kept}  # tied results stay tied
+        for i in entry.kept:
+            out[i] = handed_on[id(out[i])]
+        taken = {i: empty(tensors[i], note) for i, note in entry.donated}
         for i, j in entry.into.items():
-            results[i] = taken[j]
+            out[i] = taken[j]
         self._give_up_boxes(entry, args)
-        return tree.unflatten(entry.structure, results)
+        return tree.unflatten(entry.structure, out)
 
     def _give_up_boxes(self, entry: _Entry, args: tuple[Any, ...]) -> None:
         for i in entry.boxed:
@@ -288,12 +290,7 @@ class Jitted:
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
     """List the results that are arguments, handed on."""
-    output = next(n for n in reversed(traced.graph.nodes) if n.op == "output")
-    return [
-        i
-        for i, n in enumerate(output.args[0])  # pyright: ignore
-        if isinstance(n, torch.fx.Node) and n.op == "placeholder" and i not in into
-    ]
+    return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
 
 
 def _check_results(paths: list[str], leaves: list[Any]) -> None:

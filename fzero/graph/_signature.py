@@ -19,7 +19,8 @@ class Call:
 
     Attributes:
         key: equal for calls that one trace serves: the structure, the tensors' shapes, strides, dtypes and devices,
-            which leaves are one tensor (tied), the other leaves' values, and torch's dtype and autocast settings.
+            which leaves are one tensor (tied), the other leaves' values, and torch's
+            settings of dtype, grad mode and autocast.
         leaves: the leaves of `(args, kwargs)`.
         structure: of `(args, kwargs)`.
         where: the position of each distinct tensor among the leaves.
@@ -237,7 +238,7 @@ def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _settings() -> Any:
     """Return torch's settings that what a step traces depends on."""
     casts = tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "cuda")])
-    return torch.get_default_dtype(), casts
+    return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
 
 def changed(old: Any, call: Call) -> str:
@@ -253,4 +254,4 @@ def changed(old: Any, call: Call) -> str:
             is_now = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
             what = "" if was != is_now else f" (strides {before[2]} and {x.stride()})"
             return f"argument {_place(path, unit)} was {was} and is {is_now}{what}"
-    return "torch's default dtype or autocast was switched"
+    return "torch's default dtype, grad mode or autocast was switched"

@@ -48,8 +48,7 @@ def trace(
     _check_writes(gm.graph, labels)
     if any(_written(n) for n in gm.graph.nodes):
         gm = _torch.functional(gm, fakes)
-    else:
-        gm.graph.eliminate_dead_code()
+    gm.graph.eliminate_dead_code()
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
         node.meta.update(label)

@@ -162,6 +162,33 @@ def test_models_of_transformers_jit(name):
     assert_trees_close(fast, eager, rtol=1e-6)
 
 
+def test_an_lstm_jits_on_a_simulated_mesh():
+    """vmap runs it rank by rank, and its kernel keeps what the backward pass needs only where grad mode is on."""
+    apply, params, buffers = fzero.nn.functional(torch.nn.LSTM(3, 2, num_layers=2, batch_first=True))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply(params, buffers, x)[0][0].square().mean()
+
+    opt, batches = optim.sgd(0.1), [torch.linspace(-1, 1 + i, 24).reshape(4, 2, 3) for i in range(2)]
+    for stage in (0, 3):
+        step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=fzero.mesh(dp=2))
+        bitwise(*train_both(step, fzero.jit(step, backend="fx"), params, opt, batches))
+
+
+def test_autograd_within_a_step_jits():
+    def f(w: torch.Tensor) -> torch.Tensor:
+        w = w.detach().requires_grad_()
+        (g,) = torch.autograd.grad((w**3).sum(), w)
+        return g if torch.is_grad_enabled() else w
+
+    jitted = fzero.jit(f, backend="fx")
+    got = jitted(torch.tensor([1.0, 2.0]))
+    assert got.tolist() == [3, 12] and not got.requires_grad
+    with torch.no_grad():
+        held = torch.ones(2, requires_grad=True)
+        assert not fzero.jit(lambda w: w * 2, backend="fx")(held).requires_grad
+
+
 def test_random_numbers_stay_random_and_are_the_eager_ones():
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand(x.shape)
