@@ -220,10 +220,6 @@ class Jitted:
                 raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
         call.check_traceable()
         self._log(call)
-        with _torch.TRACING:
-            return self._trace_alone(call, args, kwargs)
-
-    def _trace_alone(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         found: list[Any] = []
 
         def flat(*tensors: torch.Tensor) -> list[Any]:
@@ -235,16 +231,12 @@ class Jitted:
             return leaves
 
         labels = self._labels(call, args)
-        traced = trace(flat, _torch.fake_like(call.tensors), labels, for_inductor=self.backend != "fx")
+        with _torch.TRACING:
+            traced = trace(flat, _torch.fake_like(call.tensors), labels, for_inductor=self.backend != "fx")
         out, leaves, structure, positions = found.pop()
         donated = [i for i, p in enumerate(call.owners) if p in positions]
         into = call.pairs(positions, out, leaves)
-        offers = candidates(traced.graph, sorted(into.items()), donated, self.knobs)
-        mesh = getattr(self.step, "mesh", None)
-        if mesh is not None and getattr(mesh, "distributed", False):
-            asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
-            largest = agree(traced.graph, asked, [(c.peak_bytes, c.seconds) for c in offers], mesh, self.name)
-            offers = [c._replace(peak_bytes=int(p), seconds=s) for c, (p, s) in zip(offers, largest, strict=True)]
+        offers = self._agreed(traced, candidates(traced.graph, sorted(into.items()), donated, self.knobs), positions)
         index = choose(offers, self.knobs.memory_budget, self.name)
         kept = offers[index]
         rejected = [(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
@@ -260,6 +252,15 @@ class Jitted:
         )
         self._entries[call.key] = entry
         return entry
+
+    def _agreed(self, traced: Traced, offers: list[Candidate], positions: Sequence[int]) -> list[Candidate]:
+        """Compare the trace with the other ranks', and rate each schedule by the rank that it suits least."""
+        mesh: Any = getattr(self.step, "mesh", None)
+        if mesh is None or not mesh.distributed:
+            return offers
+        asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
+        largest = agree(traced.graph, asked, [(c.peak_bytes, c.seconds) for c in offers], mesh, self.name)
+        return [c._replace(peak_bytes=int(p), seconds=s) for c, (p, s) in zip(offers, largest, strict=True)]
 
     def _donated(self, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
         if self.donate is not None:
