@@ -4,11 +4,14 @@ from fzero import nn, optim, transforms, tree
 from fzero._donated import DonatedError
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
+from fzero.exchange import all_to_all, broadcast, ppermute
 from fzero.graph import Jitted, Plan, jit, plan
-from fzero.layout import PerRank, Shard, Slot, default_units
+from fzero.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.layout import PerRank, Shard, Slot
+from fzero.lockstep import DivergedError
 from fzero.mesh import Mesh, mesh
 from fzero.replicated import assume_replicated
-from fzero.spec import Spec
+from fzero.spec import Spec, Split
 from fzero.transforms import (
     Layout,
     ShardedStep,
@@ -19,9 +22,11 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
+from fzero.units import default_units
 from fzero.world import axis_index, axis_size
 
 __all__ = [
+    "DivergedError",
     "DonatedError",
     "Jitted",
     "Layout",
@@ -33,10 +38,14 @@ __all__ = [
     "ShardedStep",
     "Slot",
     "Spec",
+    "Split",
     "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
     "assume_replicated",
     "axis_index",
     "axis_size",
+    "broadcast",
     "default_units",
     "gather",
     "jit",
@@ -46,8 +55,11 @@ __all__ = [
     "partition",
     "plan",
     "pmean",
+    "ppermute",
     "psum",
+    "psum_invariant",
     "psum_scatter",
+    "pvary",
     "record",
     "reduce_scatter",
     "shard",

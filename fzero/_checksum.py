@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import PerRank, is_box
+from fzero.layout import PerRank, axes_of, is_box
 from fzero.mesh import Mesh
 
 __all__ = ["check_equal"]
@@ -22,7 +22,7 @@ def _of_all_ranks(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, the same m on all ranks: each rank's, in rank order."""
     mine = mine.to(mesh.device_mesh.device_type)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
-    torch.distributed.all_gather(theirs, mine, group=mesh.device_mesh.get_group(mesh.axis_names[0]))
+    torch.distributed.all_gather(theirs, mine)  # a mesh is the world
     return [x.tolist() for x in theirs]
 
 
@@ -45,20 +45,38 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
     prints = _of_all_ranks(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)]), mesh)
     if any(p != prints[0] for p in prints):
         everyones: list[Any] = [None] * mesh.size
-        torch.distributed.all_gather_object(everyones, lines, group=mesh.device_mesh.get_group(mesh.axis_names[0]))
+        torch.distributed.all_gather_object(everyones, lines)
         _raise_first_difference(everyones)
-    tensors = [(path, x) for path, x in zip(paths, entries, strict=True) if isinstance(x, torch.Tensor)]
+    leaves, varies = tree.flatten(values)[0], axes_of(values, mesh.axis_names)
+    paths = tree.flatten_with_paths(values)[0]
+    tensors = [
+        (path, x, axes)
+        for path, x, axes in zip(paths, leaves, varies, strict=True)
+        if isinstance(x, torch.Tensor) and axes != mesh.axis_names
+    ]
     if not tensors:
         return
-    sums = _of_all_ranks(torch.stack([_checksum(x) for _, x in tensors]), mesh)
-    for rank in range(mesh.size):
-        for (path, _), a, b in zip(tensors, sums[0], sums[rank], strict=True):
-            if a != b:
-                raise ValueError(
-                    f"{tree.place(what, path)} differs between rank 0 and rank {rank}, and a plain tensor must be "
-                    "equal on all ranks: reduce it with fzero.pmean, seed every rank alike before making it, or box it "
-                    "with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
-                )
+    sums = _of_all_ranks(torch.stack([_checksum(x) for _, x, _ in tensors]), mesh)
+    for i, (path, _, axes) in enumerate(tensors):
+        first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
+        for rank in range(mesh.size):
+            places = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
+            other = first.setdefault(tuple([place for place, name in places if name in axes]), rank)
+            if sums[other][i] != sums[rank][i]:
+                raise ValueError(_message(tree.place(what, path), other, rank, axes))
+
+
+def _message(where: str, one: int, other: int, axes: tuple[str, ...]) -> str:
+    if axes:
+        return (
+            f"{where} differs between rank {one} and rank {other}, and its box says that it differs along "
+            f"{', '.join(axes)} only: give the ranks of the other axes one value"
+        )
+    return (
+        f"{where} differs between rank {one} and rank {other}, and a plain tensor must be "
+        "equal on all ranks: reduce it with fzero.pmean, seed every rank alike before making it, or box it "
+        "with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
+    )
 
 
 def _raise_first_difference(everyones: list[list[str]]) -> None:

@@ -16,7 +16,10 @@ __all__ = ["Event", "Log", "record"]
 
 
 class Event(NamedTuple):
-    """One collective: its kind, axis, elements (an all_reduce counted twice), wire dtype, and unit ("": a user's)."""
+    """One collective: its kind, axis, elements (an all_reduce counted twice), wire dtype, and unit ("": a user's).
+
+    One over two axes has both as its axis: "dp,ep".
+    """
 
     kind: str
     axis: str
@@ -99,19 +102,16 @@ def record() -> Iterator[Log]:
 
 def add(
     kind: str,
-    meta: tuple[str, str, int, int],
+    meta: tuple[str, str, int, int, int],
     sent: int,
     received: int,
     like: torch.Tensor,
     unit: str,
 ) -> None:
     """Tell every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
-    if not kind or not _LOGS:
+    if not kind or not meta[0] or not _LOGS:
         return
-    elements = {
-        "all_gather": meta[2] * sent,
-        "reduce_scatter": meta[2] * received,
-        "all_reduce": 2 * sent,
-    }[kind]
+    full = {"all_gather": meta[2] * sent, "reduce_scatter": meta[2] * received, "all_reduce": 2 * sent}
+    elements = full.get(kind, sent) // meta[4]  # all_to_all, ppermute, broadcast: one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
         log.order.append(Event(kind, meta[0], elements, like.dtype, unit))

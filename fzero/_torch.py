@@ -10,10 +10,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
 from torch._inductor.decomposition import select_decomp_table
@@ -43,12 +44,15 @@ __all__ = [
     "inductor",
     "is_tracing",
     "line_of",
+    "maps_now",
     "pytree",
     "quiet_vmap_fallback",
     "raise_priority",
     "register_box",
     "storage_id",
+    "thread_state",
     "trace",
+    "user_line",
 ]
 
 c10d: Any = torch.ops._c10d_functional
@@ -67,6 +71,11 @@ def in_transform() -> bool:
     return traced or functorch.peek_interpreter_stack() is not None
 
 
+def maps_now(token: torch.Tensor) -> bool:
+    """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
+    return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
+
+
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:
     """Make eager autograd run the node that made `output` as soon as its gradients exist.
 
@@ -77,6 +86,34 @@ def raise_priority(output: torch.Tensor, by: int = 1) -> None:
     """
     if not is_tracing() and output.grad_fn is not None:
         output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def thread_state() -> Callable[[], Any]:
+    """Take down what of torch's state is a thread's own, and return a context manager that sets it in another.
+
+    Grad mode, inference mode and autocast; default dtype, threads and random numbers are the process's.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [
+        (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    modes = overrides._get_current_function_mode_stack()  # such as `with torch.device("meta"):`
+
+    @contextmanager
+    def inherit() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for device, dtype, cache in casts:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cache))
+            for mode in modes:
+                overrides._push_mode(mode)
+                stack.callback(overrides._pop_mode)
+            yield
+
+    return inherit
 
 
 @contextmanager
@@ -124,9 +161,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(__file__) + os.sep
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _FZERO, "<")):
@@ -139,7 +176,7 @@ class _Lines(TorchDispatchMode):
     """Notes on each traced node the source line that ran it, in `node.meta["custom"]["line"]`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with annotate({"line": _user_line()}):
+        with annotate({"line": user_line()}):
             return func(*args, **(kwargs or {}))
 
 

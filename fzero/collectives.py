@@ -1,124 +1,22 @@
-"""Collectives as linear maps: one table, one row each, one autograd Function for all.
-
-A row says what the map does to the stacked values of all ranks (simulation), what one rank does (a process
-group), and which row is its transpose. The Function makes every row differentiable to any order in both
-directions, vmappable, and traceable by make_fx and torch.compile.
+"""Sums and gathers over ranks, as linear maps: rows of the table, and their public face.
 
 Transposes are those of the joint map over all ranks, so `psum` is its own transpose: `torch.func.grad` inside a
 rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
-do the same.
+do the same. For values known to be equal on all ranks, as in tensor parallelism, see `fzero.invariant`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fzero import _record, tree
-from fzero._torch import allow_in_graph, c10d
-from fzero.world import Axis, AxisName, axis_size, resolve
+from fzero import tree
+from fzero._torch import c10d
+from fzero.table import Meta, Params, Row, add_row, apply
+from fzero.world import Axis, AxisName, axis_size, joint, resolve
 
-__all__ = ["Row", "add_row", "all_gather", "apply", "pmean", "psum", "psum_scatter"]
-
-Tensors = Sequence[torch.Tensor]
-Meta = tuple[str, str, int, int]  # axis name, process group, size, rank
-Params = tuple[int, ...]
-
-
-class Row(NamedTuple):
-    """A linear map over the ranks of one axis.
-
-    Attributes:
-        name: the row's key.
-        wire: the operation on the wire: "all_gather", "reduce_scatter", "all_reduce", or "" for none.
-        stacked: `(n, params, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
-            dimension when `replicated`.
-        local: `(meta, params, xs) -> ys`, one rank of a process group.
-        transpose: the name of the transposed row.
-        replicated: whether the results are equal on all ranks.
-        shift: what `params` become when a leading dimension is put before the inputs' own.
-        uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
-        label: what the recorder calls the map's operand, given `params`; "" for a user's own.
-    """
-
-    name: str
-    wire: str
-    stacked: Callable[[int, Params, Tensors], Tensors]
-    local: Callable[[Meta, Params, Tensors], Tensors]
-    transpose: str
-    replicated: bool
-    shift: Callable[[Params], Params] = lambda params: params
-    uniform: Callable[[int, Params, Tensors], Tensors] | None = None
-    label: Callable[[Params], str] = lambda params: ""
-
-
-_ROWS: dict[str, Row] = {}
-
-
-def add_row(row: Row) -> None:
-    """Put a linear map into the table."""
-    _ROWS[row.name] = row
-
-
-class _LinearMap(torch.autograd.Function):
-    """A row of the table, applied."""
-
-    @staticmethod
-    def forward(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
-        row = _ROWS[name]
-        if not meta[1]:
-            raise RuntimeError(f"{name} over the simulated axis {meta[0]!r} ran outside that axis's vmap")
-        ys = tuple(row.local(meta, params, xs))
-        _record.add(row.wire, meta, _numel(xs), _numel(ys), xs[0], row.label(params))
-        return ys
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.token, ctx.name, ctx.meta, ctx.params = inputs[:4]
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[4:]]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        transposed = _LinearMap.apply(ctx.token, _ROWS[ctx.name].transpose, ctx.meta, ctx.params, *grads)
-        return (None, None, None, None, *transposed)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if t is None else t
-            for t, (shape, dtype, device) in zip(tangents[4:], ctx.like, strict=True)
-        ]
-        return _LinearMap.apply(ctx.token, ctx.name, ctx.meta, ctx.params, *filled)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, token: Any, name: str, meta: Meta, params: Params, *xs: Any) -> Any:
-        row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
-        if in_dims[0] is None:  # a user's vmap: carry its dimension through, in front
-            ys = _LinearMap.apply(token, name, meta, row.shift(params), *_in_front(xs, dims, n))
-            return ys, (0,) * len(ys)
-        if row.uniform is not None and all(d is None for d in dims):
-            sent, ys = _numel(xs), tuple(row.uniform(n, params, xs))
-        else:
-            stacked = _in_front(xs, dims, n)
-            sent, ys = _numel(stacked) // n, tuple(row.stacked(n, params, stacked))
-        received = _numel(ys) if row.replicated else _numel(ys) // n
-        _record.add(row.wire, meta, sent, received, xs[0], row.label(params))
-        return ys, (None if row.replicated else 0,) * len(ys)
-
-
-def _numel(xs: Tensors) -> int:
-    return sum(x.numel() for x in xs)
-
-
-def _in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
-    return [x.unsqueeze(0).expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
-
-
-@allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)
-def apply(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
-    """Apply the row `name` over the axis of `token` and `meta` to tensors; returns a tuple of tensors."""
-    return _LinearMap.apply(token, name, meta, params, *xs)
+__all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
 
 
 # ---------------------------------------------------------------- what a rank of a process group does
@@ -193,7 +91,8 @@ add_row(
 # ---------------------------------------------------------------- the public face
 
 
-def _over(name: str, x: torch.Tensor, axes: Sequence[Axis], params: Params) -> torch.Tensor:
+def over(name: str, x: torch.Tensor, axes: Sequence[Axis], params: Params) -> torch.Tensor:
+    """Apply a row of one tensor over one axis after the other."""
     for axis in axes:
         (x,) = apply(axis.token, name, axis.meta, params, x)
     return x
@@ -219,8 +118,8 @@ def psum(x: Any, axis: AxisName = None) -> Any:
         >>> fzero.mesh(dp=4).spmd(lambda: fzero.psum(fzero.axis_index("dp"), "dp"))()
         tensor(6)
     """
-    axes = resolve(axis)
-    return tree.map_with_path(lambda path, leaf: _over("psum", _number(path, leaf), axes, ()), x, tree.is_box)
+    axes = joint(resolve(axis))
+    return tree.map_with_path(lambda path, leaf: over("psum", number(path, leaf), axes, ()), x, tree.is_box)
 
 
 def pmean(x: Any, axis: AxisName = None) -> Any:
@@ -233,18 +132,25 @@ def pmean(x: Any, axis: AxisName = None) -> Any:
         >>> fzero.mesh(dp=4).spmd(lambda x: fzero.pmean(x, "dp"))(fzero.PerRank(torch.tensor([1.0, 2.0, 3.0, 6.0])))
         tensor(3.)
     """
-    axes, n = resolve(axis), axis_size(axis)
+    axes, n = joint(resolve(axis)), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
-        x = _number(path, leaf)
+        x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
-            return _over("psum", x / n, axes, ())  # divided first: a sum could overflow in half precision
-        return (_over("psum", x.long(), axes, ()) // n).to(x.dtype)
+            return over("psum", x / n, axes, ())  # divided first: a sum could overflow in half precision
+        return (over("psum", x.long(), axes, ()) // n).to(x.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 
 
-def _number(path: str, leaf: Any) -> torch.Tensor:
+def number(path: str, leaf: Any) -> torch.Tensor:
+    """Return a leaf that can be summed."""
+    x = tensor(path, leaf)
+    return x.long() if x.dtype == torch.bool else x
+
+
+def tensor(path: str, leaf: Any) -> torch.Tensor:
+    """Check that a leaf is a tensor, and no box."""
     where = f"leaf {path!r}" if path else "its argument"
     if tree.is_box(leaf):
         raise TypeError(
@@ -253,7 +159,7 @@ def _number(path: str, leaf: Any) -> torch.Tensor:
         )
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(f"a collective takes tensors, and {where} is {leaf!r}; make it a torch.tensor")
-    return leaf.long() if leaf.dtype == torch.bool else leaf
+    return leaf
 
 
 def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -276,7 +182,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    return _over("all_gather", x, resolve(axis)[::-1], (_dimension("all_gather", x, dim),))
+    return over("all_gather", x, joint(resolve(axis))[::-1], (dimension("all_gather", x, dim),))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -300,19 +206,20 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    dim, axes = _dimension("psum_scatter", x, dim), resolve(axis)
+    dim, axes = dimension("psum_scatter", x, dim), joint(resolve(axis))
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
         raise ValueError(
             f"psum_scatter cuts dimension {dim} of a tensor {list(x.shape)} into {n} equal parts, "
             f"and {x.shape[dim]} does not divide by {n}; pad it"
         )
-    return _over("psum_scatter", x, axes, (dim,))
+    return over("psum_scatter", x, axes, (dim,))
 
 
-def _dimension(name: str, x: Any, dim: int) -> int:
+def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
+    """Check a dimension of a tensor, and count it from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes one tensor, and was given {x!r}; for a tree use tree.map")
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= dim < max(x.ndim, 1 - least):
         raise ValueError(f"dim={dim} is not a dimension of a tensor {list(x.shape)}")
-    return dim % x.ndim
+    return dim % max(x.ndim, 1)

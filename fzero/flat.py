@@ -6,8 +6,8 @@ through: 0, or more under a user's vmap.
 
 import torch
 
-from fzero.collectives import Tensors
 from fzero.spec import Spec
+from fzero.table import Tensors
 
 __all__ = ["own_range", "pack", "pad_own", "unpack"]
 
@@ -31,9 +31,9 @@ def unpack(spec: Spec, buffer: torch.Tensor, lead: int = 0) -> list[torch.Tensor
     ]
 
 
-def own_range(spec: Spec, leaves: Tensors, rank: int, lead: int = 0) -> torch.Tensor:
-    """Copy one rank's shard `[.., k]` out of a unit's leaves: O(k), the whole buffer is never built."""
-    rows, k = leaves[0].shape[:lead], spec.shard_numel
+def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int, lead: int = 0) -> torch.Tensor:
+    """Copy one of `ranks` equal parts `[.., k]` out of a unit's leaves: O(k), the whole buffer is never built."""
+    rows, k = leaves[0].shape[:lead], spec.shard_numel * spec.ranks // ranks
     start, stop = rank * k, rank * k + k
     parts = []
     for x, offset, size in zip(leaves, spec.offsets, spec.sizes, strict=False):
@@ -47,8 +47,8 @@ def own_range(spec: Spec, leaves: Tensors, rank: int, lead: int = 0) -> torch.Te
 
 
 def pad_own(spec: Spec, shard: torch.Tensor, rank: int, lead: int = 0) -> list[torch.Tensor]:
-    """Put one rank's shard `[.., k]` in its place among zeros: the transpose of `own_range`."""
-    rows, k = shard.shape[:lead], spec.shard_numel
-    buffer = shard.new_zeros((*rows, k * spec.ranks))
+    """Put one part `[.., k]` in its place among zeros: the transpose of `own_range`."""
+    rows, k = shard.shape[:lead], shard.shape[lead]
+    buffer = shard.new_zeros((*rows, spec.shard_numel * spec.ranks))
     buffer.narrow(lead, rank * k, k).copy_(shard)
     return unpack(spec, buffer, lead)

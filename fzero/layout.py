@@ -1,29 +1,21 @@
-"""Layouts: how a tree is cut into units, and the boxes that hold the pieces.
+"""The boxes that hold the pieces of a tree, and travel with it: layouts are never guessed from shapes.
 
-A *unit* is a group of leaves that are gathered together. It is stored flat: its leaves concatenated, padded to a
-multiple of N and cut in N equal 1-D shards. Cutting a tree keeps its structure: the unit's first leaf becomes a
-`Shard`, the box of the rank's piece, and each other leaf becomes a `Slot`, an empty node that says where in the
-unit the leaf is found. So `tree_map` over a cut tree visits each shard once, and `tree["generator"]` still works.
+Cutting a tree keeps its structure: a unit's first leaf becomes a `Shard`, the box of the rank's piece, and each other
+leaf becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
+each shard once, and `tree["generator"]` still works.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import register_box
-from fzero.collectives import apply
-from fzero.spec import Spec, intern, intern_parts, spec_of, unit_axis
+from fzero.spec import Spec, intern, spec_of, varying_axes
 from fzero.tree import is_box
-from fzero.world import Axis, UnitRule, rule_in_scope
 
-__all__ = ["PerRank", "Shard", "Slot", "default_units", "is_box"]
-
-
-# ---------------------------------------------------------------- boxes
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
 
 
 class _Box:
@@ -74,7 +66,7 @@ class Shard(_Box):
 
     Attributes:
         data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
-            the ranks' pieces stacked: `[N, k]`.
+            the ranks' pieces stacked: `[N, k]`, N ranks along `axes`.
         uid: the interned `spec`.
         origin: the whole leaves that `partition` cut, while they are known to be unchanged; else None.
             Flattening drops it, so any changed box has forgotten it.
@@ -103,14 +95,16 @@ class Shard(_Box):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which `data` differs by rank."""
-        return self.spec.axes
+        """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
+        return varying_axes(self.uid)
 
     def __repr__(self) -> str:
         spec = self.spec
         if hasattr(self, "donated"):
             return f"Shard({spec.unit!r}, donated)"
-        return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {','.join(spec.axes)}={spec.ranks})"
+        axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
+        axes += [f"part of {s.axis}={s.size}" for s in spec.split]
+        return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
 
     def describe(self) -> str:
         """Return all that tells this shard from another, for messages."""
@@ -161,6 +155,7 @@ class PerRank(_Box):
 
     Attributes:
         value: a tree of tensors; outside the rank program, in a simulation, each stacked over the ranks: `[N, ...]`.
+        axes: the axes along which it differs; None for all axes of the mesh. Along others it is replicated.
 
     Example:
         >>> import fzero
@@ -169,14 +164,16 @@ class PerRank(_Box):
                 [2, 3]])
     """
 
-    __slots__ = ("donated", "value")
+    __slots__ = ("axes", "donated", "value")
     hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
         self.value = value
+        self.axes = (axes,) if isinstance(axes, str) else axes
 
     def __repr__(self) -> str:
-        return f"PerRank({tree.map(lambda x: f'{x.dtype} {list(x.shape)}', self.value)})"
+        shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
+        return f"PerRank({shown}{'' if self.axes is None else f', {self.axes}'})"
 
 
 def _restore_shard(data: Any, spec: Spec) -> Shard:
@@ -189,138 +186,14 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
 
 register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
 register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
-register_box(PerRank, lambda box: ((box.value,), None), lambda _, children: PerRank(children[0]))
+register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
 
 
-# ---------------------------------------------------------------- units
-
-
-def default_units(path: str, leaf: torch.Tensor) -> str:
-    """Name the unit of a leaf: its repeated block, else its top-level child.
-
-    A repeated block is a numbered child that is itself a subtree: `"blocks.3.attn.w"` is in unit `"blocks.3"`,
-    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> [default_units(p, x) for p in ("h.0.attn.w", "h.0.mlp.w", "ln_f.w", "wte")]
-        ['h.0', 'h.0', 'ln_f', 'wte']
-    """
-    keys = path.split(".")
-    for i, key in enumerate(keys[:-1]):
-        if key.isdigit():
-            return ".".join(keys[: i + 1])
-    return keys[0] or "params"  # a tree that is one tensor has an empty path
-
-
-class Unit(NamedTuple):
-    """A unit of a tree that is about to be cut: its spec, its distinct leaves, and the position of the first."""
-
-    uid: int
-    leaves: list[torch.Tensor]
-    position: int
-
-
-class Cut(NamedTuple):
-    """How a tree is cut: at each position of its flattened form a `Slot`, or the leaf if it belongs to no unit."""
-
-    entries: list[Any]
-    units: list[Unit]
-    structure: Any
-
-    def with_shards(self, shards: Sequence[Shard]) -> Any:
-        """Build the cut tree, with the shard of each unit in place of its first slot."""
-        entries = list(self.entries)
-        for unit, shard in zip(self.units, shards, strict=True):
-            entries[unit.position] = shard
-        return tree.unflatten(self.structure, entries)
-
-
-def cut(
-    params: Any,
-    axes: Sequence[Axis],
-    rule: UnitRule | None = None,
-    reduce: str = "each",
-    rest: str | None = None,
-) -> Cut:
-    """Decide how a tree is cut over `axes`, by the rule given, else the running step's, else the default one.
-
-    A unit has one dtype: a rule's unit of several dtypes is cut in several. Leaves that are one tensor object are
-    one leaf of the unit of the first. Integer and bool leaves are in none, and those that the rule names `None` are in
-    the unit `rest`.
-    """
-    rule = rule or rule_in_scope() or default_units
-    paths, leaves, structure = tree.flatten_with_paths(params, is_box)
-    members: dict[tuple[str, torch.dtype], list[int]] = {}  # the unit's name and dtype -> positions
-    owner: dict[int, tuple[tuple[str, torch.dtype], int]] = {}  # id of a leaf -> its unit, and index there
-    for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or id(leaf) in owner:
-            continue
-        name = rule(path, leaf)
-        name = rest if name is None else name
-        if name is not None:
-            unit = members.setdefault((name, leaf.dtype), [])
-            owner[id(leaf)] = ((name, leaf.dtype), len(unit))
-            unit.append(position)
-    units = {
-        key: Unit(_uid_of(key[0], axes, paths, leaves, at, reduce), [leaves[i] for i in at], at[0])
-        for key, at in members.items()
-    }
-    entries = [Slot(units[owner[id(x)][0]].uid, owner[id(x)][1]) if id(x) in owner else x for x in leaves]
-    return Cut(entries, list(units.values()), structure)
-
-
-def _uid_of(name: str, axes: Sequence[Axis], paths: list[str], leaves: list[Any], at: list[int], reduce: str) -> int:
-    return intern_parts(
-        name,
-        tuple([a.name for a in axes]),
-        math.prod([a.size for a in axes]),
-        tuple([paths[i] for i in at]),
-        tuple([tuple([int(d) for d in leaves[i].shape]) for i in at]),
-        leaves[at[0]].dtype,
-        reduce,
-    )
-
-
-class Group(NamedTuple):
-    """A unit found in a cut tree: its uid, its `Shard`, and `(position, index in the unit)` of each of its leaves."""
-
-    uid: int
-    shard: Shard
-    members: list[tuple[int, int]]
-
-
-def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
-    """Find the units of a flattened cut tree.
-
-    A tree may hold several trees of one layout, such as the parameters and their moving average: a slot belongs to
-    the nearest shard of its unit before it, or to the first.
-
-    Raises:
-        ValueError: if a slot's shard is not in the tree. Names the path.
-    """
-    found: dict[int, list[Group]] = {}
-    order: list[Group] = []
-    for position, x in enumerate(entries):
-        if isinstance(x, Shard):
-            group = Group(x.uid, x, [(position, 0)])
-            found.setdefault(x.uid, []).append(group)
-            order.append(group)
-    seen: dict[int, int] = {}
-    for position, x in enumerate(entries):
-        if isinstance(x, Shard):
-            seen[x.uid] = seen.get(x.uid, 0) + 1
-        elif isinstance(x, Slot):
-            if x.uid not in found:
-                raise ValueError(
-                    f"leaf {paths[position]!r} lies in the shard of unit {x.spec.unit!r}, which is not in this tree; "
-                    "pass a tree that holds whole units, or cut it finer with units="
-                )
-            found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
-    return order
-
-
-def apply_to_unit(name: str, uid: int, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Apply a row of the table of collectives to a unit's tensors, over the unit's axis."""
-    axis = unit_axis(uid)
-    return apply(axis.token, name, axis.meta, (uid, 0), *xs)
+def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List for each leaf the axes along which it differs by rank, in the mesh's order; none for plain leaves."""
+    found: list[tuple[str, ...]] = []
+    for x in tree.flatten(values, is_box)[0]:
+        axes = x.axes if isinstance(x, Shard | PerRank) else ()
+        axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
+        found += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
+    return found

@@ -1,73 +1,111 @@
-"""Mesh: named axes of ranks, in one process (a simulation) or many, and how a rank program runs on it."""
+"""Mesh: named axes of ranks, in one process (a simulation) or many."""
 
-import os
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero._torch import quiet_vmap_fallback
+from fzero.launch import TIMEOUT, join, world_at_hand
 from fzero.layout import PerRank, is_box
-from fzero.replicated import check_replicated
-from fzero.world import Axis, Scope, UnitRule, within
+from fzero.spmd import Spmd, check_stacked
+from fzero.world import Axis, AxisName
 
 __all__ = ["Mesh", "mesh"]
 
+SIMULATIONS = ("vmap", "lockstep")
 
-def mesh(*, simulate: bool | None = None, device: str | None = None, **axes: int) -> "Mesh":
-    """Name the ranks: `fzero.mesh(dp=4)`.
 
-    Under torchrun the ranks are its processes, bound through a `torch.distributed.DeviceMesh` (gloo on a CPU, nccl on
-    a GPU). Alone they are simulated: a batch dimension in this process.
+def mesh(
+    *, simulate: bool | str | None = None, device: str | None = None, timeout: float = TIMEOUT, **axes: int
+) -> "Mesh":
+    """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
+
+    Under torchrun, or Slurm's srun, the ranks are its processes, bound through a `torch.distributed.DeviceMesh` (gloo
+    on a CPU, nccl on a GPU), the first axis the slowest. Alone they are simulated in this process.
 
     Args:
-        simulate: True for a simulation even under torchrun, False for an error when there is no world; by default
-            a world is used if there is one.
+        simulate: "vmap" (or True) for ranks as a batch dimension, even under torchrun: fast, and can be compiled.
+            "lockstep" for ranks as threads that take turns: runs any Python, and a debugger. False for an error when
+            there is no world. By default a world is used if there is one, else "vmap".
         device: "cpu" or "cuda"; by default "cuda" where there is one. Only a distributed mesh uses it.
-        **axes: the size of each axis; -1 for the whole world (1 when alone). This version takes one axis.
+        timeout: how long to wait for the world's other processes, in seconds.
+        **axes: the size of each axis; -1, for one of them, means what is left of the world (1 when alone).
 
     Returns:
         A `Mesh`.
 
     Raises:
         ValueError: if the size of the mesh is not the world's, or a size is below 1.
+        RuntimeError: if a process of the world does not arrive in time. Names it.
 
     Example:
-        >>> mesh(dp=4)
-        Mesh(dp=4, simulated)
+        >>> mesh(dp=2, tp=2)
+        Mesh(dp=2, tp=2, simulated)
     """
-    if len(axes) != 1:
-        raise ValueError(f"a mesh has one axis in this version, such as mesh(dp=4); given {axes or 'none'}")
-    ((name, size),) = axes.items()
-    if not isinstance(size, int):
-        raise TypeError(f"{name}={size!r}: the size of an axis is an int")
-    distributed = torch.distributed.is_available() and (torch.distributed.is_initialized() or _launched())
-    if simulate is False and not distributed:
+    if not axes:
+        raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}={size!r}: the size of an axis is an int")
+    if simulate not in (None, True, False, *SIMULATIONS):
+        raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
+    world = world_at_hand()
+    if simulate is False and world is None:
         raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
-    world = 1
-    if distributed and not simulate:
-        ready = torch.distributed.is_initialized()
-        world = torch.distributed.get_world_size() if ready else int(os.environ["WORLD_SIZE"])
-    size = world if size == -1 else size
-    if size < 1:
-        raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
-    if simulate or not distributed:
-        return Mesh(((name, size),))
-    if size != world:
-        raise ValueError(
-            f"{name}={size}, and the world has {world} processes: launch with torchrun --nproc-per-node {size}, "
-            f"or say {name}=-1 for the whole world"
-        )
+    simulated = bool(simulate) or world is None
+    shape = _filled(axes, 1 if simulated or world is None else world.size, simulated)
+    if simulated or world is None:
+        return Mesh(shape, simulation="lockstep" if simulate == "lockstep" else "vmap")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device_mesh = init_device_mesh(kind, (size,), mesh_dim_names=(name,))
-    return Mesh(((name, size),), device_mesh)
+    join(world, kind, timeout)
+    device_mesh = init_device_mesh(kind, tuple(axes_sizes(shape)), mesh_dim_names=tuple(name for name, _ in shape))
+    return Mesh(shape, device_mesh, _joint_groups(device_mesh))
 
 
-def _launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+def axes_sizes(shape: tuple[tuple[str, int], ...]) -> list[int]:
+    """List the sizes of a mesh's axes."""
+    return [size for _, size in shape]
+
+
+def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[str, int], ...]:
+    """Fill in the size that is -1, and check that the product is the world's."""
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can be what is left of the world")
+    given = math.prod([size for size in axes.values() if size != -1])
+    shape = tuple([(name, max(world // max(given, 1), 1) if size == -1 else size) for name, size in axes.items()])
+    for name, size in shape:
+        if size < 1:
+            raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
+    product = math.prod(axes_sizes(shape))
+    if not simulated and product != world:
+        said = ", ".join([f"{name}={size}" for name, size in axes.items()])
+        raise ValueError(
+            f"{said}, and the world has {world} processes: launch with torchrun --nproc-per-node {product}, "
+            f"or say {shape[0][0]}=-1 for {'the whole world' if len(shape) == 1 else 'what is left of the world'}"
+        )
+    return shape
+
+
+def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
+    """Make a process group for each product of several axes, so that it takes one collective: `("dp,ep", group)`.
+
+    All processes make all groups, in one order.
+    """
+    names, ranks = device_mesh.mesh_dim_names or (), device_mesh.mesh
+    found = []
+    for k in range(2, len(names) + 1):
+        for chosen in combinations(range(len(names)), k):
+            rest = [i for i in range(len(names)) if i not in chosen]
+            rows = ranks.permute(*rest, *chosen).reshape(-1, math.prod([ranks.shape[i] for i in chosen]))
+            group: Any = torch.distributed.new_subgroups_by_enumeration(rows.tolist())[0]
+            found.append((",".join(names[i] for i in chosen), group.group_name))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -75,12 +113,16 @@ class Mesh:
     """Named axes of ranks. Make one with `fzero.mesh`.
 
     Attributes:
-        shape: the name and size of each axis.
+        shape: the name and size of each axis, the first the slowest.
         device_mesh: the processes, or None in a simulation.
+        joint: in a distributed mesh of several axes, the process group of each product of them.
+        simulation: how ranks are simulated: "vmap" or "lockstep".
     """
 
     shape: tuple[tuple[str, int], ...]
     device_mesh: Any = None
+    joint: tuple[tuple[str, str], ...] = ()
+    simulation: str = "vmap"
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -90,7 +132,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.shape[0][1]
+        return math.prod(axes_sizes(self.shape))
 
     @property
     def simulated(self) -> bool:
@@ -108,18 +150,68 @@ class Mesh:
 
         Call steps and `step.gather` on all ranks, outside such a branch.
         """
-        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank()
+        return 0 if self.device_mesh is None else self.index(self.axis_names)
+
+    def index(self, axis: AxisName, rank: int | None = None) -> int:
+        """Return a rank's place along an axis, or along several, the first the slowest; by default this process's."""
+        names = self.names(axis)
+        if rank is None and self.device_mesh is not None:
+            places = {name: self.device_mesh.get_local_rank(name) for name in names}
+        else:
+            places = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
+        place, sizes = 0, dict(self.shape)
+        for name in names:
+            place = place * sizes[name] + places[name]
+        return place
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's place along each axis."""
+        places: list[int] = []
+        for size in reversed(axes_sizes(self.shape)):
+            rank, place = divmod(rank, size)
+            places.insert(0, place)
+        return tuple(places)
+
+    def names(self, axis: AxisName) -> tuple[str, ...]:
+        """List the axes that `axis` names; all, if it is None.
+
+        Raises:
+            ValueError: if it names none, or one that the mesh does not have.
+        """
+        names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if not names:
+            raise ValueError(f"axis={axis!r} names no axis of {self!r}; leave it out to mean all of them")
+        for name in names:
+            if name not in self.axis_names:
+                raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
+        return names
+
+    def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """List this process's axes, and those that stand for several."""
+        alone = [
+            Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i))
+            for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
+        ]
+        several, sizes = [], dict(self.shape)
+        for name, group in self.joint:
+            names = tuple(name.split(","))
+            i = self.index(names)
+            several.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
+        return tuple(alone), tuple(several)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
-        place = "simulated" if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
+        place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
         return f"Mesh({axes}, {place})"
 
-    def split(self, batch: Any) -> PerRank:
+    def split(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
 
         Args:
             batch: a tree of tensors `[N b, ...]`, the same on every process.
+            axis: the axes whose N ranks get parts of their own; by default all. Ranks along others get the same
+                part: `mesh.split(batch, "dp")` where an axis "tp" computes one loss together.
 
         Returns:
             A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
@@ -132,7 +224,8 @@ class Mesh:
             >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
             PerRank({'x': 'torch.float32 [2, 3, 3]'})
         """
-        n = self.size
+        names = self.names(axis)
+        n, mine = self._ranks(names), self.index(names)
 
         def part(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
@@ -142,16 +235,28 @@ class Mesh:
                     "drop or pad the last batch"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
-            return stacked if self.simulated else stacked[self.rank]
+            return stacked if self.simulated else stacked[mine]
 
-        return PerRank(tree.map_with_path(part, batch, is_box))
+        return PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
 
-    def local(self, batch: Any) -> PerRank:
+    def _ranks(self, names: tuple[str, ...]) -> int:
+        return math.prod([dict(self.shape)[name] for name in names])
+
+    def _varying(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the axes for a box: None for all. A simulation stacks along the axes in the mesh's order."""
+        ordered = tuple([name for name in self.axis_names if name in names])
+        if ordered != names:
+            raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
+        return None if ordered == self.axis_names else ordered
+
+    def local(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Wrap what each rank loaded itself.
 
         Args:
             batch: a tree of this rank's tensors (in a simulation of all ranks' tensors, stacked: `[N, ...]`), or a
                 function `rank -> tree`, which is called for this process's rank, or in a simulation for each.
+            axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the place along
+                them.
 
         Returns:
             A `PerRank` of it.
@@ -164,18 +269,20 @@ class Mesh:
             >>> mesh(dp=3).local(lambda rank: torch.tensor(rank)).value
             tensor([0, 1, 2])
         """
+        names = self.names(axis)
+        varying = self._varying(names)
         if callable(batch):
-            ranks = range(self.size) if self.simulated else [self.rank]
+            ranks = range(self._ranks(names)) if self.simulated else [self.index(names)]
             parts = [batch(r) for r in ranks]
             batch = _stack(parts) if self.simulated else parts[0]
 
         def check(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
             if self.simulated:
-                _check_stacked(x, f"batch leaf {path!r}", self)
+                check_stacked(x, f"batch leaf {path!r}", self, names)
             return x
 
-        return PerRank(tree.map_with_path(check, batch, is_box))
+        return PerRank(tree.map_with_path(check, batch, is_box), varying)
 
     def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program on every rank: JAX's shard_map, with layouts that travel with the values.
@@ -197,96 +304,7 @@ class Mesh:
             >>> m.spmd(lambda x: fzero.pmean(x.sum()))(m.split(torch.arange(4.0)))
             tensor(3.)
         """
-        return _Spmd(self, program)
-
-
-@dataclass(frozen=True)
-class _Spmd:
-    mesh: Mesh
-    program: Callable[..., Any]
-    default: tuple[str, ...] | None = None
-    rule: UnitRule | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = _run_rank
-        if self.mesh.simulated:
-            run = _simulate if torch.compiler.is_dynamo_compiling() else _simulate_eagerly
-
-        def program(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            args, kwargs = _unwrapped(call)
-            return self.program(*args, **kwargs)
-
-        return run(self.mesh, program, (args, kwargs), self.default, self.rule)
-
-
-def _run_rank(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> Any:
-    ((name, size),) = mesh.shape
-    group = mesh.device_mesh.get_group(name).group_name
-    axis = Axis(name, size, group, mesh.rank, torch.tensor(mesh.rank))
-    out = within(Scope((axis,), default, rule), program, args)
-    return tree.map(lambda x: x, out)  # boxes forget their origin, which lives within one step
-
-
-def _simulate_eagerly(*args: Any) -> Any:
-    try:
-        with quiet_vmap_fallback():
-            return _simulate(*args)
-    except RuntimeError as error:
-        if "vmap" in str(error):
-            error.add_note(
-                "fzero: simulated ranks run under torch.vmap, which cannot run this operation or read its data "
-                "in Python; real processes can: torchrun"
-            )
-        raise
-
-
-def _simulate(mesh: Mesh, program: Any, args: Any, default: Any, rule: Any) -> Any:
-    """Run all ranks as a batch dimension: one vmap over the token and whatever differs by rank."""
-    ((name, size),) = mesh.shape
-    paths, leaves, structure = tree.flatten_with_paths(args)
-    varies = _varies(args)
-    for path, x, v in zip(paths, leaves, varies, strict=True):
-        if v:
-            _check_tensor("argument", path.split(".", 1)[1], x)
-            _check_stacked(x, tree.place("argument", path.split(".", 1)[1]), mesh)
-    result: list[Any] = []
-
-    def rank(token: torch.Tensor, *leaves: Any) -> Any:
-        axis = Axis(name, size, "", 0, token)
-        out = within(Scope((axis,), default, rule), program, tree.unflatten(structure, list(leaves)))
-        paths, out_leaves, out_structure = tree.flatten_with_paths(out)
-        varies = _varies(out)
-        result.append((out_leaves, out_structure, varies))
-        same = check_replicated(token, paths, out_leaves, varies)
-        return same, [x for x, v in zip(out_leaves, varies, strict=True) if v]
-
-    same, different = torch.vmap(
-        rank,
-        in_dims=(0, *[0 if v else None for v in varies]),
-        out_dims=(None, 0),  # pyright: ignore[reportArgumentType]
-        randomness="different",
-    )(torch.arange(size), *leaves)
-    out_leaves, out_structure, out_varies = result.pop()
-    same, different = iter(same), iter(different)
-    return tree.unflatten(
-        out_structure,
-        [
-            next(different) if v else next(same) if isinstance(x, torch.Tensor) else x
-            for x, v in zip(out_leaves, out_varies, strict=True)
-        ],
-    )
-
-
-def _varies(values: Any) -> list[bool]:
-    """Tell for each leaf whether it lies in a box, and so differs by rank."""
-    return [v for x in tree.flatten(values, is_box)[0] for v in [is_box(x)] * len(tree.flatten(x)[0])]
-
-
-def _unwrapped(args: Any) -> Any:
-    def is_per_rank(x: Any) -> bool:
-        return isinstance(x, PerRank)
-
-    return tree.map(lambda x: x.value if is_per_rank(x) else x, args, is_leaf=is_per_rank)
+        return Spmd(self, program)
 
 
 def _check_tensor(what: str, path: str, x: Any) -> None:
@@ -307,11 +325,3 @@ def _stack(parts: list[Any]) -> Any:
                     "all ranks hold tensors of one shape; pad or drop the rest"
                 )
     return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])
-
-
-def _check_stacked(x: torch.Tensor, what: str, mesh: Mesh) -> None:
-    if x.ndim == 0 or x.shape[0] != mesh.size:
-        raise ValueError(
-            f"{what} is {list(x.shape)}: in a simulation dimension 0 of what differs by rank is the rank, "
-            f"and {mesh!r} has {mesh.size}; make it with mesh.split or step.init on this mesh"
-        )

@@ -1,13 +1,14 @@
 """torch.nn modules as pure functions of their parameters and buffers."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.layout import is_box
-from fzero.world import bound
+from fzero.lockstep import in_lockstep
+from fzero.world import bound, data_axes
 
 __all__ = ["Apply", "Functional", "functional"]
 
@@ -81,6 +82,7 @@ class Apply:
     params: frozenset[str]
     buffers: frozenset[str]
     mutable: frozenset[str]
+    _copies: dict[tuple[int, ...], torch.nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
         """Run the module's forward pass.
@@ -104,7 +106,7 @@ class Apply:
         self._check(buffers, self.buffers, "buffers")
         state = {**params, **buffers, **{name: _own_copy(buffers[name]) for name in sorted(self.mutable)}}
         versions = {} if torch.compiler.is_compiling() else {name: buffers[name]._version for name in buffers}
-        out = torch.func.functional_call(self.module, state, args, kwargs)
+        out = torch.func.functional_call(self._own_module(), state, args, kwargs)
         for name, version in versions.items():
             if name not in self.mutable and buffers[name]._version != version:
                 raise RuntimeError(
@@ -112,6 +114,15 @@ class Apply:
                     "not a persistent floating-point buffer, or a counter, of a module in training mode"
                 )
         return out, {name: state[name] for name in buffers}
+
+    def _own_module(self) -> torch.nn.Module:
+        """Return the module to run: in lockstep the rank's own, since functional_call writes into it while it runs."""
+        if not in_lockstep():
+            return self.module
+        rank = tuple([axis.rank for axis in bound()])
+        if rank not in self._copies:
+            self._copies[rank] = copy.deepcopy(self.module)
+        return self._copies[rank]
 
     def _check(self, given: Any, names: frozenset[str], what: str) -> None:
         if not isinstance(given, dict):
@@ -130,7 +141,7 @@ class Apply:
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
     """Copy a buffer for this rank to write; a simulation needs one that differs by rank."""
     copied = x.clone()
-    for axis in bound() if x.is_floating_point() else ():  # a counter is equal on all ranks
+    for axis in data_axes() if x.is_floating_point() else ():  # a counter is equal on all ranks
         if not axis.group:
             copied = torch.where(axis.token >= 0, copied, copied)
     return copied

@@ -1,25 +1,30 @@
 """The type check of replicated results: in a simulation a plain result that differs by rank is an error.
 
 A value that no rank made different has no batch dimension at the axis's vmap, so the check is exact there: what comes
-out unbatched is provably equal on all ranks.
+out unbatched is provably equal on all ranks. (Ranks in lockstep are compared by value, when they return.)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero._torch import allow_in_graph
-from fzero.world import bound
+from fzero.lockstep import is_lockstep, meet
+from fzero.world import Axis, bound
 
-__all__ = ["assume_replicated", "check_replicated"]
+__all__ = ["assume_replicated", "check_replicated", "differs"]
 
 
 class _Replicated(torch.autograd.Function):
     """The identity on a value that does not differ by rank; on one that does an error, or with `assume` rank 0's."""
 
     @staticmethod
-    def forward(x: torch.Tensor, token: torch.Tensor, path: str, assume: bool) -> torch.Tensor:
+    def forward(x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> torch.Tensor:
+        if is_lockstep(group) and not message:
+            # equal or not, all ranks go on with the first one's
+            return meet(group, int(token), "assume_replicated", [x], lambda xs, _: [xs[0][0].clone() for _ in xs])
         return x.view_as(x)
 
     @staticmethod
@@ -35,23 +40,19 @@ class _Replicated(torch.autograd.Function):
         return tangents[0]
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor, token: torch.Tensor, path: str, assume: bool) -> Any:
-        if in_dims[1] is None:  # a user's vmap
-            return _Replicated.apply(x, token, path, assume), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> Any:
+        if in_dims[1] is None:  # a user's vmap, or another axis's
+            return _Replicated.apply(x, token, group, message), in_dims[0]
         if in_dims[0] is None:
             return x.view_as(x), None
-        if assume:
+        if not message:
             return x.select(in_dims[0], 0).clone(), None
-        raise ValueError(
-            f"{tree.place('result', path)} differs by rank, and a plain result must be replicated: reduce it with "
-            "fzero.pmean or fzero.psum, wrap it in fzero.PerRank to get every rank's, or, if it is equal on all ranks "
-            "for a reason that fzero cannot see, return fzero.assume_replicated(x)"
-        )
+        raise ValueError(message)
 
 
 @allow_in_graph
-def _as_replicated(x: torch.Tensor, token: torch.Tensor, path: str, assume: bool) -> torch.Tensor:
-    return _Replicated.apply(x, token, path, assume)  # pyright: ignore[reportReturnType]
+def _as_replicated(x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> torch.Tensor:
+    return _Replicated.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
 
 
 def assume_replicated(x: Any) -> Any:
@@ -68,19 +69,37 @@ def assume_replicated(x: Any) -> Any:
         tensor(1.)
     """
     for axis in bound():
-        x = tree.map(lambda leaf, axis=axis: _as_replicated(leaf, axis.token, "", True), x)
+        x = tree.map(lambda leaf, axis=axis: _as_replicated(leaf, axis.token, axis.group, ""), x)
     return x
 
 
 def check_replicated(
-    token: torch.Tensor, paths: list[str], leaves: list[Any], varies: list[bool]
-) -> list[torch.Tensor]:
-    """Check the plain results; one tensor at several paths stays one."""
-    checked: dict[int, torch.Tensor] = {}
+    axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any], varies: Sequence[tuple[str, ...]]
+) -> list[Any]:
+    """Check that results differ only along the axes that their boxes name; one tensor at several paths stays one."""
+    checked: dict[tuple[int, tuple[str, ...]], Any] = {}
     out = []
-    for path, x, v in zip(paths, leaves, varies, strict=True):
-        if isinstance(x, torch.Tensor) and not v:
-            if id(x) not in checked:
-                checked[id(x)] = _as_replicated(x, token, path, False)
-            out.append(checked[id(x)])
+    for path, x, names in zip(paths, leaves, varies, strict=True):
+        key = (id(x), names)
+        if key not in checked:
+            checked[key] = x
+            for axis in axes if isinstance(x, torch.Tensor) else ():
+                if axis.name not in names:
+                    along = f" along {axis.name!r}" if len(axes) > 1 else ""
+                    checked[key] = _as_replicated(checked[key], axis.token, axis.group, differs(path, names, along))
+        out.append(checked[key])
     return out
+
+
+def differs(path: str, names: tuple[str, ...], how: str = "") -> str:
+    """Say what is wrong with a result that differs by rank where its layout says that it does not."""
+    if names:
+        return (
+            f"{tree.place('result', path)} differs by rank{how}, and its box says that it differs along "
+            f"{', '.join(names)} only: reduce it over the other axes, or name them in the box"
+        )
+    return (
+        f"{tree.place('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
+        "fzero.pmean or fzero.psum, wrap it in fzero.PerRank to get every rank's, or, if it is equal on all ranks "
+        "for a reason that fzero cannot see, return fzero.assume_replicated(x)"
+    )

@@ -11,8 +11,9 @@ import torch
 from fzero import tree
 from fzero._torch import assume_constant_result
 from fzero.collectives import psum
-from fzero.layout import Shard, groups, is_box
-from fzero.spec import shard_numel, spec_of, unit_axis
+from fzero.layout import Shard, is_box
+from fzero.spec import shard_numel, spec_of, unit_index, unit_ranks, varying_axes
+from fzero.units import groups
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 
@@ -29,24 +30,24 @@ def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
         An int64 tensor `[k]`.
     """
     k = shard_numel(uid)
-    position = unit_axis(uid).token.to(device) * k + torch.arange(k, device=device)
+    position = unit_index(uid).to(device) * k + torch.arange(k, device=device)
     return torch.bucketize(position, torch.tensor(_ends(uid + 0), device=device), right=True)
 
 
 def without_padding(box: Shard) -> torch.Tensor:
     """Return a shard's data `[k]` with zeros in the padding."""
-    axis, k, numel = unit_axis(box.uid), shard_numel(box.uid), _ends(box.uid + 0)[-1]
-    if k * axis.size == numel:
+    k, numel = shard_numel(box.uid), _ends(box.uid + 0)[-1]
+    if k * unit_ranks(box.uid) == numel:
         return box.data
-    position = axis.token.to(box.data.device) * k + torch.arange(k, device=box.data.device)
+    position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
     return torch.where(position < numel, box.data, torch.zeros_like(box.data))
 
 
 def global_norm(params: Any) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
-    Shards are summed over their ranks by one scalar psum an axis, replicated leaves and tied ones are counted once,
-    padding is not. Sums run in float32 at least.
+    Shards are summed over their ranks by one scalar psum for each set of axes, replicated leaves and tied ones are
+    counted once, padding is not. Sums run in float32 at least.
 
     Returns:
         A 0-d tensor, equal on all ranks if the replicated leaves are.
@@ -60,16 +61,16 @@ def global_norm(params: Any) -> torch.Tensor:
         tensor(5.)
     """
     entries = tree.flatten(params, is_box)[0]
-    sharded: dict[str, torch.Tensor] = {}
+    sharded: dict[tuple[str, ...], torch.Tensor] = {}
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
-            name = unit_axis(x.uid).name
+            axes = varying_axes(x.uid)
             square = _square(without_padding(x))
-            sharded[name] = sharded[name] + square if name in sharded else square
+            sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
             plain[id(x)] = _square(x)
-    squares = [psum(square, name) for name, square in sharded.items()] + list(plain.values())
+    squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 

@@ -7,25 +7,48 @@ here, whose answers Dynamo takes as constants.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from fzero._torch import assume_constant_result
-from fzero.world import Axis, lookup
+from fzero.world import Axis, axis_index, bound, lookup
 
 __all__ = [
     "Spec",
+    "Split",
     "check_cut_for",
     "intern",
     "intern_parts",
+    "is_sharded",
+    "on_mesh",
     "reduces_once",
     "shard_numel",
     "spec_of",
-    "unit_axis",
+    "split_axes",
+    "unit_axes",
+    "unit_index",
     "unit_name",
+    "unit_numel",
+    "unit_ranks",
+    "varying_axes",
 ]
+
+
+class Split(NamedTuple):
+    """An axis of model parallelism: each rank along it has its own part of every leaf of the unit.
+
+    Attributes:
+        axis: the axis, such as "tp" or "ep".
+        size: the number of its ranks.
+        dims: the dimension along which each leaf is cut in equal parts.
+    """
+
+    axis: str
+    size: int
+    dims: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,21 +57,36 @@ class Spec:
 
     Attributes:
         unit: the unit's name.
-        axes: the axes over whose ranks the unit is sharded.
-        ranks: the number of those ranks, N.
+        mesh: the name and size of each axis over whose ranks the unit is sharded; none if it is not.
         paths: the path of each leaf, for messages.
-        shapes: the shape of each leaf.
+        shapes: the shape of each leaf, as a rank has it that gathered the unit.
         dtype: the dtype of the leaves.
         reduce: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
+        split: the further axes along which ranks have parts of the leaves, tensor or expert parallel.
     """
 
     unit: str
-    axes: tuple[str, ...]
-    ranks: int
+    mesh: tuple[tuple[str, int], ...]
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     reduce: str = "each"
+    split: tuple[Split, ...] = ()
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks the unit is sharded."""
+        return tuple(name for name, _ in self.mesh)
+
+    @cached_property
+    def varies(self) -> tuple[str, ...]:
+        """The axes along which a shard differs by rank."""
+        return (*self.axes, *(s.axis for s in self.split))
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks that share the unit, N."""
+        return math.prod(size for _, size in self.mesh)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -91,32 +129,44 @@ def spec_of(uid: int) -> Spec:
 @assume_constant_result
 def intern_parts(
     unit: str,
-    axes: tuple[str, ...],
-    ranks: int,
+    mesh: tuple[tuple[str, int], ...],
     paths: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
     reduce: str,
+    split: tuple[tuple[str, int, tuple[int, ...]], ...],
 ) -> int:
     """Return the uid of the spec with these attributes."""
-    return intern(Spec(unit, axes, ranks, paths, shapes, dtype, reduce))
+    return intern(Spec(unit, mesh, paths, shapes, dtype, reduce, tuple(Split(*s) for s in split)))
 
 
 @assume_constant_result
-def _facts(uid: int) -> tuple[str, int, int, bool]:
+def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str) -> int:
+    """Return the uid of the same unit, sharded over other axes."""
+    return intern(replace(spec_of(uid), mesh=mesh, reduce=reduce))
+
+
+@assume_constant_result
+def _facts(uid: int) -> tuple[tuple[tuple[str, int], ...], int, bool, tuple[tuple[str, int], ...], tuple[str, ...]]:
     spec = spec_of(uid)
-    return spec.axes[0], spec.ranks, spec.shard_numel, spec.reduce == "once"
+    split = tuple((s.axis, s.size) for s in spec.split)
+    return spec.mesh, spec.shard_numel, spec.reduce == "once", split, spec.varies
 
 
-def unit_axis(uid: int) -> Axis:
-    """Return the bound axis over which a unit is sharded.
+def unit_axes(uid: int) -> tuple[Axis, ...]:
+    """Return the bound axes over which a unit is sharded.
 
     Raises:
-        ValueError: if it is not bound, or has another size than the unit was cut for.
+        ValueError: if one is not bound, or has another size than the unit was cut for.
     """
-    axis = lookup(_facts(uid + 0)[0])
-    check_cut_for(uid, f"unit {unit_name(uid + 0)!r}", ((axis.name, axis.size),))
-    return axis
+    axes = [lookup(name) for name, _ in _facts(uid + 0)[0]]
+    check_cut_for(uid, f"unit {unit_name(uid + 0)!r}", tuple([(a.name, a.size) for a in bound()]))
+    return tuple(axes)
+
+
+def unit_index(uid: int) -> torch.Tensor:
+    """Return which of a unit's shards this rank's is: an int64 tensor of shape []."""
+    return axis_index(tuple([name for name, _ in _facts(uid + 0)[0]]))
 
 
 def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
@@ -125,13 +175,14 @@ def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None
     Raises:
         ValueError: if not; it calls the unit `what`.
     """
-    name, ranks, *_ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
-    if (name, ranks) not in shape:
-        axes = ", ".join([f"{name}={size}" for name, size in shape])
-        raise ValueError(
-            f"{what} was cut for {name}={ranks}, and this mesh has {axes}; gather it on the mesh that it was "
-            "cut for, and call step.init on this one"
-        )
+    mesh, _, _, split, _ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
+    for pair in (*mesh, *split):
+        if pair not in shape:
+            axes = ", ".join([f"{name}={size}" for name, size in shape])
+            raise ValueError(
+                f"{what} was cut for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it was "
+                "cut for, and call step.init on this one"
+            )
 
 
 @assume_constant_result
@@ -142,9 +193,38 @@ def unit_name(uid: int) -> str:
 
 def shard_numel(uid: int) -> int:
     """Return the elements of one rank's shard of a unit, padding included."""
-    return _facts(uid + 0)[2]
+    return _facts(uid + 0)[1]
 
 
 def reduces_once(uid: int) -> bool:
     """Tell whether a unit's gradients are reduced once a step, and not each micro-batch."""
-    return _facts(uid + 0)[3]
+    return _facts(uid + 0)[2]
+
+
+def varying_axes(uid: int) -> tuple[str, ...]:
+    """List the axes along which a unit's shards differ by rank."""
+    return _facts(uid + 0)[4]
+
+
+@assume_constant_result
+def split_axes(uid: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """List the axes along which ranks have parts of a unit's leaves, each with the dimension cut of each leaf."""
+    return tuple((s.axis, s.dims) for s in spec_of(uid).split)
+
+
+@assume_constant_result
+def unit_numel(uid: int) -> int:
+    """Return the elements of a unit, without padding."""
+    return spec_of(uid).numel
+
+
+@assume_constant_result
+def unit_ranks(uid: int) -> int:
+    """Return the number of ranks that a unit is sharded over."""
+    return spec_of(uid).ranks
+
+
+@assume_constant_result
+def is_sharded(uid: int) -> bool:
+    """Tell whether a unit is sharded over some axis."""
+    return bool(spec_of(uid).mesh)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fzero import optim, tree
 from fzero.layout import PerRank
+from fzero.mesh import Mesh
 from fzero.mesh import mesh as make_mesh
 from fzero.transforms import gather, partition, shard
-from fzero.world import UnitRule
 
 __all__ = [
     "assert_equivalent",
@@ -78,7 +78,8 @@ def assert_equivalent(
     world_sizes: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,
-    units: UnitRule | None = None,
+    meshes: Sequence[Mesh] | None = None,
+    **options: Any,
 ) -> None:
     """Assert that a sharded train step gives the numbers of the unsharded one, at every stage and world size.
 
@@ -91,12 +92,13 @@ def assert_equivalent(
         opt: the (init, update) pair that `train_step` uses.
         batches: global batches, one a step: trees of tensors whose dimension 0 divides by each world size.
         stages: the ZeRO stages to try.
-        world_sizes: the numbers of ranks to try.
+        world_sizes: the numbers of ranks to try, simulated by vmap.
         rtol: see `assert_trees_close`.
-        units: the unit rule, as for `fzero.shard`.
+        meshes: the meshes to try instead, such as `[fzero.mesh(dp=2, tp=2, simulate="lockstep")]`.
+        **options: passed on to `fzero.shard`: `axis`, `units`, `over`, `split`.
 
     Raises:
-        AssertionError: if anything differs. Names stage, world size, step and leaf.
+        AssertionError: if anything differs. Names stage, mesh, step and leaf.
 
     Example:
         >>> import fzero
@@ -111,18 +113,18 @@ def assert_equivalent(
     expected = [(params, opt.init(params))]
     for batch in batches:
         expected.append(train_step(*expected[-1][:2], batch))
-    for n in world_sizes:
-        mesh = make_mesh(simulate=True, dp=n)
+    for mesh in [make_mesh(simulate=True, dp=n) for n in world_sizes] if meshes is None else meshes:
+        ranks = ", ".join([f"{name}={size}" for name, size in mesh.shape])
         for stage in stages:
-            step = shard(train_step, stage=stage, mesh=mesh, units=units)
+            step = shard(train_step, stage=stage, mesh=mesh, **options)
             state = step.init(params, opt)
             for i, batch in enumerate(batches):
-                state = step(*state[:2], mesh.split(batch))
-                what = f"stage={stage}, dp={n}, step {i}: result"
+                state = step(*state[:2], mesh.split(batch, step.axis))
+                what = f"stage={stage}, {ranks}, step {i}: result"
                 for j in range(2, len(state)):
                     whole = step.gather(state[j])
                     assert_trees_close(_joined(whole), _joined(expected[i + 1][j], 0), rtol, f"{what} {j}")
-            what = f"stage={stage}, dp={n}, after {len(batches)} steps:"
+            what = f"stage={stage}, {ranks}, after {len(batches)} steps:"
             assert_trees_close(step.gather(state[0]), expected[-1][0], rtol, f"{what} parameters")
             assert_trees_close(step.gather(state[1]), expected[-1][1], rtol, f"{what} optimizer state")
 

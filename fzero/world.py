@@ -1,33 +1,43 @@
 """Named axes: what a collective's axis name is bound to while a rank program runs.
 
-An axis is bound to a *token*, its rank index. In a simulation the token is `arange(n)` mapped by the axis's own
+An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)` mapped by the axis's own
 vmap, so a collective that is handed the token can tell that vmap from a user's: the token is batched there and
-nowhere else. In a distributed run the token is a constant and the axis has a process group.
+nowhere else. In a distributed run, and in lockstep, the token is a constant and the axis has a group.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
+    "DEFAULT_RULES",
     "Axis",
+    "Rules",
     "Scope",
     "axis_index",
     "axis_size",
+    "bound",
+    "data_axes",
+    "joint",
     "lookup",
     "resolve",
-    "rule_in_scope",
+    "rules_in_scope",
     "within",
 ]
 
 AxisName = str | tuple[str, ...] | None
 UnitRule = Callable[[str, torch.Tensor], str | None]
+OverRule = Callable[[str, torch.Tensor], AxisName]
+SplitRule = Callable[[str, torch.Tensor], Mapping[str, int] | None]
 
 
 class Axis(NamedTuple):
-    """A bound axis: its name, size, process group ("" when simulated), this process's rank on it, and token."""
+    """A bound axis: its name, size, group ("" under vmap), this process's rank on it, and token.
+
+    An axis may stand for several, such as "dp,ep"; one without a name is not recorded.
+    """
 
     name: str
     size: int
@@ -36,17 +46,42 @@ class Axis(NamedTuple):
     token: torch.Tensor
 
     @property
-    def meta(self) -> tuple[str, str, int, int]:
-        """Everything but the token: constants, so that a traced collective can carry them."""
-        return (self.name, self.group, self.size, self.rank)
+    def meta(self) -> tuple[str, str, int, int, int]:
+        """Everything but the token: constants, so that a traced collective can carry them (see `fzero.table.Meta`)."""
+        return (self.name, self.group, self.size, self.rank, 1)
+
+
+class Rules(NamedTuple):
+    """How a tree is cut, given the path and the leaf.
+
+    Attributes:
+        units: names the leaf's unit; None for the default rule.
+        over: lists the axes that the unit is sharded over; None for all those of the step.
+        split: says which further axes cut the leaf itself, and along which dimension; None for none.
+    """
+
+    units: UnitRule | None = None
+    over: OverRule | None = None
+    split: SplitRule | None = None
+
+
+DEFAULT_RULES = Rules()
 
 
 class Scope(NamedTuple):
-    """What a running rank program sees: bound axes, the axes `axis=None` means, and the rule that cuts units."""
+    """What a running rank program sees.
+
+    Attributes:
+        axes: the bound axes, in the mesh's order.
+        default: the axes that `axis=None` means; None for the only one.
+        rules: how trees are cut.
+        joint: axes that stand for several: groups of the product of some bound axes.
+    """
 
     axes: tuple[Axis, ...]
     default: tuple[str, ...] | None = None
-    rule: UnitRule | None = None
+    rules: Rules = DEFAULT_RULES
+    joint: tuple[Axis, ...] = ()
 
 
 class _Scopes(threading.local):
@@ -76,9 +111,9 @@ def bound() -> tuple[Axis, ...]:
     return _SCOPES.stack[-1].axes if _SCOPES.stack else ()
 
 
-def rule_in_scope() -> UnitRule | None:
-    """Return the unit rule given to `fzero.shard`, if its step is running."""
-    return _SCOPES.stack[-1].rule if _SCOPES.stack else None
+def rules_in_scope() -> Rules:
+    """Return the rules given to `fzero.shard`, if its step is running."""
+    return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
 
 
 def lookup(name: str) -> Axis:
@@ -117,6 +152,26 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
         names = [a.name for a in scope.axes]
         raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
     return scope.axes
+
+
+def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that a collective over `axes` runs over, the slowest first.
+
+    One, if there is a group of their product; else one after the other, and the first stands for all in records.
+    """
+    if len(axes) < 2:
+        return tuple(axes)
+    name = ",".join([a.name for a in axes])
+    for a in _SCOPES.stack[-1].joint:
+        if a.name == name:
+            return (a,)
+    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
+
+
+def data_axes() -> tuple[Axis, ...]:
+    """List the axes along which data differs, as far as is known: those of the running step, else all."""
+    scope = _SCOPES.stack[-1] if _SCOPES.stack else Scope(())
+    return scope.axes if scope.default is None else tuple([lookup(name) for name in scope.default])
 
 
 def axis_index(axis: AxisName = None) -> torch.Tensor:

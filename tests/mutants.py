@@ -18,6 +18,8 @@ from rich.table import Table
 ROOT = pathlib.Path(__file__).parents[1]
 GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
+AXES = ("tests/laws/test_axes.py",)
+STEP = ("tests/test_lockstep.py",)
 LAWS = ("tests/laws", "tests/test_programs.py", "tests/test_record.py")
 
 
@@ -51,8 +53,8 @@ MUTANTS = [
     Mutant(
         "shift the rank in a process",
         "transforms/_partition.py",
-        "xs, meta[3], params[1])]",
-        "xs, (meta[3] + 1) % meta[2], params[1])]",
+        "xs, meta[3], meta[2], params[1])]",
+        "xs, (meta[3] + 1) % meta[2], meta[2], params[1])]",
         ("tests/distributed",),
     ),
     Mutant(
@@ -65,8 +67,8 @@ MUTANTS = [
     Mutant(
         "lose the remembered gradient",
         "transforms/_gather.py",
-        "None, None, None, shard,",
-        "None, None, None, shard * 0,",
+        "return (None, None, shard,",
+        "return (None, None, shard * 0,",
     ),
     Mutant(
         "origin that outlives a change",
@@ -77,22 +79,22 @@ MUTANTS = [
     Mutant(
         "skip the psum in the norm",
         "segments.py",
-        "[psum(square, name) for name, square in",
-        "[square for name, square in",
+        "[psum(square, axes) for axes, square in",
+        "[square for axes, square in",
     ),
     Mutant(
         "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
     ),
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "layout.py", "or id(leaf) in owner", "or False"),
+    Mutant("untie a leaf", "units.py", "or id(leaf) in owner", "or False"),
     Mutant(
         "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
     ),
     Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
-    Mutant("an inner vmap is the axis", "collectives.py", "if in_dims[0] is None:", "if False:"),
+    Mutant("an inner vmap is the axis", "table.py", "if in_dims[0] is None:", "if False:"),
     Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
     Mutant("an axis leaks", "world.py", "_SCOPES.stack.pop()", "pass"),
-    Mutant("results need no check", "replicated.py", "if assume:", "if True:", ("tests/test_errors.py",)),
+    Mutant("results need no check", "replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
     Mutant(
         "bias correction one step late",
         "optim/_adam.py",
@@ -110,6 +112,43 @@ MUTANTS = [
         ("tests/distributed",),
     ),
     Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),
+    # several axes
+    Mutant(
+        "copies keep their own gradients",
+        "transforms/_value_and_grad.py",
+        "copies = [a for a in axes if a.name not in varying_axes(uid)]",
+        "copies: list[Axis] = []",
+        AXES,
+    ),
+    Mutant(
+        "experts are averaged",
+        "transforms/_value_and_grad.py",
+        "a.name not in varying_axes(uid)]",
+        "a.name not in own]",
+        AXES,
+    ),
+    Mutant("f adds nothing up", "invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
+    Mutant("g adds up twice", "invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
+    Mutant("every part is cut along dimension 0", "units.py", "dim=split[i][name]", "dim=0", AXES),
+    Mutant("axes in the wrong order", "units.py", "for a in rest[::-1]:", "for a in rest:", AXES),
+    Mutant(
+        "count the other axis's ranks", "_record.py", "full.get(kind, sent) // meta[4]", "full.get(kind, sent)", AXES
+    ),
+    Mutant("nobody receives from others", "exchange.py", "[xs[0].transpose(0, params[0] + 1)]", "[xs[0]]"),
+    Mutant("the way back is the way there", "exchange.py", "for i in (b, a)]", "for i in (a, b)]"),
+    Mutant("a broadcast's gradient goes to all", "exchange.py", "rank == source, total", "rank >= 0, total"),
+    Mutant("what differs is called invariant", "table.py", "if row.invariant and any(", "if False and any(", AXES),
+    # lockstep
+    Mutant(
+        "ranks share results",
+        "table.py",
+        "(y if row.replicated else y[r]).clone()",
+        "(y if row.replicated else y[r])",
+        STEP,
+    ),
+    Mutant("results are not compared", "spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP),
+    Mutant("diverging calls meet", "lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP),
+    Mutant("one module for all ranks", "nn.py", "if not in_lockstep():", "if True:", STEP),
     # graph
     Mutant(
         "prefetch one more",

@@ -77,8 +77,8 @@ MAKING: dict[str, Row] = {
         ValueError,
         r"params=\(2,\): the step returned 2 results",
     ),
-    "two axes": (lambda: fzero.mesh(dp=2, tp=2), ValueError, r"one axis in this version.*given {'dp': 2, 'tp': 2}"),
-    "no axes": (lambda: fzero.mesh(), ValueError, r"one axis in this version, such as mesh\(dp=4\); given none"),
+    "two axes of any size": (lambda: fzero.mesh(dp=-1, tp=-1), ValueError, r"dp and tp are -1: only one axis"),
+    "no axes": (lambda: fzero.mesh(), ValueError, r"at least one axis, such as mesh\(dp=4\)"),
     "size 0": (lambda: fzero.mesh(dp=0), ValueError, r"dp=0: an axis has at least one rank; -1 means"),
     "size -2": (lambda: fzero.mesh(dp=-2), ValueError, r"dp=-2: an axis has at least one rank"),
     "size as a float": (lambda: fzero.mesh(dp=2.5), (TypeError, ValueError), r"dp=2.5"),  # pyright: ignore
@@ -102,8 +102,10 @@ def test_a_mesh_whose_size_is_not_the_worlds_is_refused_before_anything_starts(m
     message = r"dp=2, and the world has 4 processes: launch with torchrun --nproc-per-node 2, or say dp=-1"
     with pytest.raises(ValueError, match=message):
         fzero.mesh(dp=2)
-    with pytest.raises(ValueError, match="one axis in this version"):
-        fzero.mesh(dp=2, tp=2)
+    with pytest.raises(ValueError, match=r"dp=4, tp=2, and the world has 4 processes"):
+        fzero.mesh(dp=4, tp=2)
+    with pytest.raises(ValueError, match=r"dp=-1, tp=3, and the world has 4 .*or say dp=-1 for what is left of the"):
+        fzero.mesh(dp=-1, tp=3)
     with pytest.raises(ValueError, match="dp=0: an axis has at least one rank"):
         fzero.mesh(dp=0)
     assert not torch.distributed.is_initialized() and dict(os.environ) == before

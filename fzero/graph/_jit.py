@@ -9,6 +9,7 @@ import torch
 
 from fzero import _torch, tree
 from fzero._donated import empty
+from fzero._notice import notice
 from fzero.graph._agree import agree
 from fzero.graph._choose import Candidate, Knobs, candidates, choose
 from fzero.graph._lower import BACKENDS, Executable, lower
@@ -17,6 +18,7 @@ from fzero.graph._signature import Call, call_of, changed
 from fzero.graph._trace import Traced, trace
 from fzero.graph.ir import is_input, results
 from fzero.layout import PerRank, Shard, give_up, is_box
+from fzero.lockstep import in_lockstep
 
 __all__ = ["Jitted", "jit"]
 
@@ -36,7 +38,7 @@ def jit(
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
     The step is traced at its first call, and again for arguments of another structure, shape, dtype or plain value (as
-    `jax.jit` does). Random operations draw anew at each call.
+    `jax.jit` does). Random operations draw anew at each call. Ranks simulated in lockstep run the step as it is.
 
     Args:
         step: a sharded step, or any pure function of trees of tensors.
@@ -156,6 +158,9 @@ class Jitted:
             TypeError: if the step returns something that is no tensor. Names it.
         """
         if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
+            return self.step(*args, **kwargs)
+        if in_lockstep() or getattr(getattr(self.step, "mesh", None), "simulation", "") == "lockstep":
+            notice("fzero.jit: ranks in lockstep run eagerly, for debugging; threads cannot be compiled into one graph")
             return self.step(*args, **kwargs)
         call = call_of(args, kwargs)
         call.check_real()

@@ -1,7 +1,8 @@
 """plan: one rank's plan of a step, in a world of any size that need not be at hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,21 +17,24 @@ from fzero.spec import intern, spec_of
 __all__ = ["plan"]
 
 
-def plan(step: Callable[..., Any], *args: Any, world_size: int | None = None, **kwargs: Any) -> Plan:
+def plan(
+    step: Callable[..., Any], *args: Any, world_size: int | Mapping[str, int] | None = None, **kwargs: Any
+) -> Plan:
     """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
 
     Args:
         step: a sharded step, jitted or not, or any function that `fzero.jit` takes.
         *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
-        world_size: N; by default that of the step's mesh. Shards are cut anew for it; a rank's part of the batch stays
-            as large as it is.
+        world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
+            are cut anew for it; a rank's part of the batch stays as large as it is.
         **kwargs: the step's arguments by name.
 
     Returns:
         A `Plan`: `print` it, `plot` it.
 
     Raises:
-        ValueError: if `world_size` is below 1, or given for a function that has no mesh.
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves, or is given for a
+            function that has no mesh.
 
     Example:
         >>> import fzero, torch
@@ -58,35 +62,45 @@ def plan(step: Callable[..., Any], *args: Any, world_size: int | None = None, **
         if world_size is not None:
             raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
         return jitted.plan(*args, **kwargs)
-    size = mesh.size if world_size is None else world_size
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1")
-    args, kwargs = abstract_for((args, kwargs), size, stacked=mesh.simulated)
-    elsewhere = replace(jitted, step=sharded.on(Mesh(((mesh.axis_names[0], size),), _Absent())), _entries={})
-    return elsewhere.plan(*args, **kwargs)
+    shape = _shape_of(mesh, world_size)
+    args, kwargs = abstract_for((args, kwargs), dict(shape), stacked=mesh.simulated)
+    names = [",".join(chosen) for k in range(2, len(shape) + 1) for chosen in combinations(mesh.axis_names, k)]
+    absent = Mesh(shape, _Absent(), tuple([(name, f"fzero.plan/{name}") for name in names]))
+    return replace(jitted, step=sharded.on(absent), _entries={}).plan(*args, **kwargs)
+
+
+def _shape_of(mesh: Mesh, world_size: Any) -> tuple[tuple[str, int], ...]:
+    if isinstance(world_size, int) and len(mesh.shape) > 1:
+        raise ValueError(f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"dp": 512}}')
+    asked: Any = {mesh.axis_names[0]: world_size} if isinstance(world_size, int) else world_size or {}
+    sizes = {**dict(mesh.shape), **asked}
+    for name, size in sizes.items():
+        if name not in mesh.axis_names or not isinstance(size, int) or size < 1:
+            raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
+    return tuple(sizes.items())
 
 
 @dataclass(frozen=True)
 class _Absent:
     """Stands for the processes of a world that is not at hand, of which this one is rank 0."""
 
-    group_name: str = "fzero.plan"
+    group_name: str = ""
 
-    def get_local_rank(self) -> int:
+    def get_local_rank(self, name: str) -> int:
         return 0
 
     def get_group(self, name: str) -> "_Absent":
-        return self
+        return _Absent(f"fzero.plan/{name}")
 
 
-def abstract_for(values: Any, ranks: int, stacked: bool) -> Any:
-    """Return a tree as one of `ranks` ranks would hold it, in meta tensors, however it is cut now.
+def abstract_for(values: Any, sizes: Mapping[str, int], stacked: bool) -> Any:
+    """Return a tree as a rank of another mesh would hold it, in meta tensors, however it is cut now.
 
-    Shards are those of a cut over `ranks` ranks; a `PerRank` value is one rank's as it is now.
+    Shards are those of a cut over that mesh; a `PerRank` value is one rank's as it is now.
 
     Args:
         values: a tree that may hold boxes.
-        ranks: of the other world.
+        sizes: of the other mesh's axes.
         stacked: whether the boxes hold all ranks' pieces, `[N, ...]`, as outside a simulation.
     """
 
@@ -97,7 +111,10 @@ def abstract_for(values: Any, ranks: int, stacked: bool) -> Any:
         if isinstance(x, PerRank):
             return PerRank(tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value))
         if isinstance(x, Shard | Slot):
-            uid = intern(replace(x.spec, ranks=ranks))
+            for s in x.spec.split:
+                if s.size != sizes[s.axis]:
+                    raise ValueError(f"world_size: {s.axis!r} splits leaves of {x!r}, and its size must stay {s.size}")
+            uid = intern(replace(x.spec, mesh=tuple((name, sizes[name]) for name in x.spec.axes)))
             if isinstance(x, Slot):
                 return Slot(uid, x.index)
             return Shard(x.data.new_empty(spec_of(uid).shard_numel, device="meta"), uid)

@@ -4,15 +4,19 @@ A replicated value that each rank uses is, as a joint map over the ranks, the id
 stands after the gradient and not in a Function's backward: a gradient of a gradient would meet it twice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fzero import flat
-from fzero.collectives import Meta, Params, Row, add_row, group_psum
+from fzero.collectives import group_psum
 from fzero.spec import spec_of
+from fzero.table import Meta, Params, Row, add_row
+from fzero.units import apply_over
+from fzero.world import Axis, joint
 
-__all__: list[str] = []
+__all__ = ["all_reduce_shard"]
 
 
 def _group_all_reduce(meta: Meta, params: Params, xs: Any) -> list[torch.Tensor]:
@@ -32,3 +36,19 @@ add_row(
         label=lambda params: spec_of(params[0]).unit,
     )
 )
+add_row(
+    Row(
+        name="all_reduce_shard",
+        wire="all_reduce",
+        stacked=lambda n, params, xs: [xs[0].sum(0)],
+        local=lambda meta, params, xs: [group_psum(xs[0], meta)],
+        transpose="all_reduce_shard",
+        replicated=True,
+        label=lambda params: spec_of(params[0]).unit,
+    )
+)
+
+
+def all_reduce_shard(uid: int, axes: Sequence[Axis], shard: torch.Tensor) -> torch.Tensor:
+    """Sum a unit's gradient shard over the axes along which the unit is replicated: hybrid sharding's second half."""
+    return apply_over("all_reduce_shard", joint(axes), uid, [shard])[0] if axes else shard

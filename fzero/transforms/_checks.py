@@ -7,24 +7,27 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.layout import PerRank, Shard, groups, is_box
+from fzero.layout import PerRank, Shard, Slot, is_box
 from fzero.mesh import Mesh
 from fzero.segments import abstract
-from fzero.spec import check_cut_for
+from fzero.spec import check_cut_for, is_sharded
+from fzero.units import groups
 from fzero.world import UnitRule
 
 __all__ = ["boxed", "check_arguments", "check_params", "check_plain", "check_results", "check_tree"]
 
 
 def boxed(values: Any) -> bool:
-    """Tell whether a tree holds shards."""
-    return any(isinstance(x, Shard) for x in tree.flatten(values, is_box)[0])
+    """Tell whether a tree holds units that are sharded."""
+    return any(isinstance(x, Shard) and is_sharded(x.uid) for x in tree.flatten(values, is_box)[0])
 
 
 def check_plain(params: Any) -> None:
-    """Check that parameters that are to be cut are not."""
+    """Check that parameters that are to be cut are not; parts of split leaves may be."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
+            if isinstance(x, Shard | Slot) and not is_sharded(x.uid):
+                continue
             raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"params leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")

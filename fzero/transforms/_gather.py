@@ -7,9 +7,12 @@ import torch
 
 from fzero import flat, tree
 from fzero._torch import allow_in_graph, raise_priority
-from fzero.collectives import Meta, Params, Row, add_row, apply, group_all_gather
-from fzero.layout import Shard, groups, is_box
-from fzero.spec import shard_numel, spec_of, unit_axis
+from fzero.collectives import all_gather, group_all_gather
+from fzero.layout import Shard, Slot, is_box
+from fzero.spec import on_mesh, shard_numel, spec_of, split_axes, unit_axes, unit_numel
+from fzero.table import Meta, Row, add_row
+from fzero.units import apply_over, groups
+from fzero.world import Axis, joint
 
 __all__ = ["gather"]
 
@@ -39,57 +42,67 @@ class _Remembered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(token: Any, meta: Meta, params: Params, shard: torch.Tensor, *origin: torch.Tensor) -> Any:
-        return tuple([x.view_as(x) for x in origin])
+    def forward(uid: int, metas: tuple[Meta, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
+        return tuple([x.view_as(x) for x in rest[len(metas) :]])  # after the axes' tokens: the leaves
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.token, ctx.meta, ctx.params = inputs[:3]
+        ctx.uid, ctx.metas, ctx.count = inputs[0], inputs[1], len(inputs)
+        ctx.tokens = inputs[3 : 3 + len(ctx.metas)]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (shard,) = apply(ctx.token, "reduce_scatter", ctx.meta, ctx.params, *grads)
-        return (None, None, None, shard, *[None for _ in grads])
+        (shard,) = apply_over("reduce_scatter", _axes(ctx), ctx.uid, grads)
+        return (None, None, shard, *[None] * (ctx.count - 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(apply(ctx.token, "gather", ctx.meta, ctx.params, tangents[3]))
+        return tuple(apply_over("gather", _axes(ctx), ctx.uid, [tangents[2]]))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, token: Any, meta: Meta, params: Params, shard: Any, *origin: Any) -> Any:
-        return tuple([x.view_as(x) for x in origin]), tuple(in_dims[4:])
+    def vmap(info: Any, in_dims: Any, uid: int, metas: tuple[Meta, ...], shard: Any, *rest: Any) -> Any:
+        m = len(metas)
+        return tuple([x.view_as(x) for x in rest[m:]]), tuple(in_dims[3 + m :])
+
+
+def _axes(ctx: Any) -> list[Axis]:
+    return [
+        Axis(name, size, group, rank, token)
+        for (name, group, size, rank, _), token in zip(ctx.metas, ctx.tokens, strict=True)
+    ]
 
 
 @allow_in_graph
-def _remembered(token: Any, meta: Meta, params: Params, shard: torch.Tensor, *origin: torch.Tensor) -> Any:
-    return _Remembered.apply(token, meta, params, shard, *origin)
+def _remembered(uid: int, metas: tuple[Meta, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return _Remembered.apply(uid, metas, shard, *rest)
 
 
 def gather_unit(uid: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the whole leaves of a unit, differentiably in its shard `[k]`.
+    """Return the leaves of a unit, differentiably in its shard `[k]`.
 
     With `origin`, the leaves that the shard is known to be cut from, nothing is communicated in the forward pass.
     """
-    axis = unit_axis(uid)
+    axes = joint(unit_axes(uid))
     if data.shape != (shard_numel(uid),):
         raise ValueError(
             f"{Shard(data, uid)!r} holds a tensor {list(data.shape)}, and its spec says {[shard_numel(uid)]}; "
             "only a tree with the layout of the parameters can be gathered"
         )
     if origin is None:
-        leaves = apply(axis.token, "gather", axis.meta, (uid, 0), data)
+        leaves = apply_over("gather", axes, uid, [data])
     else:
-        leaves = _remembered(axis.token, axis.meta, (uid, 0), data, *origin)
+        leaves = _remembered(uid, tuple([a.meta for a in axes]), data, *[a.token for a in axes], *origin)
     raise_priority(leaves[0])
     return leaves
 
 
 def gather(params: Any) -> Any:
-    """Gather every shard of a tree: plain leaves again, equal on all ranks.
+    """Gather every shard of a tree: plain leaves again, equal on all ranks that it was cut over.
 
     The second transform. One all_gather a unit, over the axes that it was cut over, and none for boxes that
     `partition` has just made. The leaves are views into one buffer a unit. Differentiable: the gradient arrives
-    as shards, by one reduce_scatter a unit, as soon as the backward pass has the unit's last gradient.
+    as shards, by one reduce_scatter a unit, as soon as the backward pass has the unit's last gradient. A leaf that
+    is split along a further axis (tensor or expert parallel) comes out as this rank's part of it.
 
     Args:
         params: a tree in which some leaves may be boxes; others are passed through.
@@ -110,6 +123,35 @@ def gather(params: Any) -> Any:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     for uid, box, members in groups(paths, entries):
         leaves = gather_unit(uid, box.data, box.origin)
+        for position, index in members:
+            entries[position] = leaves[index]
+    return tree.unflatten(structure, entries)
+
+
+def replicate(params: Any) -> Any:
+    """Gather as `gather` does, but leave units that are split in boxes: what stages 0 to 2 hold between steps."""
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    for uid, box, members in groups(paths, entries):
+        if not split_axes(uid):
+            leaves = gather_unit(uid, box.data, box.origin)
+            for position, index in members:
+                entries[position] = leaves[index]
+            continue
+        whole = on_mesh(uid, (), "each")
+        for position, index in members:
+            entries[position] = Slot(whole, index)
+        names = tuple([a.name for a in unit_axes(uid)])
+        entries[members[0][0]] = Shard(all_gather(box.data, names)[: unit_numel(uid)], whole)
+    return tree.unflatten(structure, entries)
+
+
+def assemble(params: Any) -> Any:
+    """Gather every shard of a tree, and every part of a split leaf: whole leaves, equal on all ranks."""
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    for uid, box, members in groups(paths, entries):
+        leaves = list(gather_unit(uid, box.data, box.origin))
+        for name, dims in reversed(split_axes(uid)):
+            leaves = [all_gather(x, name, dim=d) for x, d in zip(leaves, dims, strict=True)]
         for position, index in members:
             entries[position] = leaves[index]
     return tree.unflatten(structure, entries)

@@ -1,15 +1,17 @@
 """partition: replicated leaves → own shard. Its transpose puts the own part among zeros; neither communicates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fzero import flat
-from fzero.collectives import Row, add_row
-from fzero.layout import Shard, apply_to_unit, cut
-from fzero.spec import spec_of
+from fzero import flat, tree
+from fzero.layout import Shard, Slot, is_box
+from fzero.spec import on_mesh, spec_of
+from fzero.table import Row, add_row
 from fzero.transforms._checks import check_plain
-from fzero.world import AxisName, UnitRule, resolve
+from fzero.units import apply_to_unit, cut, groups, wanted_axes
+from fzero.world import Axis, AxisName, OverRule, Rules, SplitRule, UnitRule, bound, resolve, rules_in_scope
 
 __all__ = ["partition"]
 
@@ -42,7 +44,7 @@ add_row(
         wire="",
         stacked=_stacked_partition,
         uniform=_uniform_partition,
-        local=lambda meta, params, xs: [flat.own_range(spec_of(params[0]), xs, meta[3], params[1])],
+        local=lambda meta, params, xs: [flat.own_range(spec_of(params[0]), xs, meta[3], meta[2], params[1])],
         transpose="pad",
         replicated=False,
         shift=lambda params: (params[0], params[1] + 1),
@@ -61,7 +63,15 @@ add_row(
 )
 
 
-def partition(params: Any, axis: AxisName = None, *, units: UnitRule | None = None, reduce: str = "each") -> Any:
+def partition(
+    params: Any,
+    axis: AxisName = None,
+    *,
+    units: UnitRule | None = None,
+    over: AxisName | OverRule = None,
+    split: SplitRule | None = None,
+    reduce: str = "each",
+) -> Any:
     """Cut a replicated tree into this rank's shards, one per unit.
 
     The first of the four transforms. Copies only the own range of each unit. The boxes remember the leaves that
@@ -69,10 +79,15 @@ def partition(params: Any, axis: AxisName = None, *, units: UnitRule | None = No
 
     Args:
         params: a tree of tensors, equal on all ranks. Integer and bool leaves stay as they are, replicated;
-            leaves that are one tensor object (tied) are stored once and stay tied.
+            leaves that are one tensor object (tied) are stored once and stay tied. Boxes that no axis shards, as
+            stages 0 to 2 hold the parts of split leaves, are cut further.
         axis: the axis, or tuple of axes, to shard over; `None` for the axes of the running step.
         units: a rule `(path, leaf) -> unit name`, or `None` to leave the leaf replicated. By default each
             repeated block is a unit, and each other top-level child is one.
+        over: those of the axes that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along
+            the others they are replicated.
+        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along a further axis has its
+            own part: tensor and expert parallelism. Such a leaf's unit is not sharded over that axis.
         reduce: when `value_and_grad(micro_batches=k)` reduces gradients: "each" micro-batch into shards (stages 2
             and 3), or "once", after the last (stage 1).
 
@@ -81,7 +96,8 @@ def partition(params: Any, axis: AxisName = None, *, units: UnitRule | None = No
         Outside any mesh, `params` itself.
 
     Raises:
-        ValueError: if an axis is not bound, if `reduce` is neither, or if `params` holds boxes already.
+        ValueError: if an axis is not bound, if `reduce` is neither, if `params` holds shards already, or if a leaf
+            cannot be split in equal parts. Names the path.
 
     Example:
         >>> import fzero, torch
@@ -89,15 +105,38 @@ def partition(params: Any, axis: AxisName = None, *, units: UnitRule | None = No
         >>> fzero.mesh(dp=4).spmd(fzero.transforms.partition)(params)
         {'w': Shard('w', 1 of 4 elements, dp=4), 'b': Shard('b', 1 of 3 elements, dp=4)}
     """
-    axes = resolve(axis)
     if reduce not in ("each", "once"):
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
-    if not axes:
+    if not bound():
         return params
+    axes, given = resolve(axis), rules_in_scope()
     check_plain(params)
-    plan = cut(params, axes, units, reduce)
+    rules = Rules(units or given.units, rule_of(over) or given.over, split or given.split)
+    plan = cut(_further(params, axes, rules, reduce), axes, rules, reduce)
     shards = []
     for unit in plan.units:
         (data,) = apply_to_unit("partition", unit.uid, unit.leaves)
         shards.append(Shard(data, unit.uid, origin=tuple(unit.leaves)))
     return plan.with_shards(shards)
+
+
+def rule_of(over: AxisName | OverRule) -> OverRule | None:
+    """Make a rule of axes that are the same for all leaves."""
+    return over if callable(over) or over is None else lambda path, leaf: over
+
+
+def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduce: str) -> Any:
+    """Shard the units of a tree that are in boxes, and sharded over no axis yet."""
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    for uid, box, members in groups(paths, entries):
+        spec = spec_of(uid)
+        leaves = flat.unpack(spec, box.data)
+        over = wanted_axes(spec.paths[0], leaves[0], axes, rules, spec.varies)
+        if not over:
+            continue
+        cut_uid = on_mesh(uid, tuple([(a.name, a.size) for a in axes if a.name in over]), reduce)
+        for position, index in members:
+            entries[position] = Slot(cut_uid, index)
+        (data,) = apply_to_unit("partition", cut_uid, leaves)
+        entries[members[0][0]] = Shard(data, cut_uid, origin=tuple(leaves))
+    return tree.unflatten(structure, entries)

@@ -1,5 +1,6 @@
 """shard: an unsharded train step, composed with the four transforms by stage."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ from fzero import tree
 from fzero._checksum import check_equal
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.layout import PerRank, is_box
-from fzero.mesh import Mesh, _Spmd
+from fzero.layout import PerRank, axes_of, is_box
+from fzero.mesh import Mesh
 from fzero.mesh import mesh as make_mesh
+from fzero.spmd import Spmd
 from fzero.transforms._checks import check_arguments, check_params, check_plain, check_results, check_tree
-from fzero.transforms._gather import gather
-from fzero.transforms._partition import partition
-from fzero.world import AxisName, UnitRule
+from fzero.transforms._gather import assemble, replicate
+from fzero.transforms._partition import partition, rule_of
+from fzero.world import DEFAULT_RULES, AxisName, OverRule, Rules, SplitRule, UnitRule
 
 __all__ = ["Layout", "ShardedStep", "shard"]
 
@@ -51,6 +53,8 @@ def shard(
     axis: AxisName = None,
     params: int | Sequence[int] = 0,
     units: UnitRule | None = None,
+    over: AxisName | OverRule = None,
+    split: SplitRule | None = None,
     check: bool | str = "first",
 ) -> "ShardedStep":
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
@@ -64,11 +68,16 @@ def shard(
             gradients with `fzero.value_and_grad`.
         stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
-        axis: the axis of the mesh to shard over; by default all of them.
+        axis: the data-parallel axes of the mesh: those that the batch is split over, that losses and gradients are
+            averaged over, and that units are sharded over; by default all of them.
         params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
             the same positions are gathered.
         units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
             that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
+        over: those of `axis` that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along the
+            others they are replicated: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
+        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along an axis has its own part:
+            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them.
         check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
             at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
             simulation always checks results, by type.
@@ -108,16 +117,11 @@ def shard(
             notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
-    names = mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    if not names:
-        raise ValueError(f"axis={axis!r} names no axis of {mesh!r}; leave it out to shard over all of them")
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {mesh!r}")
+    names = mesh.names(axis)
     positions = (params,) if isinstance(params, int) else tuple(params)
     if any(i < 0 for i in positions):
         raise ValueError(f"params={params!r}: expected positions of arguments, counted from 0")
-    return ShardedStep(train_step, stage, mesh, names, positions, units, check)
+    return ShardedStep(train_step, stage, mesh, names, positions, Rules(units, rule_of(over), split), check)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class ShardedStep:
         mesh: the ranks.
         axis: the axes that are sharded over.
         params: the positions of the parameters.
-        units: the rule that cuts units, or None for the default one.
+        rules: how trees are cut: the rules given as `units`, `over` and `split`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
     """
 
@@ -139,7 +143,7 @@ class ShardedStep:
     mesh: Mesh
     axis: tuple[str, ...]
     params: tuple[int, ...]
-    units: UnitRule | None = None
+    rules: Rules = DEFAULT_RULES
     check: bool | str = "first"
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
@@ -174,7 +178,7 @@ class ShardedStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh)
-        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.units)
+        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules.units)
         return self.program(self.rank_step)(*args, **kwargs)
 
     def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +211,7 @@ class ShardedStep:
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
-        return _Spmd(self.mesh, f, self.axis, self.units)
+        return Spmd(self.mesh, f, self.axis, self.rules)
 
     def on(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""
@@ -224,8 +228,8 @@ class ShardedStep:
         check_results(cut, out, self.params)
         del cut  # the old shards, before the new parameters are whole
         if not isinstance(out, tuple):
-            return gather(out)
-        whole = [gather(x) if i in self.params else x for i, x in enumerate(out)]
+            return replicate(out)
+        whole = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
         return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
 
     def init(self, params: Any, opt: Any) -> tuple[Any, Any]:
@@ -261,6 +265,7 @@ class ShardedStep:
             params = tree.map(torch.clone, params)  # a jitted step overwrites what it is given
 
         def make(params: Any) -> tuple[Any, Any]:
+            params = partition(params, ())  # split leaves, which are no rank's whole
             boxes = partition(params, reduce=self.layout.grads) if sharded else params
             return boxes if self.layout.params == "sharded" else params, opt.init(boxes)
 
@@ -289,7 +294,7 @@ class ShardedStep:
         check_tree(params, self.mesh)
         entries, structure = tree.flatten(params, is_box)
         kept = [x if isinstance(x, PerRank) else None for x in entries]
-        whole = self.program(gather)([None if isinstance(x, PerRank) else x for x in entries])
+        whole = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
         whole = tree.map(_apart_from(params), whole)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
 
@@ -305,7 +310,8 @@ class ShardedStep:
         """
         total, seen = 0, set()
         for x in tree.flatten(trees, is_box)[0]:
-            n = self.mesh.size if is_box(x) and self.mesh.simulated else 1
+            (axes,) = axes_of(x, self.mesh.axis_names)[:1] or [()]
+            n = math.prod([size for name, size in self.mesh.shape if name in axes]) if self.mesh.simulated else 1
             for leaf in tree.tensors(x):
                 if id(leaf) not in seen:
                     seen.add(id(leaf))

@@ -6,16 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-import fzero.transforms._all_reduce  # noqa: F401  a row of the table
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
-from fzero.layout import Shard, Slot, apply_to_unit, cut, groups, is_box
-from fzero.spec import reduces_once
+from fzero.layout import Shard, Slot, is_box
+from fzero.spec import reduces_once, unit_axes, unit_name, varying_axes
 from fzero.transforms._accumulate import accumulate, micro_batches_of
+from fzero.transforms._all_reduce import all_reduce_shard
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather, gather_unit
-from fzero.world import Axis, AxisName, resolve
+from fzero.units import apply_over, apply_to_unit, cut, groups
+from fzero.world import Axis, AxisName, Rules, joint, resolve, rules_in_scope
 
 __all__ = ["value_and_grad"]
 
@@ -161,30 +162,46 @@ def _same(xs: Any) -> Any:
 def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Opened:
     paths, entries, structure = tree.flatten_with_paths(arg, is_box)
     _check_floating(paths, entries, name)
-    pieces = [_shard_piece(*group, micro_batches) for group in groups(paths, entries)]
+    pieces = [_shard_piece(*group, axes, micro_batches) for group in groups(paths, entries)]
     if axes:
-        plan = cut(arg, axes, rest="replicated")
+        plan = cut(arg, axes, Rules(rules_in_scope().units), rest="replicated")
         for unit in plan.units:
             members = [
                 (i, x.index)
                 for i, x in enumerate(plan.entries)
                 if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
             ]
-            pieces.append(_replicated_piece(unit.uid, unit.leaves, members))
+            pieces.append(_replicated_piece(unit.uid, axes, unit.leaves, members))
     else:
         pieces.append(_plain_piece(entries))
     return _Opened(entries, structure, pieces)
 
 
-def _shard_piece(uid: int, box: Shard, members: list[tuple[int, int]], micro_batches: int) -> _Piece:
+def _shard_piece(
+    uid: int, box: Shard, members: list[tuple[int, int]], axes: Sequence[Axis], micro_batches: int
+) -> _Piece:
+    own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
+    if any(name not in names for name in own):
+        raise ValueError(
+            f"unit {unit_name(uid + 0)!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
+            "summed over more ranks than the loss; name all its axes with axis="
+        )
+    # replicated along these, as in hybrid sharding: each copy has the gradient of its own part of the batch
+    copies = [a for a in axes if a.name not in varying_axes(uid)]
+
+    def summed(g: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [all_reduce_shard(uid, copies, g[0])]
+
     if micro_batches > 1 and reduces_once(uid):
         full = list(gather_unit(uid, box.data, box.origin))
-        return _Piece(members, full, _same, lambda g: apply_to_unit("reduce_scatter", uid, g), uid)
-    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), _same, uid)
+        return _Piece(members, full, _same, lambda g: summed(apply_to_unit("reduce_scatter", uid, g)), uid)
+    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), summed, uid)
 
 
-def _replicated_piece(uid: int, leaves: list[torch.Tensor], members: list[tuple[int, int]]) -> _Piece:
-    return _Piece(members, leaves, _same, lambda g: apply_to_unit("all_reduce", uid, g))
+def _replicated_piece(
+    uid: int, axes: Sequence[Axis], leaves: list[torch.Tensor], members: list[tuple[int, int]]
+) -> _Piece:
+    return _Piece(members, leaves, _same, lambda g: apply_over("all_reduce", joint(axes), uid, g))
 
 
 def _plain_piece(entries: list[Any]) -> _Piece:

@@ -20,9 +20,10 @@ def stacked(n: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor) -> torch.Tensor:
+def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate: str = "vmap") -> torch.Tensor:
     """Run a rank program on stacked inputs; returns every rank's result, stacked."""
-    return fzero.mesh(dp=n).spmd(lambda *xs: PerRank(f(*xs)))(*[PerRank(x) for x in xs]).value
+    mesh = fzero.mesh(dp=n, simulate=simulate)
+    return mesh.spmd(lambda *xs: PerRank(f(*xs)))(*[PerRank(x) for x in xs]).value
 
 
 # name -> (the collective, the shape of a rank's input, the same on the stack of all ranks)
@@ -41,19 +42,73 @@ COLLECTIVES: dict[str, tuple[Any, Any, Any]] = {
         lambda n: (3, 2 * n),
         lambda X: X.sum(0).unflatten(1, (len(X), 2)).movedim(1, 0),
     ),
+    "all_to_all": (
+        fzero.all_to_all,
+        lambda n: (2 * n, 3),
+        lambda X: X.unflatten(1, (len(X), 2)).transpose(0, 1).flatten(1, 2),
+    ),
+    "all_to_all dims 0, 1": (
+        lambda x: fzero.all_to_all(x, split_dim=0, concat_dim=1),
+        lambda n: (2 * n, 3),
+        lambda X: torch.stack([torch.cat(list(parts), 1) for parts in X.unflatten(1, (len(X), 2)).transpose(0, 1)]),
+    ),
+    "all_to_all dims 1, 0": (
+        lambda x: fzero.all_to_all(x, split_dim=-1, concat_dim=0),
+        lambda n: (3, 2 * n),
+        lambda X: torch.stack([torch.cat([x[:, 2 * r : 2 * r + 2] for x in X]) for r in range(len(X))]),
+    ),
+    "ppermute": (
+        lambda x: fzero.ppermute(x, perm=[(r, r + 1) for r in range(fzero.axis_size() - 1)]),
+        lambda n: (2, 3),
+        lambda X: torch.cat([torch.zeros_like(X[:1]), X[:-1]]),
+    ),
+    "ppermute, a ring": (
+        lambda x: fzero.ppermute(x, perm=[(r, (r - 1) % fzero.axis_size()) for r in range(fzero.axis_size())]),
+        lambda n: (),
+        lambda X: X.roll(-1, 0),
+    ),
+    "broadcast": (
+        lambda x: fzero.broadcast(x, source=fzero.axis_size() - 1),
+        lambda n: (2, 3),
+        lambda X: X[-1].expand_as(X),
+    ),
 }
 names = st.sampled_from(sorted(COLLECTIVES))
 
 
-@settings(max_examples=60)
-@given(names, N, st.integers(0, 9))
-def test_collective_computes_what_its_name_says(name, n, seed):
+simulations = st.sampled_from(["vmap", "lockstep"])
+
+
+@settings(max_examples=120)
+@given(names, N, st.integers(0, 9), simulations)
+def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     f, shape, expected = COLLECTIVES[name]
     X = stacked(n, *shape(n), seed=seed)
-    torch.testing.assert_close(on_ranks(n, f, X), expected(X).contiguous())
+    torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
 @settings(max_examples=60)
+@given(names, N)
+def test_lockstep_equals_vmap_bit_for_bit(name, n):
+    """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
+    f, shape, _ = COLLECTIVES[name]
+    X = stacked(n, 3, *shape(n))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (torch.sin(f(x)) ** 2).sum()
+
+    for program in (
+        lambda x: torch.func.grad(loss)(x[0]),
+        lambda x: torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x[0]),
+        lambda x: torch.func.jvp(f, (x[0],), (x[1],))[1],
+        lambda x: torch.vmap(torch.func.grad(loss))(x),
+        lambda x: torch.vmap(f, in_dims=-1)(x.movedim(0, -1)),
+    ):
+        got, expected = (on_ranks(n, program, X, simulate=s) for s in ("lockstep", "vmap"))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@settings(max_examples=120)
 @given(names, N, st.integers(0, 9))
 def test_transpose_by_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
@@ -173,7 +228,18 @@ def test_trees_and_none():
 
 def test_outside_any_mesh_collectives_are_the_identity():
     x = torch.arange(4.0)
-    for f in (fzero.psum, fzero.pmean, fzero.all_gather, fzero.psum_scatter):
+    for f in (
+        fzero.psum,
+        fzero.pmean,
+        fzero.all_gather,
+        fzero.psum_scatter,
+        fzero.all_to_all,
+        fzero.broadcast,
+        fzero.pvary,
+        fzero.psum_invariant,
+        fzero.all_gather_invariant,
+        lambda x: fzero.ppermute(x, perm=[(0, 0)]),
+    ):
         assert torch.equal(f(x), x)
     assert fzero.axis_size() == 1 and fzero.axis_index().item() == 0
 
