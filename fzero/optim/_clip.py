@@ -31,13 +31,10 @@ def clip(max_delta: Number) -> Optimizer:
         {'w': tensor([ 1.0000, -0.5000])}
     """
     positive(max_delta=max_delta)
-
-    def limited(g: torch.Tensor) -> torch.Tensor:
-        limit = torch.as_tensor(max_delta, dtype=g.dtype, device=g.device)
-        return torch.minimum(torch.maximum(g, -limit), limit)
+    limit: Any = max_delta  # torch's annotation of clamp wants two numbers or two tensors
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return tree.map(limited, grads), state
+        return tree.map(lambda g: g.clamp(-limit, limit).to(g.dtype), grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 

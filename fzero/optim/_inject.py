@@ -100,4 +100,4 @@ def _number(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
             f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; a function "
             f'that is no schedule goes into static_args: inject_hyperparams(factory, static_args=("{name}",))'
         )
-    return torch.as_tensor(value).to(like.device, torch.float64, copy=True)
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device).clone()
