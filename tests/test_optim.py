@@ -52,7 +52,7 @@ def train(opt: Any, params: Any, batches: list[torch.Tensor], loss: Any = loss_o
 
 
 def train_with_torch(
-    make: Any, params: Any, batches: list[torch.Tensor], schedule: Any = None, clip: Any = None
+    make: Any, params: Any, batches: list[torch.Tensor], schedule: Any = None, clip: Any = None, loss: Any = loss_of
 ) -> Any:
     """Train with the torch.optim optimizer that `make` builds from the list of leaves."""
     params = tree.map(lambda x: x.clone().requires_grad_(), params)
@@ -61,7 +61,7 @@ def train_with_torch(
     scheduler = schedule and torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     for batch in batches:
         optimizer.zero_grad()
-        loss_of(params, batch).backward()
+        loss(params, batch).backward()
         if clip:
             clip(leaves)
         optimizer.step()

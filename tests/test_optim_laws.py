@@ -60,6 +60,11 @@ TABLE = {
     "adam in links": Row(
         optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2)), lambda xs: torch.optim.Adam(xs, 1e-2)
     ),
+    "adafactor": Row(optim.adafactor(0.1), lambda xs: torch.optim.Adafactor(xs, 0.1)),
+    "adafactor, everything else": Row(
+        optim.adafactor(0.1, 0.6, 0.05, 0.3, 1.5, 0.1),
+        lambda xs: torch.optim.Adafactor(xs, 0.1, -0.6, (0.05, 0.3), 1.5, 0.1),
+    ),
     "adagrad": Row(optim.adagrad(0.1), lambda xs: torch.optim.Adagrad(xs, 0.1)),
     "adagrad from 0.1": Row(
         optim.adagrad(0.1, initial_accumulator_value=0.1, eps=1e-3),
@@ -338,6 +343,12 @@ BAD = [
     (optim.adamw, {"learning_rate": 0.1, "weight_decay": FALLING}, "weight_decay=.*see optim.inject_hyperparams"),
     (optim.scale_by_adam, {"b1": 2}, r"b1=2: expected a number in \[0, 1\)"),
     (optim.scale_by_adam, {"eps": math.inf}, "eps=inf: expected a number >= 0"),
+    (optim.adafactor, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.adafactor, {"decay_rate": -0.8}, "decay_rate=-0.8: expected a number >= 0"),
+    (optim.adafactor, {"eps": -1}, "eps=-1: expected a number >= 0"),
+    (optim.adafactor, {"eps_scale": -1}, "eps_scale=-1: expected a number >= 0"),
+    (optim.adafactor, {"clipping_threshold": 0}, "clipping_threshold=0: expected a positive number"),
+    (optim.adafactor, {"weight_decay": -1}, "weight_decay=-1: expected a number >= 0"),
     (optim.adagrad, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
     (optim.adagrad, {"learning_rate": 1, "eps": -1}, "eps=-1: expected a number >= 0"),
     (

@@ -5,14 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close, trees
 from tests.helpers import train_step_for
-from tests.test_optim import SIZES, batches_of, loss_of, matrices, normal, params_of, partitioned, poison, train
+from tests.test_optim import (
+    SIZES,
+    batches_of,
+    loss_of,
+    matrices,
+    normal,
+    params_of,
+    partitioned,
+    poison,
+    train,
+    train_with_torch,
+)
 
 ONE = [None, lambda path, leaf: "all"]  # unit rules
 
@@ -220,7 +231,14 @@ def test_an_average_of_half_precision_parameters_may_be_float32(stage):
 
 
 @pytest.mark.parametrize(
-    "opt", [optim.params_ema(0.9), optim.scale_by_trust_ratio(), optim.add_decayed_weights(0.1), optim.lion(0.1)]
+    "opt",
+    [
+        optim.params_ema(0.9),
+        optim.scale_by_trust_ratio(),
+        optim.adafactor(),
+        optim.add_decayed_weights(0.1),
+        optim.lion(0.1),
+    ],
 )
 def test_a_pair_that_needs_the_parameters_says_what_to_pass(opt):
     params = {"w": torch.ones(2)}
@@ -291,6 +309,7 @@ def test_any_injected_number_gives_the_numbers_of_the_plain_pair():
         (optim.sgd, {"learning_rate": 0.1, "momentum": 0.9}),
         (optim.adam, {"learning_rate": 0.1, "b1": 0.7, "b2": 0.8, "eps": 1e-3}),
         (optim.adagrad, {"learning_rate": 0.1, "initial_accumulator_value": 0.3, "eps": 1e-3}),
+        (optim.adafactor, {"learning_rate": 0.1, "eps": 1e-3, "weight_decay": 0.2}),
         (optim.lion, {"learning_rate": 0.1, "b1": 0.7, "b2": 0.8, "weight_decay": 0.2}),
         (optim.lamb, {"learning_rate": 0.1, "b1": 0.7, "b2": 0.8, "eps": 1e-3, "weight_decay": 0.2}),
         (optim.clip, {"max_delta": 0.01}),
@@ -318,6 +337,39 @@ def test_injected_pairs_are_elementwise_if_the_pair_is():
 
     assert optim.inject_hyperparams(optim.sgd)(0.1).elementwise is True
     assert optim.inject_hyperparams(whole)(0.1).elementwise is False
+
+
+# ---------------------------------------------------------------- adafactor
+
+
+@settings(max_examples=20)
+@given(
+    rate=st.floats(1e-3, 1.5),  # from 1/sqrt(3) on the bound on the rate tells
+    decay_rate=st.floats(0.1, 1),
+    eps=st.sampled_from([None, 1e-8, 0.1]),
+    eps_scale=st.floats(1e-3, 2),
+    threshold=st.floats(1, 2),
+    decay=st.sampled_from([0.0, 0.1]),
+)
+def test_any_hyperparameters_equal_torch_adafactor(rate, decay_rate, eps, eps_scale, threshold, decay):
+    opt = optim.adafactor(rate, decay_rate, eps, eps_scale, threshold, decay)
+    theirs = lambda xs: torch.optim.Adafactor(xs, rate, -decay_rate, (eps, eps_scale), threshold, decay)  # noqa: E731
+    params, batches = {**params_of(), "stack": normal((2, 3, 4), 9)}, batches_of(3)
+
+    def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(params, batch) + torch.tanh(params["stack"] * batch[0, 0]).square().sum()
+
+    assert_trees_close(train(opt, params, batches, loss), train_with_torch(theirs, params, batches, loss=loss), 1e-9)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_state_of_adafactor_is_sublinear_and_ties_last(stage):
+    w = normal((50, 40), 0)
+    params = {"a": w, "b": [w, normal((7,), 1)]}
+    step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=4), units=ONE[1])
+    _, state = step.init(params, optim.adafactor())
+    assert step.state_bytes(state.rows, state.columns) == 8 * (50 + 40 + 7)
+    assert state.rows["a"] is state.rows["b"][0] and state.columns["b"][1] is None
 
 
 # ---------------------------------------------------------------- half precision

@@ -1,5 +1,6 @@
 """Optimizers as (init, update) pairs."""
 
+from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adagrad import AdagradState, adagrad
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim._base import Optimizer, apply_updates, chain
@@ -27,6 +28,7 @@ from fzero.optim._sgd import SgdState, sgd
 from fzero.segments import global_norm
 
 __all__ = [
+    "AdafactorState",
     "AdagradState",
     "AdamState",
     "EmaState",
@@ -36,6 +38,7 @@ __all__ = [
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",

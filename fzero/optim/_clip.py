@@ -1,6 +1,5 @@
 """Clipping: by value, by the norm of the whole tree, by the size of each leaf."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ import torch
 from fzero import tree
 from fzero.optim._base import Optimizer
 from fzero.optim._hyper import Number, at_least_float32, positive
-from fzero.optim._norms import leaf_norms
-from fzero.segments import global_norm, per_leaf
+from fzero.optim._norms import leaf_norms, root_sizes
+from fzero.segments import global_norm
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
 
@@ -94,10 +93,6 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
             excess = norm / (threshold * root)
             return (at_least_float32(g) / excess.clamp(min=1)).to(g.dtype)
 
-        return tree.map(clipped, grads, leaf_norms(grads), per_leaf(grads, _root_sizes)), state
+        return tree.map(clipped, grads, leaf_norms(grads), root_sizes(grads)), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
-
-
-def _root_sizes(params: Any) -> Any:
-    return tree.map(lambda p: math.sqrt(max(p.numel(), 1)), params)

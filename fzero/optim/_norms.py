@@ -1,5 +1,6 @@
 """The norm of each leaf, on any layout: what layerwise optimizers need."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from fzero._torch import assume_constant_result
 from fzero.collectives import psum
 from fzero.layout import Shard, is_box
 from fzero.optim._hyper import at_least_float32
-from fzero.segments import segment_ids
+from fzero.segments import per_leaf, segment_ids
 from fzero.spec import spec_of
 
-__all__ = ["leaf_norms"]
+__all__ = ["leaf_norms", "root_sizes", "unit_axes", "unit_shapes"]
 
 _LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
 
@@ -43,7 +44,7 @@ def leaf_norms(values: Any) -> Any:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            sums.setdefault(_axes(x.uid), {})[position] = _sums_of_squares(x)
+            sums.setdefault(unit_axes(x.uid), {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, own in sums.items():
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
@@ -58,20 +59,27 @@ def leaf_norms(values: Any) -> Any:
 
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
-    squares, rows = at_least_float32(box.data).square(), _leaves(box.uid) + 1  # the last row is the padding's
+    squares, rows = at_least_float32(box.data).square(), len(unit_shapes(box.uid)) + 1  # the last row is the padding's
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]
 
 
-def _axes(uid: int) -> tuple[str, ...]:
+def root_sizes(values: Any) -> Any:
+    """Return the root of each leaf's number of elements: a norm over it is a root mean square (of nothing: 0)."""
+    return per_leaf(values, lambda whole: tree.map(lambda x: math.sqrt(max(x.numel(), 1)), whole))
+
+
+def unit_axes(uid: int) -> tuple[str, ...]:
+    """Return the axes that a unit is cut over, also to traced code."""
     return _facts(uid + 0)[0]  # Dynamo: + 0 makes a lazy constant a constant
 
 
-def _leaves(uid: int) -> int:
+def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a unit's leaves, also to traced code."""
     return _facts(uid + 0)[1]
 
 
 @assume_constant_result
-def _facts(uid: int) -> tuple[tuple[str, ...], int]:
-    return spec_of(uid).axes, len(spec_of(uid).shapes)
+def _facts(uid: int) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    return spec_of(uid).axes, spec_of(uid).shapes
