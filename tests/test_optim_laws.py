@@ -317,6 +317,18 @@ def test_updates_are_pure(name):
 
 
 @every
+@pytest.mark.parametrize("stage", [0, 2])
+def test_tied_leaves_stay_tied(name, stage):
+    w, opt = normal((4, 3), 0), TABLE[name].pair
+    step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=2), units=RULES["one unit"])
+    state = step.init({"a": w, "b": [w, normal((3,), 1)]}, opt)
+    new, state, _ = step(*state, step.mesh.split({"x": torch.ones(2, dtype=torch.float64)}))
+    assert new["a"] is new["b"][0]
+    for x in tree.tensors(state):
+        assert x.numel() < 24, "a tied leaf has one state"
+
+
+@every
 def test_state_shares_no_memory_with_the_parameters(name):
     """A jitted step writes both anew, each in its own memory."""
     params = params_of()

@@ -9,7 +9,7 @@ from fzero.layout import Shard, groups, is_box
 from fzero.optim._base import Optimizer
 from fzero.optim._factored import column_shape, row_shape, spread, sums_of_squares
 from fzero.optim._hyper import Number, at_least_float32, is_zero, nonnegative, positive
-from fzero.optim._norms import leaf_norms, root_sizes
+from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule, check_rate, rate_at
 from fzero.segments import abstract, per_leaf
 
@@ -40,7 +40,7 @@ def adafactor(
 
     The second moment of a matrix `[r, c]` is the product of the means of its rows and of its columns, r + c numbers in
     place of r c; there is no first moment. On shards the means are summed over the ranks, by one psum for the whole
-    tree, and kept whole on each: they are small. The norms of the leaves take a second one.
+    tree, and kept whole on each: they are small. The leaves' root mean squares take a second one.
 
     Args:
         learning_rate: a number, or a schedule: the size of a step relative to the leaf's; at update t it is at most
@@ -85,14 +85,13 @@ def adafactor(
         steps, rows, columns = _directions(grads, state, t**-decay_rate, eps)
         size = (1 / t.sqrt()).clamp(max=rate)
 
-        def step(u: torch.Tensor, p: torch.Tensor, step_norm: Any, norm: Any, root: Any, decays: Any) -> torch.Tensor:
-            excess = (step_norm / (root * clipping_threshold)).clamp(min=1)
-            new = -size * (norm / root).clamp(min=eps_scale) / excess * at_least_float32(u)
+        def step(u: torch.Tensor, p: torch.Tensor, step_rms: Any, rms: Any, decays: Any) -> torch.Tensor:
+            excess = (step_rms / clipping_threshold).clamp(min=1)
+            new = -size * rms.clamp(min=eps_scale) / excess * at_least_float32(u)
             return (new if is_zero(weight_decay) else new - rate * weight_decay * decays * p).to(p.dtype)
 
         decays = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
-        norms = leaf_norms((steps, params))
-        updates = tree.map(step, steps, params, *norms, root_sizes(params), decays)
+        updates = tree.map(step, steps, params, *leaf_rms((steps, params)), decays)
         return updates, AdafactorState(count, rows, columns)
 
     return Optimizer(init, update, elementwise=True)
@@ -121,29 +120,36 @@ def _directions(grads: Any, state: AdafactorState, weight: torch.Tensor, eps: Nu
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     rows, columns = tree.flatten(state.rows)[0], tree.flatten(state.columns)[0]
     out: list[Any] = list(entries)
-    factors: list[Any] = [None] * len(entries)  # of the second moment: of each row, and of each column or None
+    factors: list[Any] = [None] * len(entries)  # the second moment is a product: of rows and, of a matrix, columns
     for positions, shape, row_sums, column_sums in sums_of_squares(paths, entries):
-        old, other = rows[positions[0]], columns[positions[0]]
-        least = torch.finfo(old.dtype).eps if eps is None else eps
-        row = (old + weight * (row_sums / (max(shape[-1], 1) if column_sums is not None else 1) - old)).to(old.dtype)
-        column, factor = None, at_least_float32(row)
-        if column_sums is not None:
-            column = (other + weight * (column_sums / max(shape[-2], 1) - other)).to(other.dtype)
-            factor = factor / factor.mean(-1, keepdim=True).clamp(min=least)
+        at = positions[0]
+        least = torch.finfo(rows[at].dtype).eps if eps is None else eps
+        if column_sums is None:
+            row, column = _towards(rows[at], row_sums, weight), None
+            pair = at_least_float32(row), None
+        else:
+            row = _towards(rows[at], row_sums / max(shape[-1], 1), weight)
+            column = _towards(columns[at], column_sums / max(shape[-2], 1), weight)
+            wide = at_least_float32(row)
+            pair = wide / wide.mean(-1, keepdim=True).clamp(min=least), at_least_float32(column)
+        direction = _whole_direction(entries[at], *pair, least) if isinstance(entries[at], torch.Tensor) else None
         for position in positions:
-            rows[position], columns[position], factors[position] = row, column, (factor, column, least)
-    for position, x in enumerate(entries):
-        if isinstance(x, torch.Tensor):
-            factor, column, least = factors[position]
-            moment = factor if column is None else factor[..., None] * at_least_float32(column)[..., None, :]
-            out[position] = _over_root(x, moment, least)
+            rows[position], columns[position], factors[position] = row, column, (*pair, least)
+            out[position] = entries[position] if direction is None else direction
     for uid, box, members in groups(paths, entries):
-        of_leaf = {index: factors[position] for position, index in members}
-        least = of_leaf[0][2]
-        moment = spread(box, [of_leaf[i][0] for i in range(len(of_leaf))], [of_leaf[i][1] for i in range(len(of_leaf))])
-        out[members[0][0]] = Shard(_over_root(box.data, moment, least), uid)
+        of_leaf = dict(sorted([(i, factors[position]) for position, i in members], key=lambda pair: pair[0]))
+        moment = spread(box, [rows for rows, _, _ in of_leaf.values()], [columns for _, columns, _ in of_leaf.values()])
+        out[members[0][0]] = Shard(_over_root(box.data, moment, of_leaf[0][2]), uid)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
+
+
+def _towards(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (old + weight * (new - old)).to(old.dtype)
+
+
+def _whole_direction(g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor | None, least: Any) -> torch.Tensor:
+    return _over_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], least)
 
 
 def _over_root(g: torch.Tensor, moment: torch.Tensor, least: Any) -> torch.Tensor:

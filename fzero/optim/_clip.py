@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero.optim._base import Optimizer
 from fzero.optim._hyper import Number, at_least_float32, positive
-from fzero.optim._norms import leaf_norms, root_sizes
+from fzero.optim._norms import leaf_rms
 from fzero.segments import global_norm
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
@@ -89,10 +89,9 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
     positive(threshold=threshold)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def clipped(g: torch.Tensor, norm: torch.Tensor, root: float | torch.Tensor) -> torch.Tensor:
-            excess = norm / (threshold * root)
-            return (at_least_float32(g) / excess.clamp(min=1)).to(g.dtype)
+        def clipped(g: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
+            return (at_least_float32(g) / (rms / threshold).clamp(min=1)).to(g.dtype)
 
-        return tree.map(clipped, grads, leaf_norms(grads), root_sizes(grads)), state
+        return tree.map(clipped, grads, leaf_rms(grads)), state
 
     return Optimizer(lambda params: (), update, elementwise=True)

@@ -10,10 +10,10 @@ from fzero._torch import assume_constant_result
 from fzero.collectives import psum
 from fzero.layout import Shard, is_box
 from fzero.optim._hyper import at_least_float32
-from fzero.segments import per_leaf, segment_ids
+from fzero.segments import segment_ids
 from fzero.spec import spec_of
 
-__all__ = ["leaf_norms", "root_sizes", "unit_axes", "unit_shapes"]
+__all__ = ["leaf_norms", "leaf_rms", "unit_axes", "unit_shapes"]
 
 _LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
 
@@ -40,6 +40,15 @@ def leaf_norms(values: Any) -> Any:
         tensor([[5., 5.],
                 [5., 0.]])
     """
+    return _leaf_norms(values, mean=False)
+
+
+def leaf_rms(values: Any) -> Any:
+    """Return the root mean square of each leaf of a tree (of an empty one, 0), as `leaf_norms` does the norm."""
+    return _leaf_norms(values, mean=True)
+
+
+def _leaf_norms(values: Any, mean: bool) -> Any:
     entries, structure = tree.flatten(values, is_box)
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
@@ -50,10 +59,16 @@ def leaf_norms(values: Any) -> Any:
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
         for (position, s), total in zip(own.items(), totals, strict=True):
             x = entries[position]
-            table = torch.cat([total.sqrt().to(s.dtype), s.new_zeros(1)])
+            sizes = [max(math.prod(shape), 1) if mean else 1 for shape in unit_shapes(x.uid)]
+            squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
+            table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return (at_least_float32(x).square().sum() / (max(x.numel(), 1) if mean else 1)).sqrt()
+
     whole = tree.unflatten(structure, [None if is_box(x) else x for x in entries])
-    plain = tree.flatten(tree.map(lambda x: at_least_float32(x).square().sum().sqrt(), whole))[0]
+    plain = tree.flatten(tree.map(norm, whole))[0]
     return tree.unflatten(structure, [x if is_box(x) else y for x, y in zip(out, plain, strict=True)])
 
 
@@ -63,11 +78,6 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]
-
-
-def root_sizes(values: Any) -> Any:
-    """Return the root of each leaf's number of elements: a norm over it is a root mean square (of nothing: 0)."""
-    return per_leaf(values, lambda whole: tree.map(lambda x: math.sqrt(max(x.numel(), 1)), whole))
 
 
 def unit_axes(uid: int) -> tuple[str, ...]:
