@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.testing import assert_trees_close, trees
+from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import train_step_for
+from tests.laws.test_equivalence import loss_of_tree
 from tests.test_optim import (
     SIZES,
     batches_of,
@@ -97,6 +98,22 @@ def test_leaf_norms_of_the_whole_tree_take_one_psum(opt, numbers):
     assert sent == [2 * numbers * len(tree.tensors(params))]  # an all_reduce counts twice
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_leaf_of_zeros_or_with_a_zero_step_keeps_its_step(stage):
+    """A bias that starts at zero would stay there for ever."""
+    params = {"zeros": torch.zeros(3), "still": torch.ones(3), "w": torch.full((4,), 2.0)}
+    weights = {"zeros": 1.0, "still": 0.0, "w": 1.0}
+    opt = optim.chain(optim.scale_by_trust_ratio(), optim.scale_by_learning_rate(1.0))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([weights[k] * (p[k] * x.mean()).sum() for k in p]).sum()
+
+    step = fzero.shard(train_step_for(loss, opt), stage, fzero.mesh(dp=2), units=ONE[1])
+    new, _, _ = step(*step.init(params, opt), step.mesh.split(torch.ones(2)))
+    expected = {"zeros": -torch.ones(3), "still": torch.ones(3), "w": torch.zeros(4)}
+    assert_trees_close(step.gather(new), expected, 1e-6)
+
+
 # ---------------------------------------------------------------- masked
 
 
@@ -136,6 +153,13 @@ def test_what_a_masked_pair_does_not_see_may_be_nan():
     for updates in (opt.update(grads, opt.init(params), params)[0], fzero.mesh(dp=2).spmd(update)(params, grads)):
         torch.testing.assert_close(updates["w"], torch.full((2, 2), -0.1))
         assert updates["b"].isnan().all()
+
+
+def test_a_masked_pair_sees_zeros_for_the_other_parameters():
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    opt = optim.masked(optim.params_ema(0.5), matrices)
+    _, state = opt.update(params, opt.init(params), params)
+    assert state.ema["b"].tolist() == [0, 0] and state.ema["w"].tolist() == [[1.5, 1.5]] * 2
 
 
 def test_masks_that_are_complements_make_parameter_groups():
@@ -360,6 +384,16 @@ def test_any_hyperparameters_equal_torch_adafactor(rate, decay_rate, eps, eps_sc
         return loss_of(params, batch) + torch.tanh(params["stack"] * batch[0, 0]).square().sum()
 
     assert_trees_close(train(opt, params, batches, loss), train_with_torch(theirs, params, batches, loss=loss), 1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("units", ONE, ids=["default units", "one unit"])
+def test_adafactor_of_stacked_matrices_is_the_same_on_shards(n, units):
+    """The columns of each matrix of a leaf `[.., r, c]` are its own."""
+    params = {"stack": normal((2, 3, 4), 0), "b": normal((5,), 1), "deep": normal((2, 1, 2, 3), 2), "s": normal((), 3)}
+
+    opt, batches = optim.adafactor(0.1), [{"x": normal((2 * n,), 10 + i)} for i in range(3)]
+    assert_equivalent(train_step_for(loss_of_tree, opt), params, opt, batches, [1, 3], [n], units=units)
 
 
 @pytest.mark.parametrize("stage", range(4))
