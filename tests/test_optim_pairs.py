@@ -79,9 +79,9 @@ def test_leaf_norms_sum_in_float32_at_least(n, dtype):
 
 
 def test_leaf_norms_lose_no_small_addends():
-    """Added one by one, float32 would stop at 2^24 of the 2^25 ones."""
-    norms = fzero.mesh(dp=1).spmd(lambda t: optim.leaf_norms(fzero.partition(t)))({"w": torch.ones(2**25)})
-    torch.testing.assert_close(norms["w"].data[0, 0], torch.tensor(2**12.5), rtol=1e-6, atol=0)
+    """Added one by one, float32 would stop at 2^24 of the 5 x 2^22 ones."""
+    norms = fzero.mesh(dp=1).spmd(lambda t: optim.leaf_norms(fzero.partition(t)))({"w": torch.ones(5 * 2**22)})
+    torch.testing.assert_close(norms["w"].data[0, 0], torch.tensor(math.sqrt(5) * 2**11), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
