@@ -1,26 +1,75 @@
 """Optimizers as (init, update) pairs."""
 
-from fzero.optim._adam import AdamState, adam, adamw
+from fzero.optim._adafactor import AdafactorState, adafactor
+from fzero.optim._adagrad import AdagradState, adagrad
+from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim._base import Optimizer, apply_updates, chain
-from fzero.optim._clip import clip_by_global_norm
+from fzero.optim._clip import clip, clip_by_block_rms, clip_by_global_norm
+from fzero.optim._decay import add_decayed_weights
+from fzero.optim._ema import EmaState, ema, params_ema
+from fzero.optim._inject import InjectHyperparamsState, inject_hyperparams
+from fzero.optim._lamb import lamb, scale_by_trust_ratio
 from fzero.optim._leafwise import leafwise
-from fzero.optim._schedules import Schedule, constant, warmup_cosine
+from fzero.optim._lion import LionState, lion, scale_by_lion
+from fzero.optim._masked import masked
+from fzero.optim._norms import leaf_norms
+from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
+from fzero.optim._schedules import (
+    Schedule,
+    constant,
+    exponential_decay,
+    join_schedules,
+    linear,
+    piecewise_constant,
+    warmup_cosine,
+    warmup_linear,
+)
 from fzero.optim._sgd import SgdState, sgd
 from fzero.segments import global_norm
 
 __all__ = [
+    "AdafactorState",
+    "AdagradState",
     "AdamState",
+    "EmaState",
+    "InjectHyperparamsState",
+    "LionState",
     "Optimizer",
+    "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "adafactor",
+    "adagrad",
     "adam",
     "adamw",
+    "add_decayed_weights",
     "apply_updates",
     "chain",
+    "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant",
+    "ema",
+    "exponential_decay",
     "global_norm",
+    "inject_hyperparams",
+    "join_schedules",
+    "lamb",
+    "leaf_norms",
     "leafwise",
+    "linear",
+    "lion",
+    "masked",
+    "params_ema",
+    "piecewise_constant",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_schedule",
+    "scale_by_trust_ratio",
+    "set_to_zero",
     "sgd",
     "warmup_cosine",
+    "warmup_linear",
 ]

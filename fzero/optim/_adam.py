@@ -6,10 +6,11 @@ import torch
 
 from fzero import tree
 from fzero.optim._base import Optimizer
-from fzero.optim._schedules import Schedule, rate_at
+from fzero.optim._hyper import Number, at_least_float32, fraction, is_zero, nonnegative
+from fzero.optim._schedules import Schedule, check_rate, rate_at
 from fzero.segments import per_leaf
 
-__all__ = ["AdamState", "adam", "adamw"]
+__all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]
 
 
 class AdamState(NamedTuple):
@@ -20,7 +21,7 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-def adam(learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
     """Adam (arXiv:1412.6980): `torch.optim.Adam`'s numbers.
 
     See `adamw`, with no weight decay.
@@ -35,11 +36,11 @@ def adam(learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, ep
 
 
 def adamw(
-    learning_rate: float | Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 1e-2,
     mask: Any = None,
 ) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101): `torch.optim.AdamW`'s numbers.
@@ -57,26 +58,22 @@ def adamw(
         A pair; its state has two moments an element, of the parameter's dtype.
 
     Raises:
-        ValueError: on update, if `weight_decay` is not 0 and `params` is not given, or if `mask` has another
-            structure than `params`.
+        ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter negative; on update, if `weight_decay`
+            is not 0 and `params` is not given, or if `mask` has another structure than `params`.
 
     Example:
         >>> from fzero import tree
         >>> opt = adamw(3e-4, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params))
     """
-
-    def init(params: Any) -> AdamState:
-        count = torch.zeros((), dtype=torch.int64)
-        return AdamState(count, tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
+    check_rate(learning_rate)
+    fraction(b1=b1, b2=b2)
+    nonnegative(eps=eps, weight_decay=weight_decay)
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
-        rate, count = rate_at(learning_rate, state.count), state.count + 1
-        t = count.to(torch.float64)
-        c1, c2 = 1 - b1**t, (1 - b2**t).sqrt()
-        mu = tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, state.mu)
-        nu = tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, state.nu)
+        rate = rate_at(learning_rate, state.count)
+        (count, mu, nu), c1, c2 = _moments(grads, state, b1, b2)
         updates = tree.map(lambda m, v: (-rate * (m / c1) / (v.sqrt() / c2 + eps)).to(m.dtype), mu, nu)
-        if weight_decay:
+        if not is_zero(weight_decay):
             if params is None:
                 raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
             decay = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
@@ -88,4 +85,53 @@ def adamw(
             )
         return updates, AdamState(count, mu, nu)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(_init, update, elementwise=True)
+
+
+def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
+    """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
+
+    A link for chains of one's own: it points uphill, so end with `scale_by_learning_rate`.
+
+    Args:
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        eps: added to the root of the second moment.
+
+    Returns:
+        A pair; its state has two moments an element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if `b1` or `b2` is not in [0, 1), or `eps` is negative.
+
+    Example:
+        >>> pair = scale_by_adam()
+        >>> pair.update({"w": torch.tensor(2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
+        {'w': tensor(1.0000)}
+    """
+    fraction(b1=b1, b2=b2)
+    nonnegative(eps=eps)
+
+    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        state, c1, c2 = _moments(grads, state, b1, b2)
+
+        def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return ((at_least_float32(m) / c1) / (at_least_float32(v).sqrt() / c2 + eps)).to(m.dtype)
+
+        return tree.map(direction, state.mu, state.nu), state
+
+    return Optimizer(_init, update, elementwise=True)
+
+
+def _init(params: Any) -> AdamState:
+    count = torch.zeros((), dtype=torch.int64)
+    return AdamState(count, tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
+
+
+def _moments(grads: Any, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
+    """Return the new state, and what corrects the first moment, and the root of the second, for their zero start."""
+    count = state.count + 1
+    t = count.to(torch.float64)
+    mu = tree.map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
+    nu = tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
+    return AdamState(count, mu, nu), 1 - b1**t, (1 - b2**t).sqrt()

@@ -1,11 +1,25 @@
-"""Learning-rate schedules: functions from the number of updates done to a rate."""
+"""Schedules: functions from the number of updates done to a rate, or to another hyperparameter."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["Schedule", "constant", "rate_at", "warmup_cosine"]
+from fzero.optim._hyper import Number, nonnegative
+
+__all__ = [
+    "Schedule",
+    "check_rate",
+    "constant",
+    "exponential_decay",
+    "join_schedules",
+    "linear",
+    "piecewise_constant",
+    "rate_at",
+    "warmup_cosine",
+    "warmup_linear",
+]
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
@@ -18,6 +32,48 @@ def constant(value: float) -> Schedule:
         tensor(0.1000, dtype=torch.float64)
     """
     return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """Go from `start` to `end` along a line, and stay there: `optax.linear_schedule`.
+
+    From 0 up it is a warm-up that stays at its peak.
+
+    Args:
+        start: the value at update 0.
+        end: the value at update `steps`, and from then on.
+        steps: updates between them.
+
+    Raises:
+        ValueError: if `steps` is not positive.
+
+    Example:
+        >>> schedule = linear(1.0, 0.0, steps=4)
+        >>> [schedule(torch.tensor(t)).item() for t in (0, 1, 4, 9)]
+        [1.0, 0.75, 0.0, 0.0]
+    """
+    _check_steps(steps=steps)
+    return lambda count: start + (end - start) * (count.to(torch.float64) / steps).clamp(0, 1)
+
+
+def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
+    """Rise linearly from 0 to `peak`, then fall linearly to `end`: BERT's schedule (arXiv:1810.04805).
+
+    Args:
+        peak: the highest rate, reached at update `warmup_steps`.
+        warmup_steps: updates of the rise.
+        total_steps: updates of rise and fall; the rate is `end` from then on.
+        end: the last rate.
+
+    Raises:
+        ValueError: if not 0 <= warmup_steps < total_steps.
+
+    Example:
+        >>> schedule = warmup_linear(1.0, warmup_steps=10, total_steps=30)
+        >>> [schedule(torch.tensor(t)).item() for t in (0, 5, 10, 20, 30, 99)]
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    return _warmup(peak, warmup_steps, total_steps, lambda progress: peak + (end - peak) * progress)
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
@@ -37,6 +93,16 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [round(schedule(torch.tensor(t)).item(), 3) for t in (0, 5, 10, 20, 30, 99)]
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
+    return _warmup(
+        peak,
+        warmup_steps,
+        total_steps,
+        lambda progress: end + (peak - end) * 0.5 * (1 + torch.cos(math.pi * progress)),
+    )
+
+
+def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
+    """Rise linearly to `peak`; `fall` maps the progress of the rest, 0 to 1, to a rate."""
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"expected 0 <= warmup_steps < total_steps, given {warmup_steps} and {total_steps}")
 
@@ -44,12 +110,115 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         t = count.to(torch.float64)
         rise = peak * t / max(warmup_steps, 1)
         progress = ((t - warmup_steps) / (total_steps - warmup_steps)).clamp(0, 1)
-        fall = end + (peak - end) * 0.5 * (1 + torch.cos(math.pi * progress))
-        return torch.where(t < warmup_steps, rise, fall)
+        return torch.where(t < warmup_steps, rise, fall(progress))
 
     return schedule
 
 
-def rate_at(rate: float | Schedule, count: torch.Tensor) -> float | torch.Tensor:
+def exponential_decay(
+    start: float, steps: int, decay_rate: float, staircase: bool = False, end: float | None = None
+) -> Schedule:
+    """Multiply `start` by `decay_rate` once each `steps` updates, smoothly or in stairs: `optax.exponential_decay`.
+
+    Args:
+        start: the value at update 0.
+        steps: updates in which it is multiplied once.
+        decay_rate: the factor.
+        staircase: whether to jump each `steps` updates, and not to move between.
+        end: the value at which it stops, if given: a lower bound if `decay_rate` < 1, else an upper one.
+
+    Raises:
+        ValueError: if `steps` or `decay_rate` is not positive.
+
+    Example:
+        >>> schedule = exponential_decay(1.0, steps=10, decay_rate=0.25)
+        >>> [schedule(torch.tensor(t)).item() for t in (0, 5, 10)]
+        [1.0, 0.5, 0.25]
+    """
+    _check_steps(steps=steps)
+    if not decay_rate > 0:
+        raise ValueError(f"decay_rate={decay_rate!r}: expected a positive number")
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        power = count.to(torch.float64) / steps
+        value = start * decay_rate ** (power.floor() if staircase else power)
+        if end is None:
+            return value
+        return value.clamp(min=end) if decay_rate < 1 else value.clamp(max=end)
+
+    return schedule
+
+
+def piecewise_constant(start: float, boundaries_and_scales: Mapping[int, float]) -> Schedule:
+    """Multiply the value by a factor at each boundary: `optax.piecewise_constant_schedule`.
+
+    Args:
+        start: the value at update 0.
+        boundaries_and_scales: number of updates done -> factor by which the value is multiplied from then on.
+
+    Raises:
+        ValueError: if a boundary is negative.
+
+    Example:
+        >>> schedule = piecewise_constant(1.0, {100: 0.5, 200: 0.5})
+        >>> [schedule(torch.tensor(t)).item() for t in (0, 99, 100, 200)]
+        [1.0, 1.0, 0.5, 0.25]
+    """
+    if any(boundary < 0 for boundary in boundaries_and_scales):
+        raise ValueError(f"boundaries_and_scales={boundaries_and_scales}: expected boundaries >= 0")
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        value = torch.full((), start, dtype=torch.float64, device=count.device)
+        for boundary, factor in boundaries_and_scales.items():
+            value = torch.where(count < boundary, value, value * factor)
+        return value
+
+    return schedule
+
+
+def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Follow one schedule after another; each counts from its own start: `optax.join_schedules`.
+
+    Args:
+        schedules: the parts.
+        boundaries: how many updates are done when each but the first begins.
+
+    Raises:
+        ValueError: if there is not one boundary fewer than schedules, or boundaries do not increase.
+
+    Example:
+        >>> parts = [linear(0.0, 1.0, 10), constant(1.0), linear(1.0, 0.0, 20)]  # warm up, stay, cool down
+        >>> schedule = join_schedules(parts, [10, 80])
+        >>> [schedule(torch.tensor(t)).item() for t in (0, 5, 50, 90, 100)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(set(boundaries)):
+        raise ValueError(
+            f"boundaries={list(boundaries)}: expected {len(schedules) - 1} increasing numbers, "
+            f"one for each of {len(schedules)} schedules but the first"
+        )
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        value = schedules[0](count)
+        for boundary, part in zip(boundaries, schedules[1:], strict=True):
+            value = torch.where(count < boundary, value, part(count - boundary))
+        return value
+
+    return schedule
+
+
+def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
     """Return a rate, or a schedule's rate after `count` updates."""
     return rate(count) if callable(rate) else rate
+
+
+def check_rate(learning_rate: Any) -> None:
+    """Check that a learning rate is a number >= 0 or a schedule."""
+    if not callable(learning_rate):
+        nonnegative(learning_rate=learning_rate)
+
+
+def _check_steps(**steps: Any) -> None:
+    for name, value in steps.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value!r}: expected a positive number of updates")

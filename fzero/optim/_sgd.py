@@ -6,7 +6,8 @@ import torch
 
 from fzero import tree
 from fzero.optim._base import Optimizer
-from fzero.optim._schedules import Schedule, rate_at
+from fzero.optim._hyper import Number, is_zero, nonnegative
+from fzero.optim._schedules import Schedule, check_rate, rate_at
 
 __all__ = ["SgdState", "sgd"]
 
@@ -18,7 +19,7 @@ class SgdState(NamedTuple):
     momentum: Any
 
 
-def sgd(learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Optimizer:
+def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool = False) -> Optimizer:
     """Descend along the gradient, with momentum if asked: `torch.optim.SGD`'s numbers.
 
     Args:
@@ -30,7 +31,7 @@ def sgd(learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool =
         A pair.
 
     Raises:
-        ValueError: if `nesterov` is asked for without momentum.
+        ValueError: if a number is negative, or `nesterov` is asked for without momentum.
 
     Example:
         >>> opt = sgd(0.1)
@@ -38,21 +39,24 @@ def sgd(learning_rate: float | Schedule, momentum: float = 0.0, nesterov: bool =
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.2000)}
     """
-    if nesterov and not momentum:
-        raise ValueError("nesterov=True needs momentum > 0")
+    check_rate(learning_rate)
+    nonnegative(momentum=momentum)
+    remembers = not is_zero(momentum)
+    if nesterov and not remembers:
+        raise ValueError(f"nesterov=True needs momentum > 0, and momentum={momentum!r} was given")
 
     def init(params: Any) -> SgdState:
         return SgdState(
             torch.zeros((), dtype=torch.int64),
-            tree.map(torch.zeros_like, params) if momentum else None,
+            tree.map(torch.zeros_like, params) if remembers else None,
         )
 
     def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
         rate = rate_at(learning_rate, state.count)
         buffers, direction = None, grads
-        if momentum:
+        if remembers:
             # a zero buffer at first gives torch's: buf = grad
-            buffers = tree.map(lambda g, b: momentum * b + g, grads, state.momentum)
+            buffers = tree.map(lambda g, b: (momentum * b + g).to(b.dtype), grads, state.momentum)
             direction = tree.map(lambda g, b: g + momentum * b, grads, buffers) if nesterov else buffers
         return tree.map(lambda d: (-rate * d).to(d.dtype), direction), SgdState(state.count + 1, buffers)
 

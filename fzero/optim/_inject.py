@@ -1,0 +1,103 @@
+"""Hyperparameters that change as training goes."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.optim._base import Optimizer
+
+__all__ = ["InjectHyperparamsState", "inject_hyperparams"]
+
+
+class InjectHyperparamsState(NamedTuple):
+    """The number of updates done (int64, 0-d), the hyperparameters (float64, 0-d), and the pair's own state."""
+
+    count: torch.Tensor
+    hyperparams: dict[str, torch.Tensor]
+    inner_state: Any
+
+
+def inject_hyperparams(
+    factory: Callable[..., Optimizer], static_args: str | Iterable[str] = ()
+) -> Callable[..., Optimizer]:
+    """Make an optimizer's hyperparameters part of its state, where they follow schedules or are changed by hand.
+
+    Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and is a tensor of
+    `state.hyperparams`. Write a new value there between steps; a jitted step takes it without another trace. A
+    scheduled one is written anew at each update, so there it can only be read.
+
+    Args:
+        factory: a function that makes a pair, such as `optim.adamw`, or one of your own around a `chain`.
+        static_args: names of arguments to leave alone: functions that are no schedules, such as `mask`, and numbers
+            that decide on a structure. Bools, None and trees are left alone anyway.
+
+    Returns:
+        `factory`, with the same arguments.
+
+    Raises:
+        ValueError: if `static_args` names no argument of `factory`; when called, whatever `factory` raises; on use,
+            if a schedule does not return a number.
+
+    Example:
+        >>> from fzero import optim
+        >>> opt = inject_hyperparams(optim.sgd)(0.1, momentum=optim.linear(0.0, 0.9, 100))
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> state = opt.init(params)
+        >>> _ = state.hyperparams["learning_rate"].fill_(0.5)
+        >>> opt.update({"w": torch.tensor(2.0)}, state, params)[0]
+        {'w': tensor(-1.)}
+    """
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    signature = inspect.signature(factory)
+    if not static <= set(signature.parameters):
+        names = ", ".join(signature.parameters)
+        raise ValueError(f"static_args={sorted(static)}: expected some of the arguments of {factory!r}: {names}")
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Optimizer:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        dynamic = {k: v for k, v in given.arguments.items() if k not in static}
+        schedules = {k: v for k, v in dynamic.items() if callable(v)}
+        numbers = {k: v for k, v in dynamic.items() if _is_number(v)}
+
+        def values_at(count: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {k: _number(k, schedule(count), count) for k, schedule in schedules.items()}
+
+        def pair_with(hyperparams: dict[str, Any]) -> Optimizer:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments.update(hyperparams)
+            return factory(*bound.args, **bound.kwargs)
+
+        def init(params: Any) -> InjectHyperparamsState:
+            count = torch.zeros((), dtype=torch.int64)
+            hyperparams = {k: _number(k, v, count) for k, v in numbers.items()} | values_at(count)
+            return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
+
+        def update(grads: Any, state: InjectHyperparamsState, params: Any = None) -> tuple[Any, Any]:
+            hyperparams = {**state.hyperparams, **values_at(state.count)}
+            updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
+            return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
+
+        checked = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # numbers as given, so that it checks them
+        return Optimizer(init, update, getattr(checked, "elementwise", None))
+
+    return make
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
+    return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _number(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+    if not _is_number(value):
+        raise ValueError(
+            f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; a function "
+            f'that is no schedule goes into static_args: inject_hyperparams(factory, static_args=("{name}",))'
+        )
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device).clone()

@@ -1,0 +1,87 @@
+"""LAMB, and the trust ratio that makes it."""
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.optim._adam import scale_by_adam
+from fzero.optim._base import Optimizer, chain
+from fzero.optim._decay import add_decayed_weights
+from fzero.optim._hyper import Number
+from fzero.optim._norms import leaf_norms
+from fzero.optim._scale import scale_by_learning_rate
+from fzero.optim._schedules import Schedule
+
+__all__ = ["lamb", "scale_by_trust_ratio"]
+
+
+def lamb(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    mask: Any = None,
+) -> Optimizer:
+    """Scale AdamW's step of each leaf to the leaf's norm (arXiv:1904.00962): `optax.lamb`'s numbers.
+
+    For large batches. Exact on shards: the leaves' norms take one psum of two numbers a leaf.
+
+    Args:
+        learning_rate: a number, or a schedule: the size of a step relative to the leaf's.
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: the fraction of a parameter that is added to its step before the step is scaled.
+        mask: which leaves decay; see `add_decayed_weights`.
+
+    Returns:
+        A pair, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
+        `scale_by_learning_rate`; its state has two moments an element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if a hyperparameter is out of its range; on update, if `params` is not given.
+
+    Example:
+        >>> opt = lamb(0.1)
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> opt.update({"w": torch.tensor([0.1, 0.0])}, opt.init(params), params)[0]
+        {'w': tensor([-0.5000, -0.0000])}
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_trust_ratio() -> Optimizer:
+    """Scale each leaf's step to the norm of the leaf (LARS, arXiv:1708.03888; LAMB, arXiv:1904.00962).
+
+    A leaf whose norm, or whose step's, is zero keeps its step.
+
+    Returns:
+        A pair without state.
+
+    Raises:
+        ValueError: on update, if `params` is not given.
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> scale_by_trust_ratio().update({"w": torch.tensor([0.0, 2.0])}, (), params)[0]
+        {'w': tensor([0., 5.])}
+    """
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
+        return tree.map(_scaled, grads, *leaf_norms((grads, params))), state
+
+    return Optimizer(lambda params: (), update, elementwise=True)
+
+
+def _scaled(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    ratio = torch.where((norm == 0) | (step_norm == 0), torch.ones_like(norm), norm / step_norm)
+    return (step * ratio).to(step.dtype)

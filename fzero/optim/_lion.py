@@ -1,0 +1,79 @@
+"""Lion."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.optim._base import Optimizer, chain
+from fzero.optim._decay import add_decayed_weights
+from fzero.optim._hyper import Number, fraction
+from fzero.optim._scale import scale_by_learning_rate
+from fzero.optim._schedules import Schedule
+
+__all__ = ["LionState", "lion", "scale_by_lion"]
+
+
+class LionState(NamedTuple):
+    """The moving average of the gradients, like the parameters."""
+
+    mu: Any
+
+
+def lion(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    weight_decay: Number = 1e-3,
+    mask: Any = None,
+) -> Optimizer:
+    """Step by the sign of an average of gradients (arXiv:2302.06675): `optax.lion`'s numbers.
+
+    A good rate is 3 to 10 times smaller than AdamW's, and a good decay 3 to 10 times larger.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        b1: how much of the average there is in the direction.
+        b2: the decay of the average.
+        weight_decay: the fraction of a parameter, times the rate, that is taken off each update.
+        mask: which leaves decay; see `add_decayed_weights`.
+
+    Returns:
+        A pair, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`; its state has one
+        number an element, of the parameter's dtype.
+
+    Raises:
+        ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay negative; on update, if there is a
+            decay and `params` is not given.
+
+    Example:
+        >>> opt = lion(0.1, weight_decay=0.5)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
+        {'w': tensor(-0.1500)}
+    """
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
+    """Replace gradients by Lion's direction, 1 or -1 an element (0 where the average is): see `lion`.
+
+    Example:
+        >>> pair = scale_by_lion()
+        >>> pair.update({"w": torch.tensor(-2.0)}, pair.init({"w": torch.tensor(1.0)}))[0]
+        {'w': tensor(-1.)}
+    """
+    fraction(b1=b1, b2=b2)
+
+    def init(params: Any) -> LionState:
+        return LionState(tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: LionState, params: Any = None) -> tuple[Any, LionState]:
+        signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
+        return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
+
+    return Optimizer(init, update, elementwise=True)

@@ -1,0 +1,95 @@
+"""The norm of each leaf, on any layout: what layerwise optimizers need."""
+
+import math
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import assume_constant_result
+from fzero.collectives import psum
+from fzero.layout import Shard, is_box
+from fzero.optim._hyper import at_least_float32
+from fzero.segments import segment_ids
+from fzero.spec import spec_of
+
+__all__ = ["leaf_norms", "leaf_rms", "unit_axes", "unit_shapes"]
+
+_LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
+
+
+def leaf_norms(values: Any) -> Any:
+    """Return the 2-norm of each leaf of a tree, exact on any layout.
+
+    All shards over the same axes are summed over their ranks by one psum of a vector, a number for each of their
+    leaves; replicated leaves need none, and padding does not count. Sums run in float32 at least.
+
+    Args:
+        values: a tree, whole or cut; or several in a tuple, which then share the psum.
+
+    Returns:
+        A tree like `values`: for a plain leaf its norm, 0-d; in a box a tensor `[k]`, the norm of each element's leaf
+        (0 in the padding). Of the leaves' dtype, or float32 for less.
+
+    Example:
+        >>> import fzero
+        >>> tree = {"w": torch.tensor([3.0, 4.0, 0.0]), "b": torch.tensor(-2.0)}
+        >>> leaf_norms(tree)
+        {'w': tensor(5.), 'b': tensor(2.)}
+        >>> fzero.mesh(dp=2).spmd(lambda t: leaf_norms(fzero.partition(t)))(tree)["w"].data
+        tensor([[5., 5.],
+                [5., 0.]])
+    """
+    return _leaf_norms(values, mean=False)
+
+
+def leaf_rms(values: Any) -> Any:
+    """Return the root mean square of each leaf of a tree (of an empty one, 0), as `leaf_norms` does the norm."""
+    return _leaf_norms(values, mean=True)
+
+
+def _leaf_norms(values: Any, mean: bool) -> Any:
+    entries, structure = tree.flatten(values, is_box)
+    sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
+    for position, x in enumerate(entries):
+        if isinstance(x, Shard):
+            sums.setdefault(unit_axes(x.uid), {})[position] = _sums_of_squares(x)
+    out = list(entries)
+    for axes, own in sums.items():
+        totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
+        for (position, s), total in zip(own.items(), totals, strict=True):
+            x = entries[position]
+            sizes = [max(math.prod(shape), 1) if mean else 1 for shape in unit_shapes(x.uid)]
+            squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
+            table = torch.cat([squares.sqrt(), s.new_zeros(1)])
+            out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return (at_least_float32(x).square().sum() / (max(x.numel(), 1) if mean else 1)).sqrt()
+
+    whole = tree.unflatten(structure, [None if is_box(x) else x for x in entries])
+    plain = tree.flatten(tree.map(norm, whole))[0]
+    return tree.unflatten(structure, [x if is_box(x) else y for x, y in zip(out, plain, strict=True)])
+
+
+def _sums_of_squares(box: Shard) -> torch.Tensor:
+    """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
+    squares, rows = at_least_float32(box.data).square(), len(unit_shapes(box.uid)) + 1  # the last row is the padding's
+    lane = torch.arange(len(squares), device=squares.device) % _LANES
+    bins = segment_ids(box.uid, squares.device) * _LANES + lane
+    return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]
+
+
+def unit_axes(uid: int) -> tuple[str, ...]:
+    """Return the axes that a unit is cut over, also to traced code."""
+    return _facts(uid + 0)[0]  # Dynamo: + 0 makes a lazy constant a constant
+
+
+def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a unit's leaves, also to traced code."""
+    return _facts(uid + 0)[1]
+
+
+@assume_constant_result
+def _facts(uid: int) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    return spec_of(uid).axes, spec_of(uid).shapes

@@ -1,0 +1,109 @@
+"""Pairs that multiply gradients by a number: the last link of most chains."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.optim._base import Optimizer
+from fzero.optim._hyper import Number, nonnegative
+from fzero.optim._schedules import Schedule
+
+__all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule", "set_to_zero"]
+
+
+class ScaleByScheduleState(NamedTuple):
+    """The number of updates done (int64, 0-d)."""
+
+    count: torch.Tensor
+
+
+def scale(factor: Number) -> Optimizer:
+    """Multiply gradients by `factor`.
+
+    Returns:
+        A pair without state.
+
+    Example:
+        >>> scale(-0.5).update({"w": torch.tensor(2.0)}, ())[0]
+        {'w': tensor(-1.)}
+    """
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return _times(grads, factor), state
+
+    return Optimizer(lambda params: (), update, elementwise=True)
+
+
+def scale_by_schedule(schedule: Schedule) -> Optimizer:
+    """Multiply gradients by what a schedule gives for the number of updates done.
+
+    Args:
+        schedule: see `fzero.optim.Schedule`; its sign counts, so a learning rate here is negative.
+
+    Returns:
+        A pair; its state is a counter.
+
+    Example:
+        >>> pair = scale_by_schedule(lambda count: 1.0 / (1 + count))
+        >>> grads, state = {"w": torch.tensor(2.0)}, pair.init({})
+        >>> for _ in range(2):
+        ...     updates, state = pair.update(grads, state)
+        >>> updates
+        {'w': tensor(1.)}
+    """
+
+    def init(params: Any) -> ScaleByScheduleState:
+        return ScaleByScheduleState(torch.zeros((), dtype=torch.int64))
+
+    def update(grads: Any, state: ScaleByScheduleState, params: Any = None) -> tuple[Any, ScaleByScheduleState]:
+        return _times(grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
+
+    return Optimizer(init, update, elementwise=True)
+
+
+def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
+    """Multiply gradients by minus the learning rate: descend.
+
+    Args:
+        learning_rate: a number, or a schedule.
+
+    Returns:
+        A pair, without state for a number, with a counter for a schedule.
+
+    Raises:
+        ValueError: if `learning_rate` is a negative number.
+
+    Example:
+        >>> chained = scale_by_learning_rate(0.1)
+        >>> chained.update({"w": torch.tensor(2.0)}, ())[0]
+        {'w': tensor(-0.2000)}
+    """
+    if callable(learning_rate):
+        return scale_by_schedule(lambda count: -learning_rate(count))
+    nonnegative(learning_rate=learning_rate)
+    return scale(-learning_rate)
+
+
+def set_to_zero() -> Optimizer:
+    """Replace gradients by zeros: with `masked`, freeze leaves.
+
+    Returns:
+        A pair without state.
+
+    Example:
+        >>> from fzero.optim import masked
+        >>> frozen = masked(set_to_zero(), {"w": True, "b": False})
+        >>> grads = {"w": torch.ones(()), "b": torch.ones(())}
+        >>> frozen.update(grads, frozen.init(grads))[0]
+        {'w': tensor(0.), 'b': tensor(1.)}
+    """
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return tree.map(torch.zeros_like, grads), state
+
+    return Optimizer(lambda params: (), update, elementwise=True)
+
+
+def _times(grads: Any, factor: Number) -> Any:
+    return tree.map(lambda g: (g * factor).to(g.dtype), grads)
