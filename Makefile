@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(BIN)/python -m pip config list | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests mutants format clean
+.PHONY: help train test lint types tests mutants docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -37,12 +37,17 @@ tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+# The variable silences an advertisement; --strict makes every warning an error.
+docs: $(VENV)/docs.stamp ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'open site/index.html'
+
 format: $(VENV)/dev.stamp ## format the code and fix what lint can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean: ## remove .venv, caches and outputs
-	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache build dist *.png examples/*.png
+	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache build dist site *.png examples/*.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/dev.stamp: fzero, editable, with its extra `dev`; likewise for the other extras.
