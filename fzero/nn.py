@@ -1,6 +1,7 @@
 """torch.nn modules as pure functions of their parameters and buffers."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from fzero.layout import is_box
 from fzero.lockstep import in_lockstep
 from fzero.world import bound, data_axes
 
-__all__ = ["Apply", "Functional", "functional"]
+__all__ = ["Apply", "Functional", "functional", "initializer"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -167,13 +168,59 @@ def _without_storage(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, memo)
 
 
-_SYNCHRONISING = {
-    "DataParallel",
-    "DistributedDataParallel",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-    "SyncBatchNorm",
-}
+def initializer(
+    module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None = None, device: str = "cpu"
+) -> Callable[[], Tensors]:
+    """Make an init function of a module that was built on the meta device, for `step.init`.
+
+    It gives each submodule memory and has it fill its own parameters, one submodule after the other, in their order.
+
+    Args:
+        module: a module built under `with torch.device("meta"):`; it stays as it is.
+        init: fills the parameters of a submodule in place; by default its `reset_parameters()`. For a model of
+            transformers pass its `_init_weights`.
+        device: where the parameters are to be.
+
+    Returns:
+        A function without arguments that returns the trainable parameters by name, as `functional` names them.
+
+    Raises:
+        ValueError: when called, if a submodule has parameters of its own and no `reset_parameters`. Names it.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     module = torch.nn.Linear(3, 2)
+        >>> {name: p.shape for name, p in initializer(module)().items()}
+        {'weight': torch.Size([2, 3]), 'bias': torch.Size([2])}
+    """
+
+    def make() -> Tensors:
+        made: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> what is in its place
+        whole = _without_storage(module)
+        for name, m in whole.named_modules():
+            own = dict(m.named_parameters(recurse=False))
+            for key, p in own.items():
+                if id(p) not in made:
+                    made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                m._parameters[key] = made[id(p)]
+            if own:
+                _fill(name, m, init)
+        return {name: p.detach() for name, p in whole.named_parameters() if p.requires_grad}
+
+    return make
+
+
+def _fill(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None) -> None:
+    fill = init or getattr(type(module), "reset_parameters", None)
+    if fill is None:
+        parameters = ", ".join([key for key, _ in module.named_parameters(recurse=False)])
+        raise ValueError(
+            f"submodule {name!r} ({type(module).__name__}) has parameters of its own ({parameters}) and no "
+            "reset_parameters: pass init=, a function that fills a submodule's parameters, or build the module in an "
+            "init function: step.init(lambda: fzero.nn.functional(Model()).params, opt)"
+        )
+    with torch.no_grad():
+        fill(module)
 
 
 def _refuse_wrapped(module: torch.nn.Module) -> None:

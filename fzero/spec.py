@@ -28,11 +28,13 @@ __all__ = [
     "shard_numel",
     "spec_of",
     "split_axes",
+    "split_ranks",
     "unit_axes",
     "unit_index",
     "unit_name",
     "unit_numel",
     "unit_ranks",
+    "unit_shapes",
     "varying_axes",
 ]
 
@@ -228,3 +230,15 @@ def unit_ranks(uid: int) -> int:
 def is_sharded(uid: int) -> bool:
     """Tell whether a unit is sharded over some axis."""
     return bool(spec_of(uid).mesh)
+
+
+@assume_constant_result
+def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a unit's leaves, as a rank has them that gathered the unit."""
+    return spec_of(uid).shapes
+
+
+@assume_constant_result
+def split_ranks(uid: int) -> int:
+    """Return the number of ranks that have parts of one leaf of a unit."""
+    return math.prod(s.size for s in spec_of(uid).split)

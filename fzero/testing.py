@@ -248,5 +248,12 @@ def optimizers() -> st.SearchStrategy[optim.Optimizer]:
             optim.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices),
             optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)),
             optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.constant(1e-2), eps=1e-3)),
+            optim.adagrad(0.1, initial_accumulator_value=0.1),
+            optim.lion(1e-2, weight_decay=0.1, mask=matrices),
+            optim.lamb(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices),
+            optim.adafactor(0.1, eps=1e-2),
+            optim.masked(optim.adam(1e-2, eps=1e-3), matrices),
+            optim.chain(optim.clip_by_block_rms(0.5), optim.sgd(0.1), optim.params_ema(0.9)),
+            optim.inject_hyperparams(optim.adamw)(optim.linear(1e-2, 1e-3, 4), eps=1e-3, weight_decay=0.1),
         ]
     )

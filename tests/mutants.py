@@ -18,6 +18,7 @@ from rich.table import Table
 ROOT = pathlib.Path(__file__).parents[1]
 GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
+P, L = ("tests/test_optim_pairs.py",), ("tests/test_optim_laws.py",)
 AXES = ("tests/laws/test_axes.py",)
 STEP = ("tests/test_lockstep.py",)
 LAWS = ("tests/laws", "tests/test_programs.py", "tests/test_record.py")
@@ -112,6 +113,43 @@ MUTANTS = [
         ("tests/distributed",),
     ),
     Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),
+    # optimizers
+    Mutant("padding counts in leaf norms", "optim/_norms.py", ".sum(1)[:-1]", ".sum(1)[1:]", P),
+    Mutant(
+        "leaf norms of the own part",
+        "optim/_norms.py",
+        "totals = psum(torch.cat(list(own.values())), axes)",
+        "totals = torch.cat(list(own.values()))",
+        P,
+    ),
+    Mutant("a trust ratio of zero", "optim/_lamb.py", "(norm == 0) | (step_norm == 0)", "step_norm == 0", P),
+    Mutant("a mask of whole units", "optim/_masked.py", "return torch.where(mask != 0, x, y)", "return x", P),
+    Mutant("masked leaves count in norms", "optim/_masked.py", "chosen(grads, applies), state", "grads, state", L),
+    Mutant(
+        "average the old parameters", "optim/_ema.py", "apply_updates(params, grads), state.ema", "params, state.ema", P
+    ),
+    Mutant("an average shares memory", "optim/_ema.py", "copy=True", "copy=False", L),
+    Mutant(
+        "hyperparameters in float32",
+        "optim/_inject.py",
+        "dtype=torch.float64, device",
+        "dtype=torch.float32, device",
+        P,
+    ),
+    Mutant(
+        "columns of stacked matrices mix",
+        "optim/_factored.py",
+        "inner // area * width + inner % width",
+        "inner % width",
+        P,
+    ),
+    Mutant(
+        "padding counts as a row",
+        "optim/_factored.py",
+        "entries.append([0, 1, 1, slot, slot])",
+        "entries.append([0, 1, 1, 0, slot])",
+        L,
+    ),
     # several axes
     Mutant(
         "copies keep their own gradients",
@@ -241,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "donate the batch",
-        "transforms/_shard.py",
+        "transforms/_sharded_step.py",
         "i in self.params or (i < len(results) and _alike(x, results[i]))",
         "True",
         JIT,

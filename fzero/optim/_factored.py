@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.collectives import psum
-from fzero.layout import Shard, groups
+from fzero.layout import Shard
 from fzero.optim._hyper import at_least_float32
-from fzero.optim._norms import unit_axes, unit_shapes
 from fzero.segments import segment_ids
-from fzero.spec import shard_numel
-from fzero.world import axis_index
+from fzero.spec import shard_numel, split_axes, unit_index, unit_name, unit_shapes, varying_axes
+from fzero.units import groups
 
 __all__ = ["Sums", "column_shape", "row_shape", "spread", "sums_of_squares"]
 
@@ -44,7 +43,11 @@ def column_shape(shape: Sequence[int]) -> Shape | None:
 
 
 def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
-    """Sum the squares of the rows and of the columns of each leaf of a flattened tree, in float32 at least."""
+    """Sum the squares of the rows and of the columns of each leaf of a flattened tree, in float32 at least.
+
+    Raises:
+        ValueError: if leaves are split over an axis: their rows or columns lie on several ranks.
+    """
     plain: dict[int, list[int]] = {}  # id of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
@@ -57,7 +60,12 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
 
     own: dict[tuple[str, ...], list[tuple[torch.Tensor, Any]]] = {}  # axes -> of each unit its vector, and members
     for uid, box, members in groups(paths, entries):
-        own.setdefault(unit_axes(uid), []).append((_own_sums(box), (uid, members)))
+        if split_axes(uid):
+            raise ValueError(
+                f"adafactor needs whole rows and columns, and leaves of unit {unit_name(uid + 0)!r} are split over "
+                f"{[name for name, _ in split_axes(uid)]}: use an elementwise optimizer for them, or lamb"
+            )
+        own.setdefault(varying_axes(uid), []).append((_own_sums(box), (uid, members)))
     for axes, units in own.items():
         totals = psum(torch.cat([sums for sums, _ in units]), axes).split([len(sums) for sums, _ in units])
         for total, (_, (uid, members)) in zip(totals, units, strict=True):
@@ -107,7 +115,7 @@ def _slots(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     """
     device, k = box.data.device, shard_numel(box.uid)
     table, nowhere = _table(unit_shapes(box.uid))
-    position = axis_index(unit_axes(box.uid)).to(device) * k + torch.arange(k, device=device)
+    position = unit_index(box.uid).to(device) * k + torch.arange(k, device=device)
     offset, width, area, rows, columns = torch.tensor(table, device=device)[:, segment_ids(box.uid, device)]
     inner = position - offset  # the position in the leaf
     row = torch.where(rows == nowhere, rows, rows + inner // width)

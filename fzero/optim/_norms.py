@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import assume_constant_result
 from fzero.collectives import psum
 from fzero.layout import Shard, is_box
 from fzero.optim._hyper import at_least_float32
 from fzero.segments import segment_ids
-from fzero.spec import spec_of
+from fzero.spec import split_ranks, unit_shapes, varying_axes
 
-__all__ = ["leaf_norms", "leaf_rms", "unit_axes", "unit_shapes"]
+__all__ = ["leaf_norms", "leaf_rms"]
 
 _LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
 
@@ -53,13 +52,14 @@ def _leaf_norms(values: Any, mean: bool) -> Any:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            sums.setdefault(unit_axes(x.uid), {})[position] = _sums_of_squares(x)
+            sums.setdefault(varying_axes(x.uid), {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, own in sums.items():
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
         for (position, s), total in zip(own.items(), totals, strict=True):
             x = entries[position]
-            sizes = [max(math.prod(shape), 1) if mean else 1 for shape in unit_shapes(x.uid)]
+            n = split_ranks(x.uid)  # of whose ranks each has a part of the leaf
+            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in unit_shapes(x.uid)]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
@@ -78,18 +78,3 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]
-
-
-def unit_axes(uid: int) -> tuple[str, ...]:
-    """Return the axes that a unit is cut over, also to traced code."""
-    return _facts(uid + 0)[0]  # Dynamo: + 0 makes a lazy constant a constant
-
-
-def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a unit's leaves, also to traced code."""
-    return _facts(uid + 0)[1]
-
-
-@assume_constant_result
-def _facts(uid: int) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    return spec_of(uid).axes, spec_of(uid).shapes

@@ -3,7 +3,8 @@
 from fzero.transforms._gather import gather
 from fzero.transforms._partition import partition
 from fzero.transforms._reduce_scatter import reduce_scatter
-from fzero.transforms._shard import Layout, ShardedStep, shard
+from fzero.transforms._shard import shard
+from fzero.transforms._sharded_step import Layout, ShardedStep
 from fzero.transforms._step import step
 from fzero.transforms._value_and_grad import value_and_grad
 

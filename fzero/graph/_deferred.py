@@ -1,0 +1,97 @@
+"""An init function, traced without memory and then run leaf by leaf: no more of its tree need be alive at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fzero import _torch, tree
+from fzero.graph.ir import values
+
+__all__ = ["Deferred", "defer"]
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tree that is yet to be computed.
+
+    Attributes:
+        leaves: its leaves, in meta tensors; one object where leaves are tied.
+        devices: the device of each.
+        structure: its structure.
+    """
+
+    leaves: list[Any]
+    devices: list[Any]
+    structure: Any
+    _graph: GraphModule
+    _nodes: dict[Node, list[int]]  # what computes leaves, and their positions
+
+    def run(self, take: Callable[[list[int], torch.Tensor], None]) -> None:
+        """Compute the leaves, in the order of the function, random numbers included.
+
+        Args:
+            take: called with each leaf's positions and the leaf, as soon as nothing will change or read it any more.
+                What it does not keep is freed.
+        """
+        expires = self._last_touches()
+        env: dict[Node, Any] = {}
+        for n in self._graph.graph.nodes:
+            if n.op == "get_attr":
+                env[n] = getattr(self._graph, str(n.target))
+            elif n.op == "call_function":
+                args, kwargs = map_arg((n.args, n.kwargs), lambda a: env[a])  # pyright: ignore
+                env[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+                del args, kwargs
+            for done in expires.get(n, ()):
+                value = env.pop(done, None)
+                if done in self._nodes:
+                    take(self._nodes[done], value)
+                del value
+
+    def _last_touches(self) -> dict[Node, list[Node]]:
+        """Tell after which node each value's memory is touched for the last time, through whatever view of it."""
+        nodes = [n for n in self._graph.graph.nodes if n.op != "output"]
+        touched: dict[int, int] = {}  # storage -> when last
+        used: dict[Node, int] = {}  # a value without memory, such as a random generator -> when last
+        for i, n in enumerate(nodes):
+            for x in (n, *n.all_input_nodes):
+                used[x] = i
+                touched.update({_torch.storage_id(v): i for v in values(x)})
+        expires: dict[Node, list[Node]] = {}
+        for n in nodes:
+            last = max([used[n], *[touched[_torch.storage_id(v)] for v in values(n)]])
+            expires.setdefault(nodes[last], []).append(n)
+        return expires
+
+
+def defer(init: Callable[[], Any]) -> Deferred:
+    """Trace an init function.
+
+    Raises:
+        DataDependentError: if it reads a tensor's value.
+    """
+    found: list[Any] = []
+
+    def flat() -> list[torch.Tensor]:
+        found[:] = tree.flatten(init())
+        return [x for x in found[0] if isinstance(x, torch.Tensor)]
+
+    with _torch.TRACING:
+        graph = _torch.trace(flat, [], for_inductor=False)
+    leaves, structure = found
+    output = next(n for n in graph.graph.nodes if n.op == "output")
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    nodes: dict[Node, list[int]] = {}
+    devices: list[Any] = [None] * len(leaves)
+    for i, n in zip(positions, output.args[0], strict=True):
+        nodes.setdefault(n, []).append(i)
+    for n, at in nodes.items():
+        x = n.meta["val"]
+        meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for i in at:
+            leaves[i], devices[i] = meta, x.device
+    return Deferred(leaves, devices, structure, graph, nodes)
