@@ -9,10 +9,10 @@ from fzero import tree
 from fzero.layout import PerRank, axes_of, is_box
 from fzero.mesh import Mesh
 
-__all__ = ["check_equal"]
+__all__ = ["check_equal", "checksum"]
 
 
-def _checksum(x: torch.Tensor) -> torch.Tensor:
+def checksum(x: torch.Tensor) -> torch.Tensor:
     """Sum the bytes of a tensor, weighted by their position, modulo 2**64: an int64 of shape []."""
     data = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).long()
     return (data * (2 * torch.arange(data.numel(), device=x.device) + 1)).sum()
@@ -56,7 +56,7 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
     ]
     if not tensors:
         return
-    sums = _of_all_ranks(torch.stack([_checksum(x) for _, x, _ in tensors]), mesh)
+    sums = _of_all_ranks(torch.stack([checksum(x) for _, x, _ in tensors]), mesh)
     for i, (path, _, axes) in enumerate(tensors):
         first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
         for rank in range(mesh.size):

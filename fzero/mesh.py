@@ -63,13 +63,9 @@ def mesh(
         return Mesh(shape, simulation="lockstep" if simulate == "lockstep" else "vmap")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     join(world, kind, timeout)
-    device_mesh = init_device_mesh(kind, tuple(axes_sizes(shape)), mesh_dim_names=tuple(name for name, _ in shape))
+    names, sizes = zip(*shape, strict=True)
+    device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
     return Mesh(shape, device_mesh, _joint_groups(device_mesh))
-
-
-def axes_sizes(shape: tuple[tuple[str, int], ...]) -> list[int]:
-    """List the sizes of a mesh's axes."""
-    return [size for _, size in shape]
 
 
 def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[str, int], ...]:
@@ -82,7 +78,7 @@ def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[st
     for name, size in shape:
         if size < 1:
             raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
-    product = math.prod(axes_sizes(shape))
+    product = math.prod(size for _, size in shape)
     if not simulated and product != world:
         said = ", ".join([f"{name}={size}" for name, size in axes.items()])
         raise ValueError(
@@ -132,7 +128,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(axes_sizes(self.shape))
+        return math.prod(size for _, size in self.shape)
 
     @property
     def simulated(self) -> bool:
@@ -167,7 +163,7 @@ class Mesh:
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's place along each axis."""
         places: list[int] = []
-        for size in reversed(axes_sizes(self.shape)):
+        for _, size in reversed(self.shape):
             rank, place = divmod(rank, size)
             places.insert(0, place)
         return tuple(places)
@@ -198,6 +194,10 @@ class Mesh:
             i = self.index(names)
             several.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
         return tuple(alone), tuple(several)
+
+    def groups(self) -> dict[str, str]:
+        """Return the axis of each process group that this rank is in, by the group's name."""
+        return {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)

@@ -138,8 +138,8 @@ def _meet(row: Row, meta: Meta, params: Params, xs: Tensors) -> tuple[torch.Tens
         return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
     label = row.label(params)
-    what = f"{row.name} of unit {label!r}" if label else f"{row.name}({', '.join(map(str, params))})"
-    return meet(meta[1], meta[3], what, xs, compute)
+    detail = f" of unit {label!r}" if label else f"({', '.join(map(str, params))})" if params else ""
+    return meet(meta[1], meta[3], row.name + detail, xs, compute)
 
 
 def not_invariant(name: str, axis: str) -> str:

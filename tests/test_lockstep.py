@@ -233,7 +233,7 @@ def test_an_error_names_its_rank_and_where_the_others_are():
     with pytest.raises(KeyError, match="mine") as caught:
         lockstep(dp=3).spmd(program)(torch.ones(2))
     (note,) = caught.value.__notes__
-    assert note == "fzero: rank 1 of 3 raised this; waiting: rank 0 in psum() over 'dp' of float32 [2]"
+    assert note == "fzero: rank 1 of 3 raised this; waiting: rank 0 in psum over 'dp' of float32 [2]"
 
 
 def test_a_handler_cannot_hold_a_rank_back():
@@ -269,7 +269,7 @@ def test_a_divergence_names_ranks_collectives_shapes_and_lines():
     line = program.__code__.co_firstlineno
     assert str(caught.value) == (
         f"ranks diverged: rank 2 waits in all_gather(0) over 'dp' of float32 [2, 3] ({__file__}:{line + 2}), and "
-        f"ranks 0, 1, 3 wait in psum() over 'dp' of float32 [2, 3] ({__file__}:{line + 3}). All ranks of an axis call "
+        f"ranks 0, 1, 3 wait in psum over 'dp' of float32 [2, 3] ({__file__}:{line + 3}). All ranks of an axis call "
         "the same collectives in the same order, with the same shapes and dtypes"
     )
 

@@ -2,38 +2,40 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import exchange, line_of
-from fzero.graph.ir import FACTORIES, is_view, name_of, values
+from fzero.graph.ir import FACTORIES, is_collective, is_view, name_of, values
 
 __all__ = ["agree", "signatures"]
 
 _MOVEMENT = {"slice", "cat", "constant_pad_nd", "clone", "copy_", "new_empty", "empty", *FACTORIES}
 
 
-def signatures(graph: Graph) -> list[str]:
+def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe what a graph computes and communicates, node by node.
 
     Movement of data and constants are left out: to cut its own shard out of the parameters, and to pad it, is what each
-    rank does differently.
+    rank does differently. So are the names of process groups, of which `groups` tells the axis.
     """
-    return [_signature(n) for n in graph.nodes if n.op == "call_function" and not _moves(n)]
+    return [_signature(n, groups or {}) for n in graph.nodes if n.op == "call_function" and not _moves(n)]
 
 
 def _moves(node: Node) -> bool:
     return is_view(node) or name_of(node) in _MOVEMENT
 
 
-def _signature(node: Node) -> str:
+def _signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
         return _Shown(", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(a)]))
 
-    args = map_arg((node.args, node.kwargs), show)  # pyright: ignore
+    args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
+    if is_collective(node):
+        args = ([groups.get(a, a) if isinstance(a, str) else a for a in args[0]], args[1])
     return f"{node.target}{args} at {line_of(node)}"
 
 
@@ -63,7 +65,7 @@ def agree(graph: Graph, asked: str, offers: Sequence[Sequence[float]], mesh: Any
     Raises:
         RuntimeError: on all ranks, if the graphs differ, naming the first node that does; or if a rank does not trace.
     """
-    mine = [asked, *signatures(graph)]
+    mine = [asked, *signatures(graph, mesh.groups())]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     said = [json.loads(x) for x in exchange(json.dumps([digest, offers]), mesh.rank, mesh.size, name)]
     if any(digest != said[0][0] for digest, _ in said):

@@ -73,7 +73,9 @@ def seconds(graph: Graph) -> float:
 def collective_seconds(node: Node, device: Device) -> float:
     """Estimate how long one collective takes by itself."""
     total, n = full_bytes(node), group_size(node)
-    crossing = 2 * total if wire(node) == "all_reduce" else total * (n - 1) / n
+    kind = wire(node)
+    crossing = total * (n - 1) / n if kind in ("all_gather", "reduce_scatter") else total  # the others tell no n
+    crossing = 2 * total if kind == "all_reduce" else crossing
     return device.latency + crossing / device.link
 
 

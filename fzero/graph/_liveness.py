@@ -83,7 +83,7 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if is_wait(node) and values(node)[0].device.type == "cpu":
             start = start_of(node)
-            if is_collective(start) and wire(start) != "all_reduce":
+            if is_collective(start) and wire(start) in ("all_gather", "reduce_scatter"):
                 found.append(Range(position[start], i, full_bytes(node), "buffers", "gloo's copy"))
     return found
 

@@ -121,7 +121,8 @@ def _lift_constants(gm: GraphModule) -> Traced:
 def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
     """Note on each collective whose unit it moves, as the recorder saw them, one after the other."""
     nodes = [n for n in graph.nodes if is_collective(n)]
-    if [e.kind for e in events] == [wire(n) for n in nodes]:  # else some are the user's own
+    kinds = ["all_to_all" if e.kind == "ppermute" else e.kind for e in events]
+    if kinds == [wire(n) for n in nodes]:  # else some are the user's own
         for node, event in zip(nodes, events, strict=True):
             node.meta["unit"] = event.unit or "(metric)"
 

@@ -29,6 +29,7 @@ REDUCTIONS = (
     c10d.all_reduce.default,
     c10d.all_reduce_coalesced.default,
 )
+EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default
 
 
@@ -49,7 +50,12 @@ def is_reduction(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Tell whether a node starts a collective."""
-    return node.target in GATHERS or node.target in REDUCTIONS
+    return node.target in GATHERS or node.target in REDUCTIONS or is_exchange(node)
+
+
+def is_exchange(node: Node) -> bool:
+    """Tell whether a node sends activations or other values from rank to rank: work, as far as its order goes."""
+    return node.target in EXCHANGES
 
 
 def is_input(node: Node) -> bool:
@@ -199,7 +205,7 @@ def is_cheap(node: Node) -> bool:
     """Tell whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
     if node.op != "call_function":
         return False
-    if is_wait(node) or is_collective(node) or is_view(node):
+    if is_wait(node) or is_view(node) or (is_collective(node) and not is_exchange(node)):
         return True
     target = node.target
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
@@ -288,6 +294,6 @@ def elements(node: Node) -> int:
 
 
 def wire(node: Node) -> str:
-    """Return a collective's kind: "all_gather", "reduce_scatter" or "all_reduce"."""
-    name = str(node.target)
-    return "all_gather" if "all_gather" in name else "reduce_scatter" if "reduce_scatter" in name else "all_reduce"
+    """Return a collective's kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
+    kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    return next((kind for kind in kinds if kind in str(node.target)), "all_reduce")

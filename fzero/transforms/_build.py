@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._checksum import check_equal, checksum
 from fzero._notice import notice
 from fzero.graph import Deferred, defer
 from fzero.layout import Shard, Slot, is_box
@@ -37,7 +38,11 @@ def build(deferred: Deferred, cut: Callable[[Any], Any], mesh: Mesh) -> Any:
         deferred: the tree.
         cut: the layout, as a function of the whole tree (in meta tensors) on the mesh.
         mesh: whose ranks they are; in a simulation all ranks' shards are made.
+
+    Raises:
+        ValueError: on all ranks, if a leaf is not the same on all. Names it.
     """
+    sums: list[Any] = list(deferred.leaves)
     entries, structure = tree.flatten(cut(tree.unflatten(deferred.structure, deferred.leaves)), is_box)
     shards: dict[int, torch.Tensor] = {}
     for i, x in enumerate(entries):
@@ -47,6 +52,8 @@ def build(deferred: Deferred, cut: Callable[[Any], Any], mesh: Mesh) -> Any:
 
     def take(positions: list[int], leaf: torch.Tensor) -> None:
         x = entries[positions[0]]
+        for i in positions:
+            sums[i] = checksum(leaf) if mesh.distributed else None
         if isinstance(x, Shard | Slot):
             _store(leaf, x.index if isinstance(x, Slot) else 0, spec_of(x.uid), shards[x.uid], mesh)
             return
@@ -55,6 +62,7 @@ def build(deferred: Deferred, cut: Callable[[Any], Any], mesh: Mesh) -> Any:
             entries[i] = whole
 
     deferred.run(take)
+    check_equal("params", tree.unflatten(deferred.structure, sums), mesh)
     return tree.unflatten(structure, entries)
 
 

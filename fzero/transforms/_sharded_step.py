@@ -186,7 +186,6 @@ class ShardedStep:
         if isinstance(params, torch.nn.Module):
             params = initializer(params)
         if callable(params):
-            check_equal("the random generator's state", torch.get_rng_state(), self.mesh)
             made = deferred_or_whole(params) if self.layout.params == "sharded" else params()
             if isinstance(made, Deferred):
                 boxes = build(made, self.program(self._cut), self.mesh)

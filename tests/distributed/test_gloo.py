@@ -1,5 +1,5 @@
 """Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training, and
-`jit_cases.py`, whose cases compare jitted steps with eager ones."""
+`jit_cases.py`, whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.distributed import cases, jit_cases
+from tests.distributed import axes_cases, cases, jit_cases
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -19,8 +19,11 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("module", [cases, jit_cases], ids=["core", "jit"])
+@pytest.mark.parametrize(
+    "module,ranks",
+    [(cases, 2), (cases, 4), (jit_cases, 2), (jit_cases, 4), (axes_cases, 4)],
+    ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4"],
+)
 def test_gloo_processes(module, ranks):
     done = launch(ranks, "-m", module.__name__)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

@@ -11,7 +11,9 @@ import torch
 
 import fzero
 from fzero import optim, tree
+from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.laws.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -206,3 +208,45 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
     a, b, c = operations(2, 2), operations(4, 2), operations(6, 2)
     assert c - b == b - a > 0
     assert abs(operations(2, 4096) - a) < 30  # padding
+
+
+def test_a_plan_on_several_axes():
+    """One rank's plan of a mesh with other sizes; an axis that splits leaves keeps its size."""
+    step, args = arranged("all three", 3)
+    plan = fzero.plan(step, *args)
+    kinds = [c.kind for c in plan.collectives]
+    assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"} <= set(kinds)
+    larger = fzero.plan(step, *args, world_size={"dp": 64})
+    assert [c.kind for c in larger.collectives] == kinds
+    assert larger.argument_bytes < plan.argument_bytes
+    with pytest.raises(ValueError, match="'ep' splits leaves of"):
+        fzero.plan(step, *args, world_size={"ep": 4})
+    with pytest.raises(ValueError, match=r"world_size=\{'pp': 2\}: expected a number of ranks, at least 1, of axes of"):
+        fzero.plan(step, *args, world_size={"pp": 2})
+    with pytest.raises(ValueError, match=r"has several axes; say world_size="):
+        fzero.plan(step, *args, world_size=64)
+
+
+def arranged(name: str, stage: int) -> Any:
+    axes, options = ARRANGEMENTS[name]
+    opt, mesh = optim.adam(1e-2), fzero.mesh(**axes)
+    step = fzero.shard(train_step_for(parallel_loss, opt), stage=stage, mesh=mesh, **options)
+    batch = {name: torch.zeros(8, 5, dtype=torch.float64) for name in "xy"}
+    return step, (*step.init(parallel_params(), opt), mesh.split(batch, step.axis))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "tensor parallel", "all three"])
+def test_memory_never_grows_with_the_stage_on_several_axes(name):
+    peaks = []
+    for stage in range(4):
+        step, args = arranged(name, stage)
+        peaks.append(fzero.plan(fzero.jit(step, backend="fx"), *args).peak_bytes)
+    assert peaks == sorted(peaks, reverse=True), peaks
+
+
+@pytest.mark.parametrize("name", ["hybrid", "tensor parallel", "experts over dp, the rest over both"])
+def test_a_jitted_world_of_several_axes_equals_the_eager_one(name):
+    step, args = arranged(name, 3)
+    expected, got = step(*args), fzero.jit(step, backend="fx", donate=())(*args)
+    assert_trees_close(got[2], expected[2], rtol=0)
+    assert_trees_close(step.gather(got[0]), step.gather(expected[0]), rtol=0)
