@@ -29,6 +29,23 @@ def test_zero_by_hand():
     assert whole / 4 < sharded < whole / 3
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["examples/parallel_mlp.py", "--stage", "2", "--dp", "3", "--tp", "4"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel_mlp.py", "--tp", "2"],
+    ],
+    ids=["simulated", "torchrun"],
+)
+def test_parallel_mlp_is_the_dense_one(words):
+    out = run(*words, "--steps", "5")
+    losses = re.findall(r"loss (\S+), dense and unsharded (\S+)\n", out)
+    assert len(losses) == 5 and all(float(a) == pytest.approx(float(b), abs=1e-10) for a, b in losses)
+    held, whole = re.findall(r"a rank holds (\S+) bytes of (\S+);", out)[0]
+    assert int(held.replace(",", "")) < 0.6 * int(whole.replace(",", ""))  # tp=2 halves the matrices at every stage
+    assert float(out.split("from dense training: ")[1]) < 1e-10
+
+
 @pytest.mark.parametrize("stage,jit", [(2, "--no-jit"), (3, "--jit")])
 def test_train_gpt(stage, jit, tmp_path):
     png = tmp_path / "curve.png"
