@@ -23,7 +23,7 @@ from fzero.transforms import (
     value_and_grad,
 )
 from fzero.units import default_units
-from fzero.world import axis_index, axis_size
+from fzero.world import axis_index, axis_names, axis_size
 
 __all__ = [
     "DivergedError",
@@ -44,6 +44,7 @@ __all__ = [
     "all_to_all",
     "assume_replicated",
     "axis_index",
+    "axis_names",
     "axis_size",
     "broadcast",
     "default_units",

@@ -64,12 +64,13 @@ class Log:
         return Counter(e.kind for e in self.events)[kind]
 
     def __str__(self) -> str:
-        lines = [f"{'collective':<16}{'axis':<8}{'unit':<24}{'elements':>12}{'bytes':>14}"]
+        wide = max([8, *[len(e.axis) + 1 for e in self.order]])
+        lines = [f"{'collective':<16}{'axis':<{wide}}{'unit':<24}{'elements':>12}{'bytes':>14}"]
         lines += [
-            f"{e.kind:<16}{e.axis:<8}{e.unit or '(metric)':<24}{e.elements:>12,}{e.bytes:>14,}"
+            f"{e.kind:<16}{e.axis:<{wide}}{e.unit or '(metric)':<24}{e.elements:>12,}{e.bytes:>14,}"
             for e in self.events + self.metrics
         ]
-        return "\n".join([*lines, f"{'units, in all':<48}{self.elements:>12,}{self.bytes:>14,}"])
+        return "\n".join([*lines, f"{'units, in all':<{wide + 40}}{self.elements:>12,}{self.bytes:>14,}"])
 
 
 _LOGS: list[Log] = []

@@ -81,10 +81,10 @@ def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[st
     product = math.prod(size for _, size in shape)
     if not simulated and product != world:
         said = ", ".join([f"{name}={size}" for name, size in axes.items()])
-        raise ValueError(
-            f"{said}, and the world has {world} processes: launch with torchrun --nproc-per-node {product}, "
-            f"or say {shape[0][0]}=-1 for {'the whole world' if len(shape) == 1 else 'what is left of the world'}"
-        )
+        rest = "the whole world" if len(shape) == 1 else "what is left of the world"
+        advice = f"launch with torchrun --nproc-per-node {product}, or say {shape[0][0]}=-1 for {rest}"
+        advice = f"{world} does not divide by {given}" if open_axes else advice
+        raise ValueError(f"{said}, and the world has {world} processes: {advice}")
     return shape
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "Rules",
     "Scope",
     "axis_index",
+    "axis_names",
     "axis_size",
     "bound",
     "data_axes",
@@ -136,7 +137,7 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
     """Return the bound axes that `axis` means.
 
     `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
-    that a train step runs unsharded as it stands.
+    that a train step runs unsharded as it stands. `()` means no axis.
 
     Raises:
         ValueError: if an axis is not bound, or if `None` is ambiguous.
@@ -166,6 +167,24 @@ def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
         if a.name == name:
             return (a,)
     return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
+
+
+def axis_names() -> tuple[str, ...]:
+    """List the axes that are bound here; none outside a rank program.
+
+    For models that run with and without an axis: a collective over `()` is the identity.
+
+    Example:
+        >>> import fzero, torch
+        >>> def total(x):
+        ...     return fzero.psum_invariant(x.sum(), "tp" if "tp" in fzero.axis_names() else ())
+        >>> total(torch.ones(4))
+        tensor(4.)
+        >>> mesh = fzero.mesh(tp=2)
+        >>> mesh.spmd(total)(mesh.split(torch.ones(4)))
+        tensor(4.)
+    """
+    return tuple([axis.name for axis in bound()])
 
 
 def data_axes() -> tuple[Axis, ...]:

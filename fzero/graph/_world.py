@@ -71,7 +71,9 @@ def plan(
 
 def _shape_of(mesh: Mesh, world_size: Any) -> tuple[tuple[str, int], ...]:
     if isinstance(world_size, int) and len(mesh.shape) > 1:
-        raise ValueError(f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"dp": 512}}')
+        raise ValueError(
+            f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"{mesh.axis_names[0]}": 512}}'
+        )
     asked: Any = {mesh.axis_names[0]: world_size} if isinstance(world_size, int) else world_size or {}
     sizes = {**dict(mesh.shape), **asked}
     for name, size in sizes.items():

@@ -194,20 +194,16 @@ def y(x: torch.Tensor) -> torch.Tensor:
 
 def parallel_loss(params: Any, batch: Any) -> torch.Tensor:
     """A tensor parallel MLP, and experts that all_to_all sends every token to; dense outside any mesh."""
-    bound = [a.name for a in fzero.world.bound()]
-    tp, ep = ("tp" if "tp" in bound else None), ("ep" if "ep" in bound else None)
-    over_tp = (lambda f, x: f(x, tp)) if tp else (lambda f, x: x)
+    tp, ep = (name if name in fzero.axis_names() else () for name in ("tp", "ep"))
     x = batch["x"]
     for block in params["blocks"]:
-        h = torch.tanh(over_tp(fzero.pvary, x) @ block["up"])
-        x = x + over_tp(fzero.psum_invariant, h @ block["down"]) + block["bias"]
+        h = torch.tanh(fzero.pvary(x, tp) @ block["up"])
+        x = x + fzero.psum_invariant(h @ block["down"], tp) + block["bias"]
     scores = torch.softmax(x @ params["router"], -1)  # [t, E]
     xs = x.unsqueeze(0).expand(scores.shape[1], *x.shape)  # [E, t, d]
-    if ep:
-        xs = fzero.all_to_all(xs, ep, split_dim=0, concat_dim=1)  # [E / ep, t ep, d]
+    xs = fzero.all_to_all(xs, ep, split_dim=0, concat_dim=1)  # [E / ep, t ep, d]
     ys = torch.tanh(torch.einsum("etd,edf->etf", xs, params["experts"]["w"]))
-    if ep:
-        ys = fzero.all_to_all(ys, ep, split_dim=1, concat_dim=0)
+    ys = fzero.all_to_all(ys, ep, split_dim=1, concat_dim=0)
     return (torch.einsum("etf,te->tf", ys, scores) - batch["y"]).square().mean()
 
 
@@ -228,8 +224,8 @@ def parallel_params() -> dict[str, Any]:
 def parts(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
     """How the leaves of `parallel_params` are split: columns, rows, experts."""
     if path.startswith("experts"):
-        return {"ep": 0} if "ep" in [a.name for a in fzero.world.bound()] else None
-    if "tp" in [a.name for a in fzero.world.bound()]:
+        return {"ep": 0} if "ep" in fzero.axis_names() else None
+    if "tp" in fzero.axis_names():
         return {"tp": 1} if path.endswith("up") else {"tp": 0} if path.endswith("down") else None
     return None
 
