@@ -105,9 +105,10 @@ class _Key(NamedTuple):
 
 def _split_of(path: str, leaf: torch.Tensor, rules: Rules) -> dict[str, int]:
     """Check which axes cut a leaf itself, and along which dimensions, counted from the front."""
+    wanted = (rules.split and rules.split(path, leaf)) or {}
     found = {}
-    for name, dim in ((rules.split and rules.split(path, leaf)) or {}).items():
-        size = lookup(name).size
+    for name in sorted(wanted):
+        size, dim = lookup(name).size, wanted[name]
         if not leaf.is_floating_point() or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] % size:
             raise ValueError(
                 f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be cut in {size} equal parts along dimension "

@@ -21,7 +21,13 @@ JIT = ("tests/graph/test_jit.py",)
 P, L = ("tests/test_optim_pairs.py",), ("tests/test_optim_laws.py",)
 AXES = ("tests/laws/test_axes.py",)
 STEP = ("tests/test_lockstep.py",)
-LAWS = ("tests/laws", "tests/test_programs.py", "tests/test_record.py")
+LAWS = (  # the quickest first
+    "tests/laws/test_layout.py",
+    "tests/laws/test_equivalence.py",
+    "tests/laws/test_collectives.py",
+    "tests/test_programs.py",
+    "tests/test_record.py",
+)
 
 
 class Mutant(NamedTuple):

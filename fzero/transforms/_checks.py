@@ -12,7 +12,7 @@ from fzero.mesh import Mesh
 from fzero.segments import abstract
 from fzero.spec import check_cut_for, is_sharded
 from fzero.units import groups
-from fzero.world import UnitRule
+from fzero.world import Rules
 
 __all__ = ["boxed", "check_arguments", "check_params", "check_plain", "check_results", "check_tree"]
 
@@ -55,14 +55,12 @@ def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> N
         )
 
 
-def check_params(
-    args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rule: UnitRule | None
-) -> None:
+def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: Rules) -> None:
     """Check that parameters have the stage's layout between steps."""
     for i in positions:
         if i >= len(args):
             raise ValueError(f"params={tuple(positions)}: the step was called with {len(args)} positional arguments")
-        if sharded and not boxed(args[i]) and _has_a_unit(args[i], rule):
+        if sharded and not boxed(args[i]) and _has_a_unit(args[i], rules):
             raise ValueError(
                 f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "
                 "params, opt_state = step.init(params, opt)"
@@ -74,8 +72,11 @@ def check_params(
             )
 
 
-def _has_a_unit(params: Any, rule: UnitRule | None) -> bool:
-    """Tell whether a rule cuts some leaf of a plain tree."""
+def _has_a_unit(params: Any, rules: Rules) -> bool:
+    """Tell whether rules cut some leaf of a plain tree, as far as can be told outside the mesh."""
+    rule = rules.units
+    if rules.over is not None:  # it may name no axis
+        return False
     paths, leaves, _ = tree.flatten_with_paths(params)
     return any(
         isinstance(x, torch.Tensor) and x.is_floating_point() and (rule is None or rule(path, x) is not None)

@@ -102,7 +102,7 @@ class ShardedStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh)
-        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules.units)
+        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
         return self.program(self.rank_step)(*args, **kwargs)
 
     def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
