@@ -42,8 +42,8 @@ def main() -> None:
     rows = [[s, *[f"{steps_a_second(s, n):.0f}" for n in ranks]] for s in ("vmap", "lockstep")]
     head = ["steps a second", *[f"{n} rank{'s' * (n > 1)}" for n in ranks]]
     about = (
-        "An MLP of two blocks of width 7, a scale and a head in float64: what is measured is Python and torch.func, not "
-        "arithmetic. In lockstep each rank runs all of the Python; under vmap it runs once."
+        "An MLP of two blocks of width 7, a scale and a head in float64: what is measured is Python and torch.func, "
+        "not arithmetic. In lockstep each rank runs all of the Python; under vmap it runs once."
     )
     publish(__file__, "python benchmarks/simulations.py --write", [about, table(head, rows)], "--write" in sys.argv)
 
