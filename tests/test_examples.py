@@ -75,7 +75,7 @@ def test_hf_model(model, stage, simulate):
 
 
 def test_hf_model_on_two_processes_prints_the_same():
-    words = ["--model", "llama", "--stage", "3", "--steps", "3"]  # no dropout
+    words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
     launched = run(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_model.py", *words
     )

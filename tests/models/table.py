@@ -1,8 +1,9 @@
 """Tiny models with random weights, a row each: how to build it, what it is fed, its loss, and how exact it can be.
 
-All are float64 but for those with grouped_mm, of which torch has no float64 kernel. transformers' own `labels=` loss is
-taken in float32 whatever the model's dtype, so rows have their own. Some models take norms or routing probabilities in
-float32 all the same: of each token by itself, so that cutting the batch changes nothing.
+All are float64 but for those with grouped_mm, of which torch has no float64 kernel (transformers' loop to fall back on
+is an operator that torch.func refuses). transformers' own `labels=` loss is taken in float32 whatever the model's
+dtype, so rows have their own. Some models take norms or routing probabilities in float32 all the same: of each token by
+itself, so that cutting the batch changes nothing.
 """
 
 from collections.abc import Callable

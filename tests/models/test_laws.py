@@ -1,15 +1,17 @@
 """Every model of the table, sharded at every stage, trains as it does unsharded."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import fzero
 from fzero.testing import assert_trees_close
-from tests.models.table import MODELS, Model, built
+from tests.models.table import MODELS, VOCAB, Model, built, pretrained
 from tests.models.training import Trained, assert_same_training, train_by_hand, train_sharded
 
 RANKS = 2
@@ -90,3 +92,21 @@ def test_the_mode_of_each_module_is_kept(stage):
     assert_same_training(trained, train_by_hand(partly("resnet"), batches), MODELS["resnet"].rtol)
     assert_trees_close(trained.buffers, dict(built("resnet").named_buffers()))
     assert [m.training for m in module.modules()] == modes and len(set(modes)) == 2
+
+
+# ---------------------------------------------------------------- what no simulation runs, nor real ranks
+
+
+@pytest.mark.parametrize("mesh", [LOCKSTEP, VMAP], ids=["lockstep", "vmap"])
+def test_a_model_that_torch_func_refuses_is_not_sent_to_lockstep_and_runs_with_that_module_replaced(mesh):
+    """bloom's GELU is an autograd.Function of the old form, as are parts of phimoe, rwkv and a few more."""
+    build = pretrained(AutoModelForCausalLM, "bloom", hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCAB)
+    module, batches = build("eager").double(), MODELS["gpt2"].batches(1)
+    with pytest.raises(RuntimeError, match="must override the setup_context staticmethod") as caught:
+        train_sharded(module, batches, 3, mesh)
+    assert 'simulate="lockstep"' not in "".join(getattr(caught.value, "__notes__", []))
+    replaced = copy.deepcopy(module)
+    for block in replaced.transformer.h:
+        block.mlp.gelu_impl = torch.nn.GELU(approximate="tanh")
+    # bloom writes tanh's constant with fewer digits
+    assert_same_training(train_sharded(replaced, batches, 3, mesh), train_by_hand(module, batches), 1e-7)
