@@ -13,11 +13,11 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(BIN)/python -m pip config list | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests mutants docs format clean
+.PHONY: help train test lint types tests test-all mutants docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4" to choose
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -33,6 +33,9 @@ types: $(VENV)/dev.stamp
 
 tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/dev.stamp ## lint, types and all tests, also those that "make test" leaves out
+	$(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
 
 mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -125,7 +125,8 @@ def psum(x: Any, axis: AxisName = None) -> Any:
 def pmean(x: Any, axis: AxisName = None) -> Any:
     """Average a tensor, or each tensor of a tree, over the ranks of `axis`.
 
-    An integer tensor keeps its dtype: its mean is rounded down. See `psum` for the arguments.
+    An integer or bool tensor keeps its dtype: its mean is rounded down, so a bool is true where all ranks' are. See
+    `psum` for the arguments.
 
     Example:
         >>> import fzero, torch
@@ -138,7 +139,7 @@ def pmean(x: Any, axis: AxisName = None) -> Any:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
             return over("psum", x / n, axes, ())  # divided first: a sum could overflow in half precision
-        return (over("psum", x.long(), axes, ()) // n).to(x.dtype)
+        return (over("psum", x.long(), axes, ()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 

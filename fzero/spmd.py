@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -48,7 +49,7 @@ class Spmd:
             with quiet_vmap_fallback():
                 return self._by_vmap((args, kwargs))
         except RuntimeError as error:
-            if "vmap" in str(error):
+            if _is_of_vmap(str(error), self.mesh):
                 error.add_note(
                     "fzero: simulated ranks run under torch.vmap, which cannot run this operation or read its data "
                     'in Python; ranks in lockstep can: fzero.mesh(..., simulate="lockstep"), and so can real processes'
@@ -118,6 +119,16 @@ class Spmd:
             return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
 
         return _together(self.mesh, lockstep.run(self.mesh.shape, rank))
+
+
+def _is_of_vmap(error: str, mesh: Any) -> bool:
+    """Tell whether only vmap refuses what a program does, so that ranks in lockstep can do it."""
+    if "setup_context" in error:  # an autograd.Function that no transform of torch.func takes
+        return False
+    # what differs by rank, to be written into what does not: a rank's shape, and the ranks' shape
+    found = re.match(r"output with shape \[(.*)\] doesn't match the broadcast shape \[(\d+)(?:, )?(.*)\]", error)
+    in_place = found is not None and found[1] == found[3] and int(found[2]) in [size for _, size in mesh.shape]
+    return in_place or "vmap" in error
 
 
 def _vmapped(run: Callable[..., Any], name: str, size: int, axes: Sequence[Names], kinds: Sequence[Names]) -> Any:

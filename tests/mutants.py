@@ -118,7 +118,7 @@ MUTANTS = [
         "loss",
         ("tests/distributed",),
     ),
-    Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(x.dtype)", "axes, ()) / n)"),
+    Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(leaf.dtype)", "axes, ()) / n)"),
     # optimizers
     Mutant("padding counts in leaf norms", "optim/_norms.py", ".sum(1)[:-1]", ".sum(1)[1:]", P),
     Mutant(

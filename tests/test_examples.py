@@ -61,3 +61,24 @@ def test_train_gpt_plans(tmp_path):
     out = run("examples/train_gpt.py", "--plan", "--stage", "3", "--out", str(tmp_path / "curve.png"))
     assert "train_step: peak" in out and "reduce_scatter" in out and "blocks.1" in out and "step " not in out
     assert (tmp_path / "plan.png").stat().st_size > 5000 and not (tmp_path / "curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    "model, stage, simulate", [("gpt2", 3, "vmap"), ("vit", 2, "vmap"), ("mixtral", 3, "lockstep")]
+)
+def test_hf_model(model, stage, simulate):
+    out = run("examples/hf_model.py", "--model", model, "--stage", str(stage), "--simulate", simulate, "--steps", "4")
+    losses = [float(x) for x in re.findall(r"step \d: loss (\S+)", out)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    held, whole = (int(x.replace(",", "")) for x in re.findall(r"holds (\S+) of (\S+) bytes", out)[0])
+    assert held / whole == pytest.approx({2: 2 / 3, 3: 1 / 2}[stage], rel=0.01)  # of parameters and two moments
+
+
+def test_hf_model_on_two_processes_prints_the_same():
+    words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
+    launched = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_model.py", *words
+    )
+    alone = run("examples/hf_model.py", *words)
+    steps = re.compile(r"step .*")
+    assert steps.findall(launched) == steps.findall(alone) != []

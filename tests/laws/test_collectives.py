@@ -210,6 +210,13 @@ def test_bool_sums_as_int64():
     assert out.tolist() == [2, 2, 2] and out.dtype == torch.int64
 
 
+def test_means_of_bools_are_bools():
+    """So that `fzero.pmean(buffers)` keeps the masks among them."""
+    for x in ([True, False, True], [True, True, True]):
+        out = on_ranks(3, fzero.pmean, torch.tensor(x))
+        assert out.tolist() == [all(x)] * 3 and out.dtype == torch.bool
+
+
 @given(N)
 @settings(max_examples=8)
 def test_collectives_of_constants_and_of_replicated_values(n):

@@ -1,0 +1,112 @@
+"""Every model of the table, sharded at every stage, trains as it does unsharded."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fzero
+from fzero.testing import assert_trees_close
+from tests.models.table import MODELS, VOCAB, Model, built, pretrained
+from tests.models.training import Trained, assert_same_training, train_by_hand, train_sharded
+
+RANKS = 2
+LOCKSTEP = fzero.mesh(dp=RANKS, simulate="lockstep")
+VMAP = fzero.mesh(dp=RANKS, simulate="vmap")
+
+
+def models(which: Callable[[Model], bool] = lambda model: True) -> list[Any]:
+    """List the models of which something holds, the slow ones marked."""
+    return [pytest.param(k, marks=[pytest.mark.slow] * m.slow) for k, m in MODELS.items() if which(m)]
+
+
+@functools.cache
+def unsharded(name: str, attention: str | None = None) -> Trained:
+    """Train on whole batches, or part by part where a rank's part gives numbers of its own."""
+    parts = RANKS if MODELS[name].per_rank else 1
+    return train_by_hand(built(name, attention), MODELS[name].batches(), parts, MODELS[name].per_rank == "dropout")
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", models())
+def test_ranks_in_lockstep_train_as_unsharded(name, stage):
+    trained = train_sharded(built(name), MODELS[name].batches(), stage, LOCKSTEP)
+    assert_same_training(trained, unsharded(name), MODELS[name].rtol)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", models(lambda m: not m.vmap and m.per_rank != "dropout"))
+def test_ranks_under_vmap_train_as_unsharded(name, stage):
+    trained = train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP)
+    assert_same_training(trained, unsharded(name, "eager"), MODELS[name].rtol)
+
+
+@pytest.mark.parametrize("name", models(lambda m: bool(m.vmap)))
+def test_where_vmap_cannot_the_error_advises_lockstep(name):
+    with pytest.raises(RuntimeError, match=MODELS[name].vmap) as caught:
+        train_sharded(built(name, "eager"), MODELS[name].batches(1), 0, VMAP)
+    assert 'simulate="lockstep"' in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", models(lambda m: not m.vmap and m.per_rank == "dropout"))
+def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
+    first, *others = [train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP) for stage in range(4)]
+    for other in others:
+        assert_same_training(other, first, MODELS[name].rtol)
+    losses = unsharded(name, "eager").losses
+    assert not torch.equal(first.losses[0], losses[0]) and torch.allclose(first.losses[0], losses[0], rtol=0.1)
+
+
+# ---------------------------------------------------------------- modes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", models(lambda m: m.per_rank in ("dropout", "statistics")))
+def test_in_evaluation_mode_nothing_is_drawn_or_written_and_whole_batches_give_the_same(name, stage):
+    batches, before = MODELS[name].batches(), dict(built(name).named_buffers())
+    expected = train_by_hand(built(name).eval(), batches)
+    module = built(name).eval()
+    state = torch.manual_seed(1).get_state()
+    trained = train_sharded(module, batches, stage, LOCKSTEP)
+    assert_same_training(trained, expected, MODELS[name].rtol)
+    assert_trees_close(trained.buffers, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(m.training for m in module.modules())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_mode_of_each_module_is_kept(stage):
+    def partly(name: str) -> torch.nn.Module:
+        module = built(name)
+        for m in module.modules():
+            m.train(not isinstance(m, torch.nn.BatchNorm2d))
+        return module
+
+    batches, module = MODELS["resnet"].batches(), partly("resnet")
+    modes = [m.training for m in module.modules()]
+    trained = train_sharded(module, batches, stage, LOCKSTEP)
+    assert_same_training(trained, train_by_hand(partly("resnet"), batches), MODELS["resnet"].rtol)
+    assert_trees_close(trained.buffers, dict(built("resnet").named_buffers()))
+    assert [m.training for m in module.modules()] == modes and len(set(modes)) == 2
+
+
+# ---------------------------------------------------------------- what no simulation runs, nor real ranks
+
+
+@pytest.mark.parametrize("mesh", [LOCKSTEP, VMAP], ids=["lockstep", "vmap"])
+def test_a_model_that_torch_func_refuses_is_not_sent_to_lockstep_and_runs_with_that_module_replaced(mesh):
+    """bloom's GELU is an autograd.Function of the old form, as are parts of phimoe, rwkv and a few more."""
+    build = pretrained(AutoModelForCausalLM, "bloom", hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCAB)
+    module, batches = build("eager").double(), MODELS["gpt2"].batches(1)
+    with pytest.raises(RuntimeError, match="must override the setup_context staticmethod") as caught:
+        train_sharded(module, batches, 3, mesh)
+    assert 'simulate="lockstep"' not in "".join(getattr(caught.value, "__notes__", []))
+    replaced = copy.deepcopy(module)
+    for block in replaced.transformer.h:
+        block.mlp.gelu_impl = torch.nn.GELU(approximate="tanh")
+    # bloom writes tanh's constant with fewer digits
+    assert_same_training(train_sharded(replaced, batches, 3, mesh), train_by_hand(module, batches), 1e-7)
