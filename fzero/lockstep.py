@@ -77,7 +77,6 @@ class _World:
         self.ended: dict[int, Any] = {}  # rank -> its result
         self.given: dict[int, Any] = {}  # rank -> what its meeting gave it
         self.error: BaseException | None = None
-        self.over = threading.Event()
 
     def next_after(self, rank: int) -> None:
         """Give the turn to the next rank that can go on."""
