@@ -48,6 +48,7 @@ __all__ = [
     "pytree",
     "quiet_vmap_fallback",
     "raise_priority",
+    "recorded",
     "register_box",
     "storage_id",
     "thread_state",
@@ -264,6 +265,12 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
         if "value out of a tracing tensor" in str(error):
             raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
         raise
+
+
+def recorded() -> list[torch.fx.Node]:
+    """List the operations that the trace that runs now has recorded."""
+    mode: Any = get_proxy_mode()
+    return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
 def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

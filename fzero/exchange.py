@@ -180,9 +180,11 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, and axis={axis!r} means {[a.name for a in axes]}: name one")
     n = axis_size(axis)
-    for what, ranks in ("from", [a for a, _ in perm]), ("to", [b for _, b in perm]):
+    for what, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
         if len(set(ranks)) != len(ranks) or any(not 0 <= r < n for r in ranks):
-            raise ValueError(f"perm={list(perm)}: expected pairs of ranks 0 to {n - 1}, none {what} twice")
+            raise ValueError(
+                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {what} twice"
+            )
     if not axes:
         return x if perm else torch.zeros_like(x)
     return over("ppermute", x, axes, tuple([r for pair in perm for r in pair]))

@@ -42,6 +42,8 @@ def world_at_hand() -> World | None:
     local = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
     if torch.distributed.is_initialized():
         return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), local, "")
+    if "RANK" in env and int(env.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in env:
+        raise ValueError(f"RANK and WORLD_SIZE={env['WORLD_SIZE']} are set, and MASTER_ADDR is not: set all, or none")
     if all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         place = f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', 29500)}"
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), local, place)
@@ -63,10 +65,10 @@ def _slurm_place() -> str:
 
 def _first_host(nodes: str) -> str:
     """Return the first machine of Slurm's list: "gpu[07-09,12]" is gpu07, gpu08, gpu09 and gpu12."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if found is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes!r}: expected names of machines; set MASTER_ADDR to the first")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found.group())
 
 
 def join(world: World, kind: str, timeout: float = TIMEOUT) -> None:

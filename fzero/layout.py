@@ -154,7 +154,8 @@ class PerRank(_Box):
     wrapped. A plain tensor is always replicated.
 
     Attributes:
-        value: a tree of tensors; outside the rank program, in a simulation, each stacked over the ranks: `[N, ...]`.
+        value: a tree of tensors: this rank's own; outside the rank program, in a simulation, all ranks', stacked:
+            `[N, ...]`.
         axes: the axes along which it differs; None for all axes of the mesh. Along others it is replicated.
 
     Example:
@@ -194,6 +195,8 @@ def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for x in tree.flatten(values, is_box)[0]:
         axes = x.axes if isinstance(x, Shard | PerRank) else ()
+        if isinstance(x, PerRank) and axes is not None and (not axes or any(a not in mesh_axes for a in axes)):
+            raise ValueError(f"{x!r} differs along {axes}: expected some of the mesh's axes, {mesh_axes}")
         axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
         found += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
     return found

@@ -138,7 +138,7 @@ def in_lockstep() -> bool:
 def same(x: Any, y: Any) -> bool:
     """Tell whether two values are equal to the last bit; tensors' nans are."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return type(x) is type(y) and x == y
+        return type(x) is type(y) and bool(x == y or (x != x and y != y))
     if x.shape != y.shape or x.dtype != y.dtype or x.is_meta != y.is_meta:
         return False
     if x.is_meta:
@@ -166,7 +166,13 @@ def meet(group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[
             "ranks in lockstep are threads, which cannot be traced into one graph; compile on fzero.mesh(...) without "
             'simulate="lockstep", whose ranks are a batch dimension'
         )
-    g = _GROUPS[group]
+    g = _GROUPS.get(group)
+    if g is None:
+        raise RuntimeError(
+            "the ranks in lockstep have ended: differentiate inside the rank program, or simulate by vmap"
+        )
+    if g.world.error is not None:  # another has failed, and this rank goes on in a `finally`
+        raise _Abandoned
     world, me = g.world, g.members[rank]
     shown = ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs])
     call = _Call(f"{what} over {g.axis!r} of {shown}", user_line())

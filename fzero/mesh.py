@@ -78,7 +78,7 @@ def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[st
     for name, size in shape:
         if size < 1:
             raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
-    product = math.prod(size for _, size in shape)
+    product = math.prod([size for _, size in shape])
     if not simulated and product != world:
         said = ", ".join([f"{name}={size}" for name, size in axes.items()])
         rest = "the whole world" if len(shape) == 1 else "what is left of the world"
@@ -128,7 +128,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(size for _, size in self.shape)
+        return math.prod([size for _, size in self.shape])
 
     @property
     def simulated(self) -> bool:

@@ -174,6 +174,7 @@ def initializer(
     """Make an init function of a module that was built on the meta device, for `step.init`.
 
     It gives each submodule memory and has it fill its own parameters, one submodule after the other, in their order.
+    What a constructor does besides is not repeated: for that, give `step.init` an init function that calls it.
 
     Args:
         module: a module built under `with torch.device("meta"):`; it stays as it is.
@@ -199,12 +200,16 @@ def initializer(
         whole = _without_storage(module)
         for name, m in whole.named_modules():
             own = dict(m.named_parameters(recurse=False))
+            tied = [made[id(p)] for p in own.values() if id(p) in made]
             for key, p in own.items():
                 if id(p) not in made:
                     made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                 m._parameters[key] = made[id(p)]
-            if own:
+            if len(tied) < len(own):
+                before = [p.detach().clone() for p in tied]
                 _fill(name, m, init)
+                for p, values in zip(tied, before, strict=True):  # the first submodule's, as where one is assigned
+                    p.detach().copy_(values)
         return {name: p.detach() for name, p in whole.named_parameters() if p.requires_grad}
 
     return make

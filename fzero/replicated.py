@@ -95,8 +95,10 @@ def differs(path: str, names: tuple[str, ...], how: str = "") -> str:
     """Say what is wrong with a result that differs by rank where its layout says that it does not."""
     if names:
         return (
-            f"{tree.place('result', path)} differs by rank{how}, and its box says that it differs along "
-            f"{', '.join(names)} only: reduce it over the other axes, or name them in the box"
+            f"{tree.place('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it differs "
+            f"along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own part of "
+            "it, else put fzero.pvary where a replicated value first meets what is this rank's own. If it is a "
+            "PerRank: reduce it over the other axes, or name them in the box"
         )
     return (
         f"{tree.place('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "

@@ -12,7 +12,7 @@ from fzero import tree
 from fzero._torch import assume_constant_result
 from fzero.collectives import psum
 from fzero.layout import Shard, is_box
-from fzero.spec import shard_numel, spec_of, unit_index, unit_ranks, varying_axes
+from fzero.spec import shard_numel, spec_of, unit_index, unit_ranks, unit_shapes, varying_axes, whole_shapes
 from fzero.units import groups
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
@@ -78,8 +78,10 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
 
 
-def abstract(params: Any) -> Any:
+def abstract(params: Any, parts: bool = False) -> Any:
     """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
+
+    With `parts`, of a leaf that is split along an axis the shape of this rank's part.
 
     Example:
         >>> import fzero
@@ -92,15 +94,15 @@ def abstract(params: Any) -> Any:
         if isinstance(x, torch.Tensor):
             entries[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
     for uid, _, members in groups(paths, entries):
-        shapes, dtype = _shapes(uid + 0)
+        shapes, dtype = unit_shapes(uid + 0) if parts else whole_shapes(uid + 0), _dtype(uid + 0)
         for position, index in members:
             entries[position] = torch.empty(shapes[index], dtype=dtype, device="meta")
     return tree.unflatten(structure, entries)
 
 
 @assume_constant_result
-def _shapes(uid: int) -> tuple[tuple[tuple[int, ...], ...], torch.dtype]:
-    return spec_of(uid).shapes, spec_of(uid).dtype
+def _dtype(uid: int) -> torch.dtype:
+    return spec_of(uid).dtype
 
 
 def _conflict(path: str, other: str) -> str:

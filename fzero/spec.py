@@ -36,6 +36,7 @@ __all__ = [
     "unit_ranks",
     "unit_shapes",
     "varying_axes",
+    "whole_shapes",
 ]
 
 
@@ -65,6 +66,7 @@ class Spec:
         dtype: the dtype of the leaves.
         reduce: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves, tensor or expert parallel.
+        order: all these axes in the order of the mesh, which says which rank holds which shard.
     """
 
     unit: str
@@ -74,6 +76,7 @@ class Spec:
     dtype: torch.dtype
     reduce: str = "each"
     split: tuple[Split, ...] = ()
+    order: tuple[str, ...] = ()
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -137,15 +140,21 @@ def intern_parts(
     dtype: torch.dtype,
     reduce: str,
     split: tuple[tuple[str, int, tuple[int, ...]], ...],
+    bound: tuple[str, ...],
 ) -> int:
-    """Return the uid of the spec with these attributes."""
-    return intern(Spec(unit, mesh, paths, shapes, dtype, reduce, tuple(Split(*s) for s in split)))
+    """Return the uid of the spec with these attributes; `bound` are the mesh's axes."""
+    spec = Spec(unit, mesh, paths, shapes, dtype, reduce, tuple(Split(*s) for s in split))
+    return intern(_ordered(spec, bound))
+
+
+def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
+    return replace(spec, order=tuple(name for name in bound if name in spec.varies))
 
 
 @assume_constant_result
-def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str) -> int:
-    """Return the uid of the same unit, sharded over other axes."""
-    return intern(replace(spec_of(uid), mesh=mesh, reduce=reduce))
+def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str, bound: tuple[str, ...]) -> int:
+    """Return the uid of the same unit, sharded over other axes; `bound` are the mesh's axes."""
+    return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduce=reduce), bound))
 
 
 @assume_constant_result
@@ -185,6 +194,17 @@ def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None
                 f"{what} was cut for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it was "
                 "cut for, and call step.init on this one"
             )
+    order, names = _order(uid + 0), [name for name, _ in shape]
+    if [name for name in names if name in order] != list(order):
+        raise ValueError(
+            f"{what} was cut on a mesh with the axes {', '.join(order)} in this order, and this one has "
+            f"{', '.join(names)}: its ranks would take one another's shards; make the mesh in the same order"
+        )
+
+
+@assume_constant_result
+def _order(uid: int) -> tuple[str, ...]:
+    return spec_of(uid).order
 
 
 @assume_constant_result
@@ -236,6 +256,19 @@ def is_sharded(uid: int) -> bool:
 def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of a unit's leaves, as a rank has them that gathered the unit."""
     return spec_of(uid).shapes
+
+
+@assume_constant_result
+def whole_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a unit's leaves as `step.init` was given them, split along no axis."""
+    spec = spec_of(uid)
+    found = []
+    for i, shape in enumerate(spec.shapes):
+        whole = list(shape)
+        for s in spec.split:
+            whole[s.dims[i]] *= s.size
+        found.append(tuple(whole))
+    return tuple(found)
 
 
 @assume_constant_result

@@ -114,7 +114,8 @@ class Spmd:
         leaves, axes, structure = _checked_leaves(call, self.mesh)
 
         def rank(bound: tuple[Axis, ...], joint: tuple[Axis, ...]) -> Any:
-            own = [_own(x, a, bound) for x, a in zip(leaves, axes, strict=True)]
+            copies: dict[Any, Any] = {}  # what is one object stays one
+            own = [_own(x, a, bound, copies) for x, a in zip(leaves, axes, strict=True)]
             out = self._call(bound, joint, tree.unflatten(structure, own))
             return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
 
@@ -152,15 +153,17 @@ def _vmapped(run: Callable[..., Any], name: str, size: int, axes: Sequence[Names
     return over_axis
 
 
-def _own(x: Any, axes: Names, bound: tuple[Axis, ...]) -> Any:
-    """Take a rank's own piece of a stacked leaf. A module is copied: functional_call writes into it while it runs."""
-    if isinstance(x, torch.nn.Module):
-        return copy.deepcopy(x)
+def _own(x: Any, axes: Names, bound: tuple[Axis, ...], copies: dict[Any, Any]) -> Any:
+    """Copy a rank's own piece of a stacked leaf, or a plain one: a rank may write into what it is given."""
+    if not axes and isinstance(x, torch.nn.Module | torch.Tensor):
+        if id(x) not in copies:
+            copies[id(x)] = x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
+        return copies[id(x)]
     place = 0
     for a in bound:
         if a.name in axes:
             place = place * a.size + a.rank
-    return x[place] if axes else x
+    return x[place].clone() if isinstance(x, torch.Tensor) else x
 
 
 def _together(mesh: Any, ranks: list[Any]) -> Any:
@@ -179,7 +182,7 @@ def _together(mesh: Any, ranks: list[Any]) -> Any:
             here = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
             first, y = found.setdefault(here, (r, rank[1][i]))
             if not lockstep.same(y, rank[1][i]):
-                raise ValueError(differs(path, a, f": ranks {first} and {r} have {_brief(y)} and {_brief(rank[1][i])}"))
+                raise ValueError(differs(path, a, f": ranks {first} and {r} have {_apart(y, rank[1][i])}"))
         values = [y for _, (_, y) in sorted(found.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])
@@ -188,8 +191,13 @@ def _together(mesh: Any, ranks: list[Any]) -> Any:
     return tree.unflatten(structure, out)
 
 
-def _brief(x: Any) -> str:
-    return str(x.item()) if isinstance(x, torch.Tensor) and x.numel() == 1 else tree.show(x)
+def _apart(x: Any, y: Any) -> str:
+    """Show how two values differ: the first elements that do."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or tree.show(x) != tree.show(y):
+        return f"{tree.show(x)} and {tree.show(y)}"
+    place = int((x != y).flatten().nonzero()[0])
+    shown = f"{x.flatten()[place].item()} and {y.flatten()[place].item()}"
+    return shown if x.numel() == 1 else f"{shown} at element {place}"
 
 
 # ---------------------------------------------------------------- arguments

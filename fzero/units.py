@@ -14,7 +14,7 @@ from fzero.layout import Shard, Slot
 from fzero.spec import intern_parts, unit_axes
 from fzero.table import ALONE, apply
 from fzero.tree import is_box
-from fzero.world import Axis, Rules, joint, lookup, rules_in_scope
+from fzero.world import Axis, Rules, axis_names, bound, joint, lookup, rules_in_scope
 
 __all__ = ["Cut", "Group", "Unit", "apply_over", "apply_to_unit", "cut", "default_units", "groups", "wanted_axes"]
 
@@ -77,10 +77,12 @@ def cut(
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
     owner: dict[int, tuple[_Key, int]] = {}  # id of a leaf -> its unit, and index there
+    seen: set[int] = set()
     split: dict[int, dict[str, int]] = {}  # position -> axis -> dimension
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in owner:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in seen:
             continue
+        seen.add(id(leaf))
         split[position] = _split_of(path, leaf, rules)
         if not leaf.is_floating_point():
             continue
@@ -101,20 +103,29 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     over: tuple[str, ...]
     split: tuple[str, ...]
+    later: tuple[str, ...]
 
 
 def _split_of(path: str, leaf: torch.Tensor, rules: Rules) -> dict[str, int]:
     """Check which axes cut a leaf itself, and along which dimensions, counted from the front."""
     wanted = (rules.split and rules.split(path, leaf)) or {}
-    found = {}
+    if not isinstance(wanted, dict) or not all(isinstance(dim, int) for dim in wanted.values()):
+        raise TypeError(f'split: the rule gave {wanted!r} for leaf {path!r}, expected {{axis: dimension}}: {{"tp": 1}}')
+    found: dict[str, int] = {}
+    parts: dict[int, int] = {}  # dimension -> in how many parts it is cut
     for name in sorted(wanted):
-        size, dim = lookup(name).size, wanted[name]
-        if not leaf.is_floating_point() or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] % size:
+        dim = wanted[name]
+        known = leaf.is_floating_point() and -leaf.ndim <= dim < leaf.ndim
+        if known:
+            found[name] = dim % leaf.ndim
+            parts[found[name]] = parts.get(found[name], 1) * lookup(name).size
+        if not known or leaf.shape[dim] % parts[found[name]]:
+            n = parts[found[name]] if known else lookup(name).size
             raise ValueError(
-                f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be cut in {size} equal parts along dimension "
-                f"{dim} over {name!r}; pad the model's dimension, or leave the leaf out of the rule"
+                f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be cut in {n} equal parts along dimension "
+                f"{dim} over {name!r}"
+                + ("; pad the model's dimension, or leave the leaf out" if known else ": it has no such dimension")
             )
-        found[name] = dim % leaf.ndim
     return found
 
 
@@ -125,7 +136,9 @@ def _key_of(
     if name is None:
         name = default_units(path, leaf) if split else rest
     over = wanted_axes(path, leaf, axes, rules, tuple(split))
-    return _Key(name, leaf.dtype, over, tuple(split)) if name is not None and (over or split) else None
+    # split units are first cut over no axis, and then further: those that will differ are two from the start
+    later = wanted_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
+    return _Key(name, leaf.dtype, over, tuple(split), later) if name is not None and (over or split) else None
 
 
 def wanted_axes(
@@ -153,6 +166,7 @@ def _unit(
         key.dtype,
         reduce,
         tuple([(name, lookup(name).size, tuple([split[i][name] for i in at])) for name in key.split]),
+        axis_names(),
     )
     return Unit(uid, parts, at[0])
 
@@ -172,7 +186,7 @@ def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
     the nearest shard of its unit before it, or to the first.
 
     Raises:
-        ValueError: if a slot's shard is not in the tree. Names the path.
+        ValueError: if a slot's shard is not in the tree, or several trees of one layout alternate. Names the path.
     """
     found: dict[int, list[Group]] = {}
     order: list[Group] = []
@@ -192,6 +206,13 @@ def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
                     "pass a tree that holds whole units, or cut it finer with units="
                 )
             found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
+    for mine in found.values():
+        if len({tuple(sorted([index for _, index in group.members])) for group in mine}) > 1:
+            where = [paths[group.members[0][0]] for group in mine]
+            raise ValueError(
+                f"leaves of {len(mine)} trees of one layout alternate ({mine[0].shard!r} at {where}), so it cannot be "
+                "told which leaf lies in which: keep each tree whole, one after the other"
+            )
     return order
 
 

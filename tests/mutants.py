@@ -93,7 +93,7 @@ MUTANTS = [
         "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
     ),
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "units.py", "or id(leaf) in owner", "or False"),
+    Mutant("untie a leaf", "units.py", "or id(leaf) in seen", "or False"),
     Mutant(
         "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
     ),

@@ -63,6 +63,84 @@ def test_on_every_arrangement_of_axes(name, simulate):
     assert_trees_close(step.gather(step.init(parallel_params, optim.sgd(0.1))[0]), parallel_params(), rtol=0)
 
 
+@pytest.mark.parametrize("seeding", ["again", "after a draw", "of a generator", "with fork_rng", "once, first"])
+def test_an_init_function_may_seed(seeding, caplog):
+    """Draws come after seeds in a deferred run, so what seeds between draws is run whole."""
+
+    def init() -> Any:
+        found, g = [], torch.Generator().manual_seed(0)
+        if seeding == "once, first":
+            torch.manual_seed(5)
+        for i in range(2):
+            if seeding == "again" or (seeding == "after a draw" and i):
+                torch.manual_seed(7)
+            if seeding == "with fork_rng":
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(7)
+                    found.append(torch.randn(3))
+            found.append(torch.randn(4))
+            if seeding == "of a generator":
+                found.append(torch.randn(3, generator=g.manual_seed(1)))
+        return {"w": found}
+
+    step = step_on(3, dp=2)
+    torch.manual_seed(0)
+    expected, after = init(), torch.rand(())
+    torch.manual_seed(0)
+    assert_trees_close(step.gather(step.init(init, optim.sgd(0.1))[0]), expected, rtol=0)
+    assert torch.rand(()) == after
+
+
+def test_captured_tensors_stay_tied():
+    w = torch.nn.Parameter(torch.randn(4)).detach()
+    params, _ = step_on(3, dp=2).init(lambda: {"a": w, "b": w, "c": w.clone()}, optim.sgd(0.1))
+    assert isinstance(params["b"], fzero.Slot) and isinstance(params["c"], fzero.Shard)
+
+
+def test_a_view_is_written_after_its_bases_last_use():
+    def init() -> Any:
+        w = torch.ones(6)
+        head, other = w.view(2, 3)[0], torch.zeros(3)
+        for _ in range(3):
+            other = other + torch.randn(3)
+        head.mul_(0).add_(other)
+        return {"w": w, "rest": [other, torch.ones(100)[:2]]}
+
+    step = step_on(3, "vmap", {"units": lambda path, leaf: None if "rest" in path else path}, dp=2)
+    torch.manual_seed(0)
+    expected = init()
+    torch.manual_seed(0)
+    params, _ = step.init(init, optim.sgd(0.1))
+    assert_trees_close(step.gather(params), expected, rtol=0)
+    assert params["rest"][1].untyped_storage().nbytes() == 8  # not the hundred
+
+
+def test_one_dimension_split_over_two_axes():
+    split = lambda path, leaf: {"tp": -2, "ep": 0} if leaf.ndim == 2 else None  # noqa: E731
+    init = lambda: {"w": torch.arange(24.0).view(8, 3), "b": torch.ones(3)}  # noqa: E731
+    for simulate in ("vmap", "lockstep"):
+        step = step_on(3, simulate, {"axis": ("dp", "ep"), "split": split}, dp=2, ep=2, tp=2)
+        for how in (init, init()):
+            params, _ = step.init(how, optim.sgd(0.1))
+            assert params["w"].spec.shapes == ((2, 3),)
+            assert_trees_close(step.gather(params), init(), rtol=0)
+    with pytest.raises(ValueError, match=r"leaf 'w' is torch.float32 \[2, 3\], and cannot be cut in 4 equal parts"):
+        step.init({"w": torch.ones(2, 3)}, optim.sgd(0.1))
+
+
+def test_rules_see_whole_leaves_and_each_leaf():
+    """A rule that differs within a unit, or by size, cuts alike whether the tree or a function is given."""
+    over = lambda path, leaf: "a" if leaf.numel() > 20 else ("a", "b")  # noqa: E731
+    split = lambda path, leaf: {"tp": 0} if leaf.ndim == 2 else None  # noqa: E731
+    init = lambda: {"u": [{"v": torch.ones(4, 8), "w": torch.ones(4, 4), "x": torch.ones(5)}]}  # noqa: E731
+    options = {"axis": ("a", "b"), "over": over, "split": split}
+    for stage in range(4):
+        step = step_on(stage, "vmap", options, a=2, b=2, tp=2)
+        one, other = step.init(init, optim.adam(0.1)), step.init(init(), optim.adam(0.1))
+        assert tree.flatten(one)[1] == tree.flatten(other)[1]
+    assert one[0]["u"][0]["v"].spec.axes == ("a",) and one[0]["u"][0]["w"].spec.axes == ("a", "b")
+
+
 def test_ties_stay_tied_and_are_made_once():
     def init() -> Any:
         w = torch.randn(5, 3)

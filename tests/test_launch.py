@@ -100,6 +100,7 @@ def test_where_slurms_tasks_meet(monkeypatch):
         ("rack-1-n[001-128],rack-2", "rack-1-n001"),
         ("n[1-2].cluster", "n1.cluster"),
         ("login.example.org", "login.example.org"),
+        ("rack[1-2]node[03-4],other", "rack1node03"),
     ],
 )
 def test_first_machine_of_slurms_list(nodes, first):

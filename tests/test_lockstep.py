@@ -130,6 +130,32 @@ def test_a_module_whose_forward_meets_has_a_copy_a_rank():
     assert layer.w.tolist() == [1, 1]
 
 
+def test_a_rank_may_write_into_its_arguments():
+    """Each has its own copy, and the caller keeps his; what is one object stays one."""
+
+    def program(x: torch.Tensor, pair: Any, mine: torch.Tensor) -> Any:
+        x.add_(1)
+        pair[0].add_(1)
+        mine.add_(1)
+        return fzero.psum(x), PerRank(pair[1] + mine)
+
+    x, y, own = torch.zeros(2), torch.zeros(()), torch.arange(3.0)
+    total, rest = lockstep(dp=3).spmd(program)(x, (y, y), PerRank(own))
+    assert total.tolist() == [3, 3] and rest.value.tolist() == [2, 3, 4]
+    assert x.tolist() == [0, 0] and y.item() == 0 and own.tolist() == [0, 1, 2]
+
+
+def test_a_lockstep_world_ends():
+    x = torch.ones(2, requires_grad=True)
+    out = lockstep(dp=2).spmd(lambda x: PerRank(fzero.psum(x)))(x).value
+    with pytest.raises(RuntimeError, match="the ranks in lockstep have ended: differentiate inside"):
+        out.sum().backward()
+
+
+def test_nan_is_equal_to_nan():
+    assert lockstep(dp=2).spmd(lambda: (torch.tensor(float("nan")), float("nan")))()[1] != 0
+
+
 def test_a_rank_may_write_into_its_results():
     def program(x: torch.Tensor) -> Any:
         y = fzero.psum(x)
@@ -256,6 +282,29 @@ def test_a_handler_cannot_hold_a_rank_back():
         mesh.spmd(program)(torch.ones(2))
     assert seen == ["left", "left"]
     assert mesh.spmd(fzero.psum)(torch.ones(())).item() == 3
+
+
+@pytest.mark.parametrize("other", ["diverges", "raises"])
+def test_an_abandoned_rank_meets_nobody(other):
+    """Whatever it does in a `finally` or a bare `except`, it ends."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        if fzero.axis_index().item() == 0:
+            try:
+                fzero.psum(x)
+            except BaseException:
+                fzero.psum(x)
+            finally:
+                fzero.psum(x.sum())
+        elif other == "raises":
+            raise KeyError("mine")
+        return fzero.psum(x[0])
+
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(_outcome(2, program)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert isinstance(outcome[0], KeyError if other == "raises" else fzero.DivergedError)
 
 
 def test_a_divergence_names_ranks_collectives_shapes_and_lines():

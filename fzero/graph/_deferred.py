@@ -1,6 +1,8 @@
 """An init function, traced without memory and then run leaf by leaf: no more of its tree need be alive at once."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch, tree
-from fzero.graph.ir import values
+from fzero.graph.ir import is_random, values
 
 __all__ = ["Deferred", "defer"]
 
@@ -68,11 +70,38 @@ class Deferred:
         return expires
 
 
+@contextmanager
+def _watching_seeds() -> Iterator[list[str]]:
+    """Note when traced code seeds a generator after a traced draw, which will be done after all seeds.
+
+    Yields:
+        A list that is filled with what was called.
+    """
+    found: list[str] = []
+    seeded: set[int] = set()
+
+    def watch(frame: Any, event: str, called: Any) -> None:
+        generator = getattr(called, "__self__", None) if event == "c_call" else None
+        if isinstance(generator, torch.Generator) and called.__name__ in ("manual_seed", "seed", "set_state"):
+            drawn = generator is torch.default_generator and any(is_random(n) for n in _torch.recorded())
+            if drawn or id(generator) in seeded - {id(torch.default_generator)}:
+                found.append(called.__name__)
+            seeded.add(id(generator))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
 def defer(init: Callable[[], Any]) -> Deferred:
     """Trace an init function.
 
     Raises:
         DataDependentError: if it reads a tensor's value.
+        RuntimeError: if it seeds a random generator that it has drawn from: draws come later than seeds here.
     """
     found: list[Any] = []
 
@@ -80,15 +109,18 @@ def defer(init: Callable[[], Any]) -> Deferred:
         found[:] = tree.flatten(init())
         return [x for x in found[0] if isinstance(x, torch.Tensor)]
 
-    with _torch.TRACING:
+    with _torch.TRACING, _watching_seeds() as reseeded:
         graph = _torch.trace(flat, [], for_inductor=False)
+    if reseeded:
+        raise RuntimeError("it seeds a random generator again after drawing from it")
     leaves, structure = found
     output = next(n for n in graph.graph.nodes if n.op == "output")
     positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     nodes: dict[Node, list[int]] = {}
     devices: list[Any] = [None] * len(leaves)
+    first: dict[int, Node] = {}  # id of a leaf -> its node: a captured tensor has one for each place
     for i, n in zip(positions, output.args[0], strict=True):
-        nodes.setdefault(n, []).append(i)
+        nodes.setdefault(first.setdefault(id(leaves[i]), n), []).append(i)
     for n, at in nodes.items():
         x = n.meta["val"]
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")

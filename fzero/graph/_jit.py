@@ -42,9 +42,10 @@ def jit(
 
     Args:
         step: a sharded step, or any pure function of trees of tensors.
-        donate: the positions of arguments whose memory the results may take over: afterwards they are gone, and
-            reading them raises `DonatedError`. By default the parameters and the optimizer's state of a sharded step
-            (what it takes and returns at one position), and nothing of any other function; `()` for none.
+        donate: the positions of arguments whose memory the results may take over: afterwards they are gone. Boxes, and
+            fzero's functions given them, raise `DonatedError`; plain tensors are left empty. By default the parameters
+            and the optimizer's state of a sharded step (what it takes and returns at one position), and nothing of any
+            other function; `()` for none.
         backend: "inductor" compiles each distinct segment between collectives once; "inductor-whole" the graph as a
             whole; "fx" runs torch's own operations one by one, bit for bit as the eager step does.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. The fastest schedule that fits,

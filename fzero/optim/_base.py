@@ -58,9 +58,8 @@ def chain(*pairs: Any) -> Optimizer:
     Example:
         >>> import torch
         >>> from fzero.optim import clip_by_global_norm, sgd
-        >>> chain(clip_by_global_norm(1.0), sgd(0.5)).update({"w": torch.tensor([3.0, 4.0])}, ((), sgd(0.5).init({})))[
-        ...     0
-        ... ]
+        >>> opt, params = chain(clip_by_global_norm(1.0), sgd(0.5)), {"w": torch.zeros(2)}
+        >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
 

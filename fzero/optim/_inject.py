@@ -27,7 +27,8 @@ def inject_hyperparams(
     """Make an optimizer's hyperparameters part of its state, where they follow schedules or are changed by hand.
 
     Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and is a tensor of
-    `state.hyperparams`. Write a new value there between steps; a jitted step takes it without another trace. A
+    `state.hyperparams`, float64 and 0-d. Write a new value into the tensor between steps (`.fill_(1e-4)`), and a jitted
+    step takes it without another trace; a number or another tensor in its place works too, but may be traced anew. A
     scheduled one is written anew at each update, so there it can only be read.
 
     Args:
@@ -40,7 +41,7 @@ def inject_hyperparams(
 
     Raises:
         ValueError: if `static_args` names no argument of `factory`; when called, whatever `factory` raises; on use,
-            if a schedule does not return a number.
+            if a schedule does not return a number, or the state has a hyperparameter of another name.
 
     Example:
         >>> from fzero import optim
@@ -79,7 +80,9 @@ def inject_hyperparams(
             return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
 
         def update(grads: Any, state: InjectHyperparamsState, params: Any = None) -> tuple[Any, Any]:
-            hyperparams = {**state.hyperparams, **values_at(state.count)}
+            _check_names(state.hyperparams, {**numbers, **schedules})
+            written = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
+            hyperparams = {**written, **values_at(state.count)}
             updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
 
@@ -87,6 +90,11 @@ def inject_hyperparams(
         return Optimizer(init, update, getattr(checked, "elementwise", None))
 
     return make
+
+
+def _check_names(given: dict[str, Any], names: dict[str, Any]) -> None:
+    if given.keys() != names.keys():
+        raise ValueError(f"state.hyperparams has {sorted(given)}: expected the hyperparameters {sorted(names)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Building parameters as stage 3 holds them: each leaf is made, cut and forgotten, so no rank holds the whole tree."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,13 @@ __all__ = ["build", "deferred_or_whole"]
 
 
 def deferred_or_whole(init: Callable[[], Any]) -> Deferred | Any:
-    """Trace an init function, to be run leaf by leaf; or run it, if it cannot be traced."""
+    """Trace an init function, to be run leaf by leaf; or run it (a second time), if it cannot be traced."""
+    before = random.getstate(), torch.get_rng_state()
     try:
         return defer(init)
     except Exception as error:  # if it is init's own, it comes again
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
         whole = init()
         notice(
             f"fzero: {getattr(init, '__name__', 'the init function')} cannot be traced ({type(error).__name__}: "
@@ -74,7 +78,7 @@ def _store(leaf: torch.Tensor, index: int, spec: Spec, data: torch.Tensor, mesh:
     for row, shard in enumerate(data.view(-1, spec.shard_numel) if spec.shard_numel else ()):
         part, rank = leaf, rows[row]
         for s in spec.split:
-            k = leaf.shape[s.dims[index]] // s.size
+            k = part.shape[s.dims[index]] // s.size
             part = part.narrow(s.dims[index], mesh.index(s.axis, rank) * k, k)
         start = mesh.index(spec.axes, rank) * spec.shard_numel if spec.axes else 0
         offset, size = spec.offsets[index], spec.sizes[index]

@@ -10,7 +10,7 @@ from fzero._notice import notice
 from fzero.layout import PerRank, Shard, Slot, is_box
 from fzero.mesh import Mesh
 from fzero.segments import abstract
-from fzero.spec import check_cut_for, is_sharded
+from fzero.spec import check_cut_for, is_sharded, split_axes
 from fzero.units import groups
 from fzero.world import Rules
 
@@ -29,6 +29,8 @@ def check_plain(params: Any) -> None:
             if isinstance(x, Shard | Slot) and not is_sharded(x.uid):
                 continue
             raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+        if isinstance(x, torch.nn.Module):
+            raise TypeError("params is a module: pass fzero.nn.functional(module).params, a tree of its parameters")
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"params leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
 
@@ -42,17 +44,40 @@ def check_tree(values: Any, mesh: Mesh) -> None:
             check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
 
 
-def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh) -> None:
-    """Check that boxes were cut for this mesh, and note it when no argument differs by rank."""
+def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, over: Sequence[str]) -> None:
+    """Check that boxes were cut for this mesh, and note it when no argument differs by rank.
+
+    Args:
+        call: the arguments.
+        mesh: the ranks.
+        over: the axes that the step averages over.
+    """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
+    check_means(entries, over)
     if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
             "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"
         )
+
+
+def check_means(entries: Sequence[Any], over: Sequence[str]) -> None:
+    """Check that no leaf is split along an axis that the step averages over, and along which no data differ.
+
+    Its gradient would be divided by the axis's ranks, and summed over none.
+    """
+    batches = [x for x in entries if isinstance(x, PerRank)]
+    differ = [name for name in over if any(x.axes is None or name in x.axes for x in batches)]
+    for x in entries if batches else ():
+        for name, _ in split_axes(x.uid) if isinstance(x, Shard) else ():
+            if name in over and name not in differ:
+                raise ValueError(
+                    f"the step averages over {name!r}, along which {x!r} is split and no argument differs: give "
+                    f"fzero.shard the data-parallel axes only, axis={tuple(differ)!r}"
+                )
 
 
 def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: Rules) -> None:
@@ -95,7 +120,7 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
                 "at the positions of the old"
             )
         # a step may have gathered its parameters itself: then they are like the whole ones
-        old = abstract(args[i]) if boxed(args[i]) and not boxed(results[i]) else args[i]
+        old = abstract(args[i], parts=True) if boxed(args[i]) and not boxed(results[i]) else args[i]
         try:
             tree.leaves_up_to(old, results[i])
         except ValueError as error:

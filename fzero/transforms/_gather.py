@@ -12,7 +12,7 @@ from fzero.layout import Shard, Slot, is_box
 from fzero.spec import on_mesh, shard_numel, spec_of, split_axes, unit_axes, unit_numel
 from fzero.table import Meta, Row, add_row
 from fzero.units import apply_over, groups
-from fzero.world import Axis, joint
+from fzero.world import Axis, axis_names, joint
 
 __all__ = ["gather"]
 
@@ -137,7 +137,7 @@ def replicate(params: Any) -> Any:
             for position, index in members:
                 entries[position] = leaves[index]
             continue
-        whole = on_mesh(uid, (), "each")
+        whole = on_mesh(uid, (), "each", axis_names())
         for position, index in members:
             entries[position] = Slot(whole, index)
         names = tuple([a.name for a in unit_axes(uid)])

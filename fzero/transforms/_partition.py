@@ -7,11 +7,11 @@ import torch
 
 from fzero import flat, tree
 from fzero.layout import Shard, Slot, is_box
-from fzero.spec import on_mesh, spec_of
+from fzero.spec import on_mesh, spec_of, whole_shapes
 from fzero.table import Row, add_row
 from fzero.transforms._checks import check_plain
 from fzero.units import apply_to_unit, cut, groups, wanted_axes
-from fzero.world import Axis, AxisName, OverRule, Rules, SplitRule, UnitRule, bound, resolve, rules_in_scope
+from fzero.world import Axis, AxisName, OverRule, Rules, SplitRule, UnitRule, axis_names, bound, resolve, rules_in_scope
 
 __all__ = ["partition"]
 
@@ -131,10 +131,11 @@ def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduce: str) -> An
     for uid, box, members in groups(paths, entries):
         spec = spec_of(uid)
         leaves = flat.unpack(spec, box.data)
-        over = wanted_axes(spec.paths[0], leaves[0], axes, rules, spec.varies)
+        whole = torch.empty(whole_shapes(uid)[0], dtype=spec.dtype, device="meta")
+        over = wanted_axes(spec.paths[0], whole, axes, rules, spec.varies)
         if not over:
             continue
-        cut_uid = on_mesh(uid, tuple([(a.name, a.size) for a in axes if a.name in over]), reduce)
+        cut_uid = on_mesh(uid, tuple([(a.name, a.size) for a in axes if a.name in over]), reduce, axis_names())
         for position, index in members:
             entries[position] = Slot(cut_uid, index)
         (data,) = apply_to_unit("partition", cut_uid, leaves)

@@ -56,7 +56,7 @@ class ShardedStep:
         train_step: the unsharded step.
         stage: 0 to 3.
         mesh: the ranks.
-        axis: the axes that are sharded over.
+        axis: the data-parallel axes: those of the batch, of means, and of shards.
         params: the positions of the parameters.
         rules: how trees are cut: the rules given as `units`, `over` and `split`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
@@ -98,10 +98,15 @@ class ShardedStep:
         """
         if is_tracing():
             return self._run(*args, **kwargs)
+        if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
+            raise ValueError(
+                "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, or "
+                "a function that makes the parameters"
+            )
         return self.checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        check_arguments((args, kwargs), self.mesh)
+        check_arguments((args, kwargs), self.mesh, self.axis)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
         return self.program(self.rank_step)(*args, **kwargs)
 

@@ -53,7 +53,7 @@ def along(names: tuple[str, ...]) -> dict[str, Any]:
         "all_gather": lambda x: fzero.all_gather(x, names, dim=1),
         "psum_scatter": lambda x: fzero.psum_scatter(x, names, dim=1),
         "all_to_all": lambda x: fzero.all_to_all(x, names, split_dim=1, concat_dim=0),
-        "broadcast": lambda x: fzero.broadcast(x, names, source=fzero.axis_size(names) - 1),
+        "broadcast": lambda x: fzero.broadcast(x, names, source=max(fzero.axis_size(names) - 2, 0)),
     }
     if len(names) == 1:
         table["ppermute"] = lambda x: fzero.ppermute(x, names, perm=[(0, fzero.axis_size(names) - 1)])
@@ -328,6 +328,67 @@ def test_bytes_and_elements_on_several_axes(name, stage):
         total += 8 * (parameters + state)
     padding = 8 * 2 * 8 * 10
     assert total <= held[0][0] - 8 <= total + padding  # and a count
+
+
+def test_masks_see_whole_leaves():
+    """A mask by size or shape decays the same leaves however they are split."""
+    masks = {
+        "by size": lambda params: tree.map(lambda p: p.numel() >= 40, params),
+        "by shape": lambda params: tree.map(lambda p: p.shape[-1] == 8, params),
+    }
+    axes, options = ARRANGEMENTS["all three"]
+    batch = {name: torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5) for name in "xy"}
+    for mask in masks.values():
+        for opt in (
+            optim.adamw(0.1, eps=1e-3, weight_decay=0.5, mask=mask),
+            optim.masked(optim.chain(optim.clip_by_block_rms(0.1), optim.lamb(0.1, eps=1e-3)), mask),
+        ):
+            step = train_step_for(parallel_loss, opt)
+            meshes = [fzero.mesh(**axes)]
+            assert_equivalent(step, parallel_params(), opt, [batch], stages=(0, 3), meshes=meshes, **options)
+
+
+def test_a_mean_over_an_axis_that_only_splits_leaves_is_refused():
+    """A forgotten axis="dp": gradients of the parts would be divided by tp, and summed over nothing."""
+    mesh = fzero.mesh(dp=2, tp=2)
+    opt = optim.sgd(0.1)
+    step = fzero.shard(train_step_for(parallel_loss, opt), stage=3, mesh=mesh, split=parts)
+    batch = {name: torch.ones(8, 5, dtype=torch.float64) for name in "xy"}
+    with pytest.raises(ValueError, match=r"the step averages over 'tp', along which .* axis=\('dp',\)"):
+        step(*step.init(parallel_params(), opt), mesh.split(batch, "dp"))
+
+
+def test_boxes_of_a_mesh_in_another_order_are_refused():
+    one, other = fzero.mesh(dp=2, tp=2), fzero.mesh(tp=2, dp=2)
+    split = lambda path, leaf: {"tp": 0}  # noqa: E731
+    steps = [fzero.shard(lambda p, s: (p, s), 3, mesh, "dp", split=split) for mesh in (one, other)]
+    params, _ = steps[0].init({"w": torch.arange(8.0)}, optim.sgd(0.1))
+    with pytest.raises(
+        ValueError, match="was cut on a mesh with the axes dp, tp in this order, and this one has tp, dp"
+    ):
+        steps[1].gather(params)
+
+
+def test_axes_of_a_box_are_the_meshs():
+    mesh = fzero.mesh(dp=2, tp=2)
+    for axes in ("d", ()):
+        with pytest.raises(ValueError, match=r"expected some of the mesh's axes, \('dp', 'tp'\)"):
+            mesh.spmd(lambda x: fzero.psum(x, "dp"))(PerRank(torch.ones(2), axes))
+
+
+def test_split_rules_are_checked():
+    mesh = fzero.mesh(tp=2)
+    for rule, error in (
+        ("tp", r"split: the rule gave 'tp' for leaf 'w', expected"),
+        ({"tp": None}, r"split: the rule gave {'tp': None} for leaf 'w'"),
+        ({"tp": 2}, r"along dimension 2 over 'tp': it has no such dimension"),
+        ({"tp": 1}, r"cut in 2 equal parts along dimension 1 over 'tp'; pad"),
+        ({"pp": 0}, r"axis 'pp' is not bound here"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            mesh.spmd(lambda p, rule=rule: fzero.partition(p, (), split=lambda path, leaf: rule))(
+                {"w": torch.ones(4, 3)}
+            )
 
 
 def test_gradients_of_units_over_more_ranks_than_the_mean_are_refused():

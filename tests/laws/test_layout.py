@@ -355,3 +355,19 @@ def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
     assert_trees_close([full["in"]["w"], full["mid"][0]["b"]], [single["w"], single["b"]])
     if stage == 3:
         assert sum(x.numel() for x in tree.tensors(state[0])) == n * (-(-49 // n) + -(-7 // n))
+
+
+def test_trees_whose_leaves_alternate_are_refused():
+    """Which shard a slot belongs to could not be told: {"a": (p, average of p), "b": ...}."""
+    mesh = fzero.mesh(dp=2)
+
+    def program(params: Any) -> Any:
+        boxes = fzero.partition(params, units=lambda path, leaf: "one")
+        other = tree.map(lambda x: 10 * x, boxes)
+        together = fzero.gather((boxes, other))
+        with pytest.raises(ValueError, match="leaves of 2 trees of one layout alternate"):
+            fzero.gather({name: (boxes[name], other[name]) for name in boxes})
+        return together
+
+    one, other = mesh.spmd(program)({"a": torch.ones(2), "b": torch.full((3,), 2.0)})
+    assert one["b"].tolist() == [2, 2, 2] and other["b"].tolist() == [20, 20, 20]
