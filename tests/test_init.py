@@ -256,3 +256,14 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
     peak = peak_bytes(lambda: step.init(init, optim.sgd(0.1)))
     whole = shards * ranks
     assert shards < peak <= shards + leaf + 4096 < whole / 2
+
+
+def test_generators_of_ones_own_are_told_apart(caplog):
+    """One after the other, each seeded once: none is taken for an earlier one that is gone."""
+
+    def init() -> Any:
+        return [torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in range(50)]
+
+    step = step_on(3, dp=2)
+    assert_trees_close(step.gather(step.init(init, optim.sgd(0.1))[0]), init(), rtol=0)
+    assert "cannot be traced" not in caplog.text

@@ -78,15 +78,15 @@ def _watching_seeds() -> Iterator[list[str]]:
         A list that is filled with what was called.
     """
     found: list[str] = []
-    seeded: set[int] = set()
+    seeded: list[torch.Generator] = [torch.default_generator]  # kept, so that no other is taken for one of them
 
     def watch(frame: Any, event: str, called: Any) -> None:
         generator = getattr(called, "__self__", None) if event == "c_call" else None
         if isinstance(generator, torch.Generator) and called.__name__ in ("manual_seed", "seed", "set_state"):
-            drawn = generator is torch.default_generator and any(is_random(n) for n in _torch.recorded())
-            if drawn or id(generator) in seeded - {id(torch.default_generator)}:
+            again = any(g is generator for g in seeded)
+            if again and any(is_random(n) for n in _torch.recorded()):
                 found.append(called.__name__)
-            seeded.add(id(generator))
+            seeded.append(generator)
 
     before = sys.getprofile()
     sys.setprofile(watch)

@@ -53,7 +53,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
 def every_arrangement_equals_unsharded_training(_: fzero.Mesh) -> None:
     """And sends, and holds, what the simulations do."""
     opt = optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(1e-2, eps=1e-3))
-    for (axes, options), stage, k in itertools.product(SMALL.values(), range(4), (1, 2)):
+    for (axes, options), (stage, k) in itertools.product(SMALL.values(), [(0, 1), (1, 2), (2, 2), (3, 1)]):
         train_step = train_step_for(parallel_loss, opt, micro_batches=k)
         mesh, simulated = fzero.mesh(**axes), fzero.mesh(simulate="lockstep", **axes)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True, **options)

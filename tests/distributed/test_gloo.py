@@ -21,7 +21,7 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module,ranks",
-    [(cases, 2), (cases, 4), (jit_cases, 2), (jit_cases, 4), (axes_cases, 4)],
+    [(cases, 2), (cases, 4), (jit_cases, 2), pytest.param(jit_cases, 4, marks=pytest.mark.slow), (axes_cases, 4)],
     ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4"],
 )
 def test_gloo_processes(module, ranks):
