@@ -26,9 +26,10 @@ def deferred_or_whole(init: Callable[[], Any]) -> Deferred | Any:
         random.setstate(before[0])
         torch.set_rng_state(before[1])
         whole = init()
+        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
         notice(
-            f"fzero: {getattr(init, '__name__', 'the init function')} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0][:120]}), so every rank holds the whole tree while it is cut"
+            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
+            "while it is cut"
         )
         return whole
 
