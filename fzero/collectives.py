@@ -13,7 +13,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.table import Meta, Params, Row, add_row, apply
+from fzero.linear_maps import Meta, Params, Row, add_row, apply
 from fzero.world import Axis, AxisName, axis_size, joint, resolve
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import c10d
 from fzero.collectives import dimension, group_psum, over, tensor
-from fzero.table import Meta, Params, Row, Tensors, add_row, apply
+from fzero.linear_maps import Meta, Params, Row, Tensors, add_row, apply
 from fzero.world import AxisName, axis_size, joint, resolve
 
 __all__ = ["all_to_all", "broadcast", "ppermute"]

@@ -6,8 +6,8 @@ through: 0, or more under a user's vmap.
 
 import torch
 
+from fzero.linear_maps import Tensors
 from fzero.spec import Spec
-from fzero.table import Tensors
 
 __all__ = ["own_range", "pack", "pad_own", "unpack"]
 

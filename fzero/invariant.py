@@ -14,7 +14,7 @@ import torch
 
 from fzero import tree
 from fzero.collectives import dimension, group_all_gather, group_psum, number, over, tensor
-from fzero.table import Meta, Params, Row, Tensors, add_row
+from fzero.linear_maps import Meta, Params, Row, Tensors, add_row
 from fzero.world import AxisName, joint, resolve
 
 __all__ = ["all_gather_invariant", "own_part", "psum_invariant", "pvary"]

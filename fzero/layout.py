@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import register_box
-from fzero.spec import Spec, intern, spec_of, varying_axes
+from fzero.spec import Spec, fact, intern, spec_of
 from fzero.tree import is_box
 
 __all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
@@ -96,7 +96,7 @@ class Shard(_Box):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
-        return varying_axes(self.uid)
+        return fact(self.uid, "varies")
 
     def __repr__(self) -> str:
         spec = self.spec

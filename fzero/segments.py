@@ -9,18 +9,12 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import assume_constant_result
 from fzero.collectives import psum
 from fzero.layout import Shard, is_box
-from fzero.spec import shard_numel, spec_of, unit_index, unit_ranks, unit_shapes, varying_axes, whole_shapes
+from fzero.spec import fact, spec_of, unit_index
 from fzero.units import groups
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
-
-
-@assume_constant_result
-def _ends(uid: int) -> tuple[int, ...]:
-    return spec_of(uid).offsets[1:]
 
 
 def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
@@ -29,15 +23,15 @@ def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
     Returns:
         An int64 tensor `[k]`.
     """
-    k = shard_numel(uid)
+    k = fact(uid, "shard_numel")
     position = unit_index(uid).to(device) * k + torch.arange(k, device=device)
-    return torch.bucketize(position, torch.tensor(_ends(uid + 0), device=device), right=True)
+    return torch.bucketize(position, torch.tensor(fact(uid, "offsets")[1:], device=device), right=True)
 
 
 def without_padding(box: Shard) -> torch.Tensor:
     """Return a shard's data `[k]` with zeros in the padding."""
-    k, numel = shard_numel(box.uid), _ends(box.uid + 0)[-1]
-    if k * unit_ranks(box.uid) == numel:
+    k, numel = fact(box.uid, "shard_numel"), fact(box.uid, "numel")
+    if k * fact(box.uid, "ranks") == numel:
         return box.data
     position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
     return torch.where(position < numel, box.data, torch.zeros_like(box.data))
@@ -65,7 +59,7 @@ def global_norm(params: Any) -> torch.Tensor:
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
-            axes = varying_axes(x.uid)
+            axes = fact(x.uid, "varies")
             square = _square(without_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
@@ -94,15 +88,10 @@ def abstract(params: Any, parts: bool = False) -> Any:
         if isinstance(x, torch.Tensor):
             entries[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
     for uid, _, members in groups(paths, entries):
-        shapes, dtype = unit_shapes(uid + 0) if parts else whole_shapes(uid + 0), _dtype(uid + 0)
+        shapes, dtype = fact(uid, "shapes") if parts else fact(uid, "whole_shapes"), fact(uid, "dtype")
         for position, index in members:
             entries[position] = torch.empty(shapes[index], dtype=dtype, device="meta")
     return tree.unflatten(structure, entries)
-
-
-@assume_constant_result
-def _dtype(uid: int) -> torch.dtype:
-    return spec_of(uid).dtype
 
 
 def _conflict(path: str, other: str) -> str:

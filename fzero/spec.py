@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,23 +20,13 @@ __all__ = [
     "Spec",
     "Split",
     "check_cut_for",
+    "fact",
     "intern",
     "intern_parts",
-    "is_sharded",
     "on_mesh",
-    "reduces_once",
-    "shard_numel",
     "spec_of",
-    "split_axes",
-    "split_ranks",
     "unit_axes",
     "unit_index",
-    "unit_name",
-    "unit_numel",
-    "unit_ranks",
-    "unit_shapes",
-    "varying_axes",
-    "whole_shapes",
 ]
 
 
@@ -87,6 +77,27 @@ class Spec:
     def varies(self) -> tuple[str, ...]:
         """The axes along which a shard differs by rank."""
         return (*self.axes, *(s.axis for s in self.split))
+
+    @property
+    def splits(self) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+        """The splits as plain tuples, which traced code can hold."""
+        return tuple((s.axis, s.size, s.dims) for s in self.split)
+
+    @cached_property
+    def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each leaf as `step.init` was given it, split along no axis."""
+        found = []
+        for i, shape in enumerate(self.shapes):
+            whole = list(shape)
+            for s in self.split:
+                whole[s.dims[i]] *= s.size
+            found.append(tuple(whole))
+        return tuple(found)
+
+    @property
+    def split_ranks(self) -> int:
+        """The number of ranks that have parts of one leaf."""
+        return math.prod(s.size for s in self.split)
 
     @cached_property
     def ranks(self) -> int:
@@ -158,10 +169,13 @@ def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str, bound: tup
 
 
 @assume_constant_result
-def _facts(uid: int) -> tuple[tuple[tuple[str, int], ...], int, bool, tuple[tuple[str, int], ...], tuple[str, ...]]:
-    spec = spec_of(uid)
-    split = tuple((s.axis, s.size) for s in spec.split)
-    return spec.mesh, spec.shard_numel, spec.reduce == "once", split, spec.varies
+def _constant(uid: int, name: str) -> Any:
+    return getattr(spec_of(uid), name)
+
+
+def fact(uid: int, name: str) -> Any:
+    """Return an attribute of a spec, of plain Python values, as a constant also to traced code."""
+    return _constant(uid + 0, name)  # Dynamo: + 0 makes a lazy constant a constant
 
 
 def unit_axes(uid: int) -> tuple[Axis, ...]:
@@ -170,14 +184,14 @@ def unit_axes(uid: int) -> tuple[Axis, ...]:
     Raises:
         ValueError: if one is not bound, or has another size than the unit was cut for.
     """
-    axes = [lookup(name) for name, _ in _facts(uid + 0)[0]]
-    check_cut_for(uid, f"unit {unit_name(uid + 0)!r}", tuple([(a.name, a.size) for a in bound()]))
+    axes = [lookup(name) for name in fact(uid, "axes")]
+    check_cut_for(uid, f"unit {fact(uid, 'unit')!r}", tuple([(a.name, a.size) for a in bound()]))
     return tuple(axes)
 
 
 def unit_index(uid: int) -> torch.Tensor:
     """Return which of a unit's shards this rank's is: an int64 tensor of shape []."""
-    return axis_index(tuple([name for name, _ in _facts(uid + 0)[0]]))
+    return axis_index(fact(uid, "axes"))
 
 
 def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
@@ -186,92 +200,16 @@ def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None
     Raises:
         ValueError: if not; it calls the unit `what`.
     """
-    mesh, _, _, split, _ = _facts(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
-    for pair in (*mesh, *split):
+    for pair in (*fact(uid, "mesh"), *[(name, size) for name, size, _ in fact(uid, "splits")]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise ValueError(
                 f"{what} was cut for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it was "
                 "cut for, and call step.init on this one"
             )
-    order, names = _order(uid + 0), [name for name, _ in shape]
+    order, names = fact(uid, "order"), [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):
         raise ValueError(
             f"{what} was cut on a mesh with the axes {', '.join(order)} in this order, and this one has "
             f"{', '.join(names)}: its ranks would take one another's shards; make the mesh in the same order"
         )
-
-
-@assume_constant_result
-def _order(uid: int) -> tuple[str, ...]:
-    return spec_of(uid).order
-
-
-@assume_constant_result
-def unit_name(uid: int) -> str:
-    """Return the name of a unit."""
-    return spec_of(uid).unit
-
-
-def shard_numel(uid: int) -> int:
-    """Return the elements of one rank's shard of a unit, padding included."""
-    return _facts(uid + 0)[1]
-
-
-def reduces_once(uid: int) -> bool:
-    """Tell whether a unit's gradients are reduced once a step, and not each micro-batch."""
-    return _facts(uid + 0)[2]
-
-
-def varying_axes(uid: int) -> tuple[str, ...]:
-    """List the axes along which a unit's shards differ by rank."""
-    return _facts(uid + 0)[4]
-
-
-@assume_constant_result
-def split_axes(uid: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """List the axes along which ranks have parts of a unit's leaves, each with the dimension cut of each leaf."""
-    return tuple((s.axis, s.dims) for s in spec_of(uid).split)
-
-
-@assume_constant_result
-def unit_numel(uid: int) -> int:
-    """Return the elements of a unit, without padding."""
-    return spec_of(uid).numel
-
-
-@assume_constant_result
-def unit_ranks(uid: int) -> int:
-    """Return the number of ranks that a unit is sharded over."""
-    return spec_of(uid).ranks
-
-
-@assume_constant_result
-def is_sharded(uid: int) -> bool:
-    """Tell whether a unit is sharded over some axis."""
-    return bool(spec_of(uid).mesh)
-
-
-@assume_constant_result
-def unit_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a unit's leaves, as a rank has them that gathered the unit."""
-    return spec_of(uid).shapes
-
-
-@assume_constant_result
-def whole_shapes(uid: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a unit's leaves as `step.init` was given them, split along no axis."""
-    spec = spec_of(uid)
-    found = []
-    for i, shape in enumerate(spec.shapes):
-        whole = list(shape)
-        for s in spec.split:
-            whole[s.dims[i]] *= s.size
-        found.append(tuple(whole))
-    return tuple(found)
-
-
-@assume_constant_result
-def split_ranks(uid: int) -> int:
-    """Return the number of ranks that have parts of one leaf of a unit."""
-    return math.prod(s.size for s in spec_of(uid).split)

@@ -11,8 +11,8 @@ import torch
 from fzero import tree
 from fzero.invariant import own_part
 from fzero.layout import Shard, Slot
+from fzero.linear_maps import ALONE, apply
 from fzero.spec import intern_parts, unit_axes
-from fzero.table import ALONE, apply
 from fzero.tree import is_box
 from fzero.world import Axis, Rules, axis_names, bound, joint, lookup, rules_in_scope
 

@@ -48,7 +48,7 @@ class Axis(NamedTuple):
 
     @property
     def meta(self) -> tuple[str, str, int, int, int]:
-        """Everything but the token: constants, so that a traced collective can carry them (see `fzero.table.Meta`)."""
+        """Everything but the token: constants, which a traced collective can carry (see `fzero.linear_maps.Meta`)."""
         return (self.name, self.group, self.size, self.rank, 1)
 
 

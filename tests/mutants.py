@@ -98,7 +98,7 @@ MUTANTS = [
         "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
     ),
     Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
-    Mutant("an inner vmap is the axis", "table.py", "if in_dims[0] is None:", "if False:"),
+    Mutant("an inner vmap is the axis", "linear_maps.py", "if in_dims[0] is None:", "if False:"),
     Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
     Mutant("an axis leaks", "world.py", "_SCOPES.stack.pop()", "pass"),
     Mutant("results need no check", "replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
@@ -160,14 +160,14 @@ MUTANTS = [
     Mutant(
         "copies keep their own gradients",
         "transforms/_value_and_grad.py",
-        "copies = [a for a in axes if a.name not in varying_axes(uid)]",
+        'copies = [a for a in axes if a.name not in fact(uid, "varies")]',
         "copies: list[Axis] = []",
         AXES,
     ),
     Mutant(
         "experts are averaged",
         "transforms/_value_and_grad.py",
-        "a.name not in varying_axes(uid)]",
+        'a.name not in fact(uid, "varies")]',
         "a.name not in own]",
         AXES,
     ),
@@ -181,11 +181,13 @@ MUTANTS = [
     Mutant("nobody receives from others", "exchange.py", "[xs[0].transpose(0, params[0] + 1)]", "[xs[0]]"),
     Mutant("the way back is the way there", "exchange.py", "for i in (b, a)]", "for i in (a, b)]"),
     Mutant("a broadcast's gradient goes to all", "exchange.py", "rank == source, total", "rank >= 0, total"),
-    Mutant("what differs is called invariant", "table.py", "if row.invariant and any(", "if False and any(", AXES),
+    Mutant(
+        "what differs is called invariant", "linear_maps.py", "if row.invariant and any(", "if False and any(", AXES
+    ),
     # lockstep
     Mutant(
         "ranks share results",
-        "table.py",
+        "linear_maps.py",
         "(y if row.replicated else y[r]).clone()",
         "(y if row.replicated else y[r])",
         STEP,

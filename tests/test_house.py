@@ -18,7 +18,7 @@ FLOORS = [
     ["_torch", "_notice", "_donated"],
     ["tree", "world", "_record", "launch"],
     ["lockstep"],
-    ["spec", "table", "replicated"],
+    ["spec", "linear_maps", "replicated"],
     ["collectives"],
     ["invariant", "exchange", "layout"],
     ["units", "flat", "spmd"],

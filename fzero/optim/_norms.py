@@ -10,7 +10,7 @@ from fzero.collectives import psum
 from fzero.layout import Shard, is_box
 from fzero.optim._hyper import at_least_float32
 from fzero.segments import segment_ids
-from fzero.spec import split_ranks, unit_shapes, varying_axes
+from fzero.spec import fact
 
 __all__ = ["leaf_norms", "leaf_rms"]
 
@@ -52,14 +52,14 @@ def _leaf_norms(values: Any, mean: bool) -> Any:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            sums.setdefault(varying_axes(x.uid), {})[position] = _sums_of_squares(x)
+            sums.setdefault(fact(x.uid, "varies"), {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, own in sums.items():
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
         for (position, s), total in zip(own.items(), totals, strict=True):
             x = entries[position]
-            n = split_ranks(x.uid)  # of whose ranks each has a part of the leaf
-            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in unit_shapes(x.uid)]
+            n = fact(x.uid, "split_ranks")  # of whose ranks each has a part of the leaf
+            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in fact(x.uid, "shapes")]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
@@ -74,7 +74,10 @@ def _leaf_norms(values: Any, mean: bool) -> Any:
 
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
-    squares, rows = at_least_float32(box.data).square(), len(unit_shapes(box.uid)) + 1  # the last row is the padding's
+    squares, rows = (
+        at_least_float32(box.data).square(),
+        len(fact(box.uid, "shapes")) + 1,
+    )  # last: padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]

@@ -11,8 +11,8 @@ import torch
 
 from fzero import flat
 from fzero.collectives import group_psum
+from fzero.linear_maps import Meta, Params, Row, add_row
 from fzero.spec import spec_of
-from fzero.table import Meta, Params, Row, add_row
 from fzero.units import apply_over
 from fzero.world import Axis, joint
 

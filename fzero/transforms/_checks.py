@@ -10,7 +10,7 @@ from fzero._notice import notice
 from fzero.layout import PerRank, Shard, Slot, is_box
 from fzero.mesh import Mesh
 from fzero.segments import abstract
-from fzero.spec import check_cut_for, is_sharded, split_axes
+from fzero.spec import check_cut_for, fact
 from fzero.units import groups
 from fzero.world import Rules
 
@@ -19,14 +19,14 @@ __all__ = ["boxed", "check_arguments", "check_params", "check_plain", "check_res
 
 def boxed(values: Any) -> bool:
     """Tell whether a tree holds units that are sharded."""
-    return any(isinstance(x, Shard) and is_sharded(x.uid) for x in tree.flatten(values, is_box)[0])
+    return any(isinstance(x, Shard) and fact(x.uid, "axes") for x in tree.flatten(values, is_box)[0])
 
 
 def check_plain(params: Any) -> None:
     """Check that parameters that are to be cut are not; parts of split leaves may be."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
-            if isinstance(x, Shard | Slot) and not is_sharded(x.uid):
+            if isinstance(x, Shard | Slot) and not fact(x.uid, "axes"):
                 continue
             raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
         if isinstance(x, torch.nn.Module):
@@ -72,7 +72,7 @@ def check_means(entries: Sequence[Any], over: Sequence[str]) -> None:
     batches = [x for x in entries if isinstance(x, PerRank)]
     differ = [name for name in over if any(x.axes is None or name in x.axes for x in batches)]
     for x in entries if batches else ():
-        for name, _ in split_axes(x.uid) if isinstance(x, Shard) else ():
+        for name, _, _ in fact(x.uid, "splits") if isinstance(x, Shard) else ():
             if name in over and name not in differ:
                 raise ValueError(
                     f"the step averages over {name!r}, along which {x!r} is split and no argument differs: give "

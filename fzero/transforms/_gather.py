@@ -9,8 +9,8 @@ from fzero import flat, tree
 from fzero._torch import allow_in_graph, raise_priority
 from fzero.collectives import all_gather, group_all_gather
 from fzero.layout import Shard, Slot, is_box
-from fzero.spec import on_mesh, shard_numel, spec_of, split_axes, unit_axes, unit_numel
-from fzero.table import Meta, Row, add_row
+from fzero.linear_maps import Meta, Row, add_row
+from fzero.spec import fact, on_mesh, spec_of, unit_axes
 from fzero.units import apply_over, groups
 from fzero.world import Axis, axis_names, joint
 
@@ -83,9 +83,9 @@ def gather_unit(uid: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | N
     With `origin`, the leaves that the shard is known to be cut from, nothing is communicated in the forward pass.
     """
     axes = joint(unit_axes(uid))
-    if data.shape != (shard_numel(uid),):
+    if data.shape != (fact(uid, "shard_numel"),):
         raise ValueError(
-            f"{Shard(data, uid)!r} holds a tensor {list(data.shape)}, and its spec says {[shard_numel(uid)]}; "
+            f"{Shard(data, uid)!r} holds a tensor {list(data.shape)}, and its spec says {[fact(uid, 'shard_numel')]}; "
             "only a tree with the layout of the parameters can be gathered"
         )
     if origin is None:
@@ -132,7 +132,7 @@ def replicate(params: Any) -> Any:
     """Gather as `gather` does, but leave units that are split in boxes: what stages 0 to 2 hold between steps."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     for uid, box, members in groups(paths, entries):
-        if not split_axes(uid):
+        if not fact(uid, "splits"):
             leaves = gather_unit(uid, box.data, box.origin)
             for position, index in members:
                 entries[position] = leaves[index]
@@ -141,7 +141,7 @@ def replicate(params: Any) -> Any:
         for position, index in members:
             entries[position] = Slot(whole, index)
         names = tuple([a.name for a in unit_axes(uid)])
-        entries[members[0][0]] = Shard(all_gather(box.data, names)[: unit_numel(uid)], whole)
+        entries[members[0][0]] = Shard(all_gather(box.data, names)[: fact(uid, "numel")], whole)
     return tree.unflatten(structure, entries)
 
 
@@ -150,7 +150,7 @@ def assemble(params: Any) -> Any:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     for uid, box, members in groups(paths, entries):
         leaves = list(gather_unit(uid, box.data, box.origin))
-        for name, dims in reversed(split_axes(uid)):
+        for name, _, dims in reversed(fact(uid, "splits")):
             leaves = [all_gather(x, name, dim=d) for x, d in zip(leaves, dims, strict=True)]
         for position, index in members:
             entries[position] = leaves[index]

@@ -7,8 +7,8 @@ import torch
 
 from fzero import flat, tree
 from fzero.layout import Shard, Slot, is_box
-from fzero.spec import on_mesh, spec_of, whole_shapes
-from fzero.table import Row, add_row
+from fzero.linear_maps import Row, add_row
+from fzero.spec import fact, on_mesh, spec_of
 from fzero.transforms._checks import check_plain
 from fzero.units import apply_to_unit, cut, groups, wanted_axes
 from fzero.world import Axis, AxisName, OverRule, Rules, SplitRule, UnitRule, axis_names, bound, resolve, rules_in_scope
@@ -131,7 +131,7 @@ def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduce: str) -> An
     for uid, box, members in groups(paths, entries):
         spec = spec_of(uid)
         leaves = flat.unpack(spec, box.data)
-        whole = torch.empty(whole_shapes(uid)[0], dtype=spec.dtype, device="meta")
+        whole = torch.empty(fact(uid, "whole_shapes")[0], dtype=spec.dtype, device="meta")
         over = wanted_axes(spec.paths[0], whole, axes, rules, spec.varies)
         if not over:
             continue

@@ -7,8 +7,8 @@ import torch
 from fzero import flat, tree
 from fzero.collectives import group_psum_scatter, psum
 from fzero.layout import Shard, is_box
+from fzero.linear_maps import Row, add_row
 from fzero.spec import spec_of
-from fzero.table import Row, add_row
 from fzero.units import apply_to_unit, groups
 
 __all__ = ["reduce_scatter"]

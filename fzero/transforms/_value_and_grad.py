@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero.collectives import psum
 from fzero.layout import Shard, Slot, is_box
-from fzero.spec import reduces_once, unit_axes, unit_name, varying_axes
+from fzero.spec import fact, unit_axes
 from fzero.transforms._accumulate import accumulate, micro_batches_of
 from fzero.transforms._all_reduce import all_reduce_shard
 from fzero.transforms._fence import fence
@@ -183,16 +183,16 @@ def _shard_piece(
     own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
     if any(name not in names for name in own):
         raise ValueError(
-            f"unit {unit_name(uid + 0)!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
+            f"unit {fact(uid, 'unit')!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
             "summed over more ranks than the loss; name all its axes with axis="
         )
     # replicated along these, as in hybrid sharding: each copy has the gradient of its own part of the batch
-    copies = [a for a in axes if a.name not in varying_axes(uid)]
+    copies = [a for a in axes if a.name not in fact(uid, "varies")]
 
     def summed(g: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [all_reduce_shard(uid, copies, g[0])]
 
-    if micro_batches > 1 and reduces_once(uid):
+    if micro_batches > 1 and fact(uid, "reduce") == "once":
         full = list(gather_unit(uid, box.data, box.origin))
         return _Piece(members, full, _same, lambda g: summed(apply_to_unit("reduce_scatter", uid, g)), uid)
     return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), summed, uid)
