@@ -21,8 +21,10 @@ __all__ = [
     "axis_size",
     "bound",
     "data_axes",
+    "in_micro_batch",
     "joint",
     "lookup",
+    "micro_batch",
     "resolve",
     "rules_in_scope",
     "within",
@@ -77,12 +79,14 @@ class Scope(NamedTuple):
         default: the axes that `axis=None` means; None for the only one.
         rules: how trees are cut.
         joint: axes that stand for several: groups of the product of some bound axes.
+        micro_batch: which micro-batch of the step is being differentiated.
     """
 
     axes: tuple[Axis, ...]
     default: tuple[str, ...] | None = None
     rules: Rules = DEFAULT_RULES
     joint: tuple[Axis, ...] = ()
+    micro_batch: int = 0
 
 
 class _Scopes(threading.local):
@@ -105,6 +109,17 @@ def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
     finally:
         _SCOPES.stack.pop()
+
+
+def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
+    """Call `f(*args)` as what a step does with its micro-batch `index`."""
+    scope = _SCOPES.stack[-1] if _SCOPES.stack else Scope((), default=())
+    return within(scope._replace(micro_batch=index), f, *args)
+
+
+def micro_batch() -> int:
+    """Return which micro-batch of the step is being differentiated; 0 where there is none."""
+    return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
 
 
 def bound() -> tuple[Axis, ...]:

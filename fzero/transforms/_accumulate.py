@@ -7,6 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.layout import is_box
+from fzero.world import in_micro_batch
 
 __all__ = ["accumulate", "micro_batches_of"]
 
@@ -16,11 +17,11 @@ def accumulate(
 ) -> tuple[torch.Tensor, Any, list[list[list[torch.Tensor]]]]:
     """Sum values and gradients over the micro-batches, and stack what else they return."""
     value, grads, auxes = None, None, []
-    for batch in batches:
+    for j, batch in enumerate(batches):
         rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
 
-        def loss_and_tensors(xs: Any, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
-            loss, aux = loss_of(batch, xs)
+        def loss_and_tensors(xs: Any, j: int = j, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
+            loss, aux = in_micro_batch(j, loss_of, batch, xs) if j else loss_of(batch, xs)
             rest.append(aux)
             return loss, tree.tensors(aux)
 

@@ -14,7 +14,8 @@ from fzero.spec import fact, unit_axes
 from fzero.transforms._accumulate import accumulate, micro_batches_of
 from fzero.transforms._all_reduce import all_reduce_shard
 from fzero.transforms._fence import fence
-from fzero.transforms._gather import gather, gather_unit
+from fzero.transforms._gather import gather as gathered
+from fzero.transforms._gather import gather_unit
 from fzero.units import apply_over, apply_to_unit, cut, groups
 from fzero.world import Axis, AxisName, Rules, joint, resolve, rules_in_scope
 
@@ -30,6 +31,7 @@ def value_and_grad(
     axis: AxisName = None,
     micro_batches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
+    gather: bool = True,
 ) -> Callable[..., Any]:
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
@@ -52,6 +54,9 @@ def value_and_grad(
             when k > 1.
         batch_argnums: the position, or positions, of the arguments to cut; by default the only one that is not
             differentiated and holds plain tensors.
+        gather: whether `f` is handed whole leaves. If not it is handed the boxes of differentiated arguments as they
+            are, and gathers each where it uses it, with `fzero.gather` or in a function made by `fzero.remat`, which
+            lets it go and gathers it again for the backward pass.
 
     Returns:
         A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
@@ -89,18 +94,18 @@ def value_and_grad(
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
         opened = {i: _open(args[i], axes, f"argument {i}", micro_batches) for i in nums}
-        fixed = [None if i in opened else gather(x) for i, x in enumerate(args)]
-        kwargs = gather(kwargs)
+        fixed = [None if i in opened else gathered(x) for i, x in enumerate(args)]
+        kwargs = gathered(kwargs)
         batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
 
         def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> Any:
             full, anchor, handed = list(batch), torch.zeros(0), []
             for (i, arg), pieces in zip(opened.items(), variables, strict=True):
-                wholes = [p.whole(xs) for p, xs in zip(arg.pieces, pieces, strict=True)]
-                if fenced:
+                wholes = [p.whole(xs) if gather else xs for p, xs in zip(arg.pieces, pieces, strict=True)]
+                if fenced and gather:
                     for j, leaves in enumerate(wholes):
                         wholes[j], anchor = fence(leaves, anchor)
-                full[i] = arg.rebuild(wholes)
+                full[i] = arg.rebuild(wholes, gather)
                 handed += [] if is_tracing() else wholes
             versions = [x._version for leaves in handed for x in leaves]
             loss, aux = _checked(f(*full, **kwargs), has_aux)
@@ -125,7 +130,8 @@ class _Piece(NamedTuple):
     variables: list[torch.Tensor]
     whole: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     finish: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-    uid: int = -1  # of a shard
+    box: Shard | None = None  # that the gradient is put into
+    closed: bool = False  # whether the variable is the box's data
 
 
 class _Opened(NamedTuple):
@@ -135,9 +141,12 @@ class _Opened(NamedTuple):
     structure: Any
     pieces: list[_Piece]
 
-    def rebuild(self, wholes: list[Sequence[torch.Tensor]]) -> Any:
+    def rebuild(self, wholes: list[Sequence[torch.Tensor]], gather: bool) -> Any:
         entries = list(self.entries)
         for piece, leaves in zip(self.pieces, wholes, strict=True):
+            if piece.box is not None and piece.closed and not gather:
+                entries[piece.members[0][0]] = Shard(leaves[0], piece.box.uid, piece.box.origin)
+                continue
             for position, index in piece.members:
                 entries[position] = leaves[index]
         return tree.unflatten(self.structure, entries)
@@ -147,8 +156,8 @@ class _Opened(NamedTuple):
         for piece in self.pieces:
             # taken off the list, so that no piece's gradient is held while the next is finished
             done = piece.finish(grads.pop(0))
-            if piece.uid >= 0:
-                entries[piece.members[0][0]] = Shard(done[0], piece.uid)
+            if piece.box is not None:
+                entries[piece.members[0][0]] = Shard(done[0], piece.box.uid)
             else:
                 for position, index in piece.members:
                     entries[position] = done[index]
@@ -194,8 +203,8 @@ def _shard_piece(
 
     if micro_batches > 1 and fact(uid, "reduce") == "once":
         full = list(gather_unit(uid, box.data, box.origin))
-        return _Piece(members, full, _same, lambda g: summed(apply_to_unit("reduce_scatter", uid, g)), uid)
-    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), summed, uid)
+        return _Piece(members, full, _same, lambda g: summed(apply_to_unit("reduce_scatter", uid, g)), box)
+    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), summed, box, closed=True)
 
 
 def _replicated_piece(
