@@ -1,6 +1,7 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
 from fzero import nn, optim, transforms, tree
+from fzero._batch_plan import BatchPlan, batch_plan
 from fzero._donated import DonatedError
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
@@ -10,6 +11,7 @@ from fzero.invariant import all_gather_invariant, psum_invariant, pvary
 from fzero.layout import PerRank, Shard, Slot
 from fzero.lockstep import DivergedError
 from fzero.mesh import Mesh, mesh
+from fzero.precision import Precision
 from fzero.replicated import assume_replicated
 from fzero.spec import Spec, Split
 from fzero.transforms import (
@@ -18,6 +20,7 @@ from fzero.transforms import (
     gather,
     partition,
     reduce_scatter,
+    scaled_value_and_grad,
     shard,
     step,
     value_and_grad,
@@ -26,6 +29,7 @@ from fzero.units import default_units
 from fzero.world import axis_index, axis_names, axis_size
 
 __all__ = [
+    "BatchPlan",
     "DivergedError",
     "DonatedError",
     "Jitted",
@@ -34,6 +38,7 @@ __all__ = [
     "Mesh",
     "PerRank",
     "Plan",
+    "Precision",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -46,6 +51,7 @@ __all__ = [
     "axis_index",
     "axis_names",
     "axis_size",
+    "batch_plan",
     "broadcast",
     "default_units",
     "gather",
@@ -63,6 +69,7 @@ __all__ = [
     "pvary",
     "record",
     "reduce_scatter",
+    "scaled_value_and_grad",
     "shard",
     "step",
     "transforms",

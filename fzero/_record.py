@@ -106,7 +106,7 @@ def add(
     meta: tuple[str, str, int, int, int],
     sent: int,
     received: int,
-    like: torch.Tensor,
+    dtype: torch.dtype,
     unit: str,
 ) -> None:
     """Tell every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
@@ -115,4 +115,4 @@ def add(
     full = {"all_gather": meta[2] * sent, "reduce_scatter": meta[2] * received, "all_reduce": 2 * sent}
     elements = full.get(kind, sent) // meta[4]  # all_to_all, ppermute, broadcast: one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        log.order.append(Event(kind, meta[0], elements, like.dtype, unit))
+        log.order.append(Event(kind, meta[0], elements, dtype, unit))

@@ -9,7 +9,7 @@ import torch
 from fzero.linear_maps import Tensors
 from fzero.spec import Spec
 
-__all__ = ["own_range", "pack", "pad_own", "unpack"]
+__all__ = ["gathered_dtype", "own_range", "pack", "pad_own", "reduced", "unpack", "wire_dtype"]
 
 
 def pack(spec: Spec, leaves: Tensors, lead: int = 0, padded: bool = True) -> torch.Tensor:
@@ -29,6 +29,21 @@ def unpack(spec: Spec, buffer: torch.Tensor, lead: int = 0) -> list[torch.Tensor
         buffer.narrow(lead, offset, size).view((*rows, *shape))
         for offset, size, shape in zip(spec.offsets, spec.sizes, spec.shapes, strict=False)
     ]
+
+
+def gathered_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a shard is gathered in: its own, or by a precision policy that of the parameters."""
+    return x.dtype if spec.cast is None else spec.dtype
+
+
+def wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a gradient is summed over ranks in: its own, or a precision policy's."""
+    return x.dtype if spec.cast is None else spec.cast[0]
+
+
+def reduced(spec: Spec, x: torch.Tensor) -> torch.Tensor:
+    """Cast a gradient that was summed over ranks to the dtype that the update gets."""
+    return x if spec.cast is None else x.to(spec.cast[1])
 
 
 def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int, lead: int = 0) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Row(NamedTuple):
         invariant: whether the inputs must be equal on all ranks, as those of Megatron's f are.
         uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
         label: what the recorder calls the map's operand, given `params`; "" for a user's own.
+        wire_dtype: the dtype on the wire, given `params` and the first input; by default the input's.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Row(NamedTuple):
     invariant: bool = False
     uniform: Callable[[int, Params, Tensors], Tensors] | None = None
     label: Callable[[Params], str] = lambda params: ""
+    wire_dtype: Callable[[Params, torch.Tensor], torch.dtype] = lambda params, x: x.dtype
 
 
 _ROWS: dict[str, Row] = {}
@@ -82,7 +84,7 @@ class _LinearMap(torch.autograd.Function):
         if is_lockstep(group) and (row.wire or row.invariant):
             return _meet(row, meta, params, xs)
         ys = tuple(row.local(meta, params, xs))
-        _record.add(row.wire, meta, _numel(xs), _numel(ys), xs[0], row.label(params))
+        _record.add(row.wire, meta, _numel(xs), _numel(ys), row.wire_dtype(params, xs[0]), row.label(params))
         return ys
 
     @staticmethod
@@ -120,7 +122,7 @@ class _LinearMap(torch.autograd.Function):
             stacked = _in_front(xs, dims, n)
             sent, ys = _numel(stacked) // n, tuple(row.stacked(n, params, stacked))
         received = _numel(ys) if row.replicated else _numel(ys) // n
-        _record.add(row.wire, meta, sent, received, xs[0], row.label(params))
+        _record.add(row.wire, meta, sent, received, row.wire_dtype(params, xs[0]), row.label(params))
         return ys, (None if row.replicated else 0,) * len(ys)
 
 
@@ -133,7 +135,7 @@ def _meet(row: Row, meta: Meta, params: Params, xs: Tensors) -> tuple[torch.Tens
         ys = row.stacked(len(ranks), params, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.replicated else _numel(ys) // len(ranks)
-            _record.add(row.wire, meta, _numel(xs), received, xs[0], row.label(params))
+            _record.add(row.wire, meta, _numel(xs), received, row.wire_dtype(params, xs[0]), row.label(params))
         # copies, so that no rank writes into another's
         return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 

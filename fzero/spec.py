@@ -27,6 +27,7 @@ __all__ = [
     "spec_of",
     "unit_axes",
     "unit_index",
+    "with_cast",
 ]
 
 
@@ -53,10 +54,12 @@ class Spec:
         mesh: the name and size of each axis over whose ranks the unit is sharded; none if it is not.
         paths: the path of each leaf, for messages.
         shapes: the shape of each leaf, as a rank has it that gathered the unit.
-        dtype: the dtype of the leaves.
+        dtype: the dtype of the parameters; other trees of their layout, such as moments, may have another.
         reduce: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves, tensor or expert parallel.
         order: all these axes in the order of the mesh, which says which rank holds which shard.
+        cast: in a gradient by a precision policy, its dtypes on the wire and in the end: the shard that is
+            differentiated has the latter, and is gathered in `dtype`. A box between operations has None.
     """
 
     unit: str
@@ -67,6 +70,7 @@ class Spec:
     reduce: str = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
+    cast: tuple[torch.dtype, torch.dtype] | None = None
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -166,6 +170,12 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str, bound: tuple[str, ...]) -> int:
     """Return the uid of the same unit, sharded over other axes; `bound` are the mesh's axes."""
     return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduce=reduce), bound))
+
+
+@assume_constant_result
+def with_cast(uid: int, reduce: torch.dtype, grad: torch.dtype) -> int:
+    """Return the uid of the same unit, whose gradients are summed over ranks in one dtype, and end in another."""
+    return intern(replace(spec_of(uid), cast=(reduce, grad)))
 
 
 @assume_constant_result

@@ -110,7 +110,8 @@ def assert_equivalent(
         >>> params = {"w": torch.randn(3, 2, dtype=torch.float64)}
         >>> assert_equivalent(train_step, params, opt, [torch.randn(8, 3, dtype=torch.float64) for _ in range(3)])
     """
-    expected = [(params, opt.init(params))]
+    precision = getattr(opt, "precision", None)
+    expected = [(params if precision is None else precision.cast(params), opt.init(params))]
     for batch in batches:
         expected.append(train_step(*expected[-1][:2], batch))
     for mesh in [make_mesh(simulate=True, dp=n) for n in world_sizes] if meshes is None else meshes:

@@ -138,7 +138,8 @@ def _key_of(
     over = wanted_axes(path, leaf, axes, rules, tuple(split))
     # split units are first cut over no axis, and then further: those that will differ are two from the start
     later = wanted_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
-    return _Key(name, leaf.dtype, over, tuple(split), later) if name is not None and (over or split) else None
+    dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
+    return _Key(name, dtype, over, tuple(split), later) if name is not None and (over or split) else None
 
 
 def wanted_axes(

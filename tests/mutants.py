@@ -20,6 +20,7 @@ GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
 P, L = ("tests/test_optim_pairs.py",), ("tests/test_optim_laws.py",)
 AXES = ("tests/laws/test_axes.py",)
+HALF = ("tests/test_precision.py",)
 STEP = ("tests/test_lockstep.py",)
 LAWS = (  # the quickest first
     "tests/laws/test_layout.py",
@@ -67,8 +68,8 @@ MUTANTS = [
     Mutant(
         "swap the gather order",
         "transforms/_gather.py",
-        "xs[0].movedim(0, params[1]).flatten(params[1])",
-        "xs[0].flip(0).movedim(0, params[1]).flatten(params[1])",
+        "_narrow(params, xs[0]).movedim(0",
+        "_narrow(params, xs[0]).flip(0).movedim(0",
     ),
     Mutant("gather is no transpose", "transforms/_gather.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
     Mutant(
@@ -94,9 +95,7 @@ MUTANTS = [
     ),
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "units.py", "or id(leaf) in seen", "or False"),
-    Mutant(
-        "skip the all_reduce of stage 0", "transforms/_all_reduce.py", "[x.sum(0) for x in xs]", "[x[0] for x in xs]"
-    ),
+    Mutant("skip the all_reduce of stage 0", "transforms/_all_reduce.py", "x.sum(0, dtype=flat", "x[0].to(dtype=flat"),
     Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
     Mutant("an inner vmap is the axis", "linear_maps.py", "if in_dims[0] is None:", "if False:"),
     Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
@@ -183,6 +182,75 @@ MUTANTS = [
     Mutant("a broadcast's gradient goes to all", "exchange.py", "rank == source, total", "rank >= 0, total"),
     Mutant(
         "what differs is called invariant", "linear_maps.py", "if row.invariant and any(", "if False and any(", AXES
+    ),
+    # half precision
+    Mutant("the scale is not undone", "transforms/_loss_scale.py", "torch.float32)) / factor", "torch.float32))", HALF),
+    Mutant("the loss is scaled as well", "transforms/_loss_scale.py", "return x.clone()", "return x * scale", HALF),
+    Mutant(
+        "the master copy is dropped",
+        "optim/_master.py",
+        "masters = master_params(params, state)",
+        "masters = tree.map(lambda p: p.to(master), params)",
+        HALF,
+    ),
+    Mutant(
+        "masters start rounded",
+        "transforms/_sharded_step.py",
+        "wide._init(params, opt)",
+        "wide._init(precision.cast(params() if callable(params) else params), opt)",
+        HALF,
+    ),
+    Mutant(
+        "a rank skips alone",
+        "optim/_loss_scale.py",
+        "[psum(torch.stack(found).sum(), axes) for",
+        "[torch.stack(found).sum() for",
+        HALF,
+    ),
+    Mutant("a skipped step counts", "optim/_loss_scale.py", "torch.where(good, new, old) if", "new if", HALF),
+    Mutant(
+        "zero is taken for nothing", "optim/_loss_scale.py", "torch.full_like(u, -0.0)", "torch.zeros_like(u)", HALF
+    ),
+    Mutant(
+        "growth is not begun again",
+        "optim/_loss_scale.py",
+        "torch.where(grows, torch.zeros_like",
+        "torch.where(grows & False, torch.zeros_like",
+        HALF,
+    ),
+    Mutant(
+        "gradients are rounded before the update",
+        "transforms/_value_and_grad.py",
+        "Shard(box.data.to(dtype), cast",
+        "Shard(box.data, cast",
+        HALF,
+    ),
+    Mutant(
+        "whole weights on the wire",
+        "transforms/_gather.py",
+        "return x.to(flat.gathered_dtype",
+        "return x.to(flat.wire_dtype",
+        HALF,
+    ),
+    Mutant("summed in half precision", "flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
+    Mutant("accumulated in half precision", "transforms/_accumulate.py", "xs[i] = xs[i].to(dtype)", "pass", HALF),
+    Mutant(
+        "norms are narrowed", "precision.py", "return self.master if self.full", "return self.param if self.full", HALF
+    ),
+    Mutant(
+        "weights of the own rank",
+        "transforms/_weighted.py",
+        "weight = psum(weights.sum().to(",
+        "weight = (lambda x, _: x)(weights.sum().to(",
+        HALF,
+    ),
+    Mutant("micro-batches weigh alike", "transforms/_weighted.py", "weights.sum()", "weights.double().mean()", HALF),
+    Mutant(
+        "the world for the data-parallel ranks",
+        "_batch_plan.py",
+        "names = mesh.names(axis)",
+        "names = mesh.axis_names",
+        HALF,
     ),
     # lockstep
     Mutant(

@@ -22,8 +22,8 @@ FLOORS = [
     ["collectives"],
     ["invariant", "exchange", "layout"],
     ["units", "flat", "spmd"],
-    ["segments", "mesh"],
-    ["_checksum", "optim", "nn", "graph"],
+    ["segments", "mesh", "precision"],
+    ["_checksum", "_batch_plan", "optim", "nn", "graph"],
     ["transforms"],
     ["testing"],
 ]

@@ -11,7 +11,9 @@ from fzero.optim._inject import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._lamb import lamb, scale_by_trust_ratio
 from fzero.optim._leafwise import leafwise
 from fzero.optim._lion import LionState, lion, scale_by_lion
+from fzero.optim._loss_scale import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
 from fzero.optim._masked import masked
+from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
 from fzero.optim._schedules import (
@@ -34,6 +36,8 @@ __all__ = [
     "EmaState",
     "InjectHyperparamsState",
     "LionState",
+    "LossScaleState",
+    "MasterState",
     "Optimizer",
     "ScaleByScheduleState",
     "Schedule",
@@ -43,12 +47,14 @@ __all__ = [
     "adam",
     "adamw",
     "add_decayed_weights",
+    "all_finite",
     "apply_updates",
     "chain",
     "clip",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "constant",
+    "dynamic_loss_scale",
     "ema",
     "exponential_decay",
     "global_norm",
@@ -59,7 +65,10 @@ __all__ = [
     "leafwise",
     "linear",
     "lion",
+    "loss_scale",
     "masked",
+    "master_params",
+    "master_weights",
     "params_ema",
     "piecewise_constant",
     "scale",
@@ -70,6 +79,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "static_loss_scale",
     "warmup_cosine",
     "warmup_linear",
 ]

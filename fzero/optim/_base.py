@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero import tree
+from fzero.precision import Precision
 
-__all__ = ["Optimizer", "apply_updates", "chain"]
+__all__ = ["Optimizer", "apply_updates", "around", "chain", "find_state"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,36 @@ class Optimizer:
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
         elementwise: whether the pair gives the same numbers on flat shards as on whole leaves: True of all pairs
             in `fzero.optim`; None if not known, and `fzero.testing.check_elementwise` finds out.
+        precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
     """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     elementwise: bool | None = None
+    precision: Precision | None = None
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
+
+
+def around(init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], *pairs: Any) -> Optimizer:
+    """Make a pair of functions around others: it is what they are."""
+    known = [getattr(pair, "elementwise", None) for pair in pairs]
+    elementwise = False if False in known else None if None in known else True
+    policies = [pair.precision for pair in pairs if getattr(pair, "precision", None) is not None]
+    return Optimizer(init, update, elementwise, policies[0] if policies else None)
+
+
+def find_state(opt_state: Any, kind: type) -> Any:
+    """Find the one state of this type in an optimizer's state.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    found = [x for x in tree.flatten(opt_state, lambda x: isinstance(x, kind))[0] if isinstance(x, kind)]
+    if len(found) != 1:
+        raise ValueError(f"opt_state holds {len(found)} of {kind.__name__}: expected one")
+    return found[0]
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -55,6 +78,10 @@ def chain(*pairs: Any) -> Optimizer:
     Returns:
         A pair whose state is the tuple of their states.
 
+    Raises:
+        ValueError: if `master_weights` is not the last: what came after would change the parameters and not the
+            masters.
+
     Example:
         >>> import torch
         >>> from fzero.optim import clip_by_global_norm, sgd
@@ -62,6 +89,8 @@ def chain(*pairs: Any) -> Optimizer:
         >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
+    if any(getattr(pair, "precision", None) is not None for pair in pairs[:-1]):
+        raise ValueError("chain: master_weights must be the last link, or around the whole chain")
 
     def init(params: Any) -> Any:
         return tuple([pair.init(params) for pair in pairs])
@@ -73,5 +102,4 @@ def chain(*pairs: Any) -> Optimizer:
             new.append(s)
         return grads, tuple(new)
 
-    known = [getattr(pair, "elementwise", None) for pair in pairs]
-    return Optimizer(init, update, False if False in known else None if None in known else True)
+    return around(init, update, *pairs)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, around
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
@@ -87,7 +87,7 @@ def inject_hyperparams(
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
 
         checked = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # numbers as given, so that it checks them
-        return Optimizer(init, update, getattr(checked, "elementwise", None))
+        return around(init, update, checked)
 
     return make
 

@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from fzero import tree
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, around
 
 __all__ = ["leafwise"]
 
@@ -48,4 +48,4 @@ def leafwise(pair: Any) -> Optimizer:
             new.append(s)
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return Optimizer(init, update, getattr(pair, "elementwise", None))
+    return around(init, update, pair)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, around
 from fzero.segments import per_leaf
 
 __all__ = ["masked"]
@@ -51,7 +51,7 @@ def masked(pair: Any, mask: Any) -> Optimizer:
         updates, state = pair.update(chosen(grads, applies), state, params=inner)
         return tree.map(lambda g, m, u: _where(m, u, g), grads, applies, updates), state
 
-    return Optimizer(init, update, getattr(pair, "elementwise", None))
+    return around(init, update, pair)
 
 
 def _where(mask: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The four transforms over trees (partition, gather, reduce_scatter, step), and `shard`, which composes them."""
 
 from fzero.transforms._gather import gather
+from fzero.transforms._loss_scale import scaled_value_and_grad
 from fzero.transforms._partition import partition
 from fzero.transforms._reduce_scatter import reduce_scatter
 from fzero.transforms._shard import shard
@@ -14,6 +15,7 @@ __all__ = [
     "gather",
     "partition",
     "reduce_scatter",
+    "scaled_value_and_grad",
     "shard",
     "step",
     "value_and_grad",

@@ -13,10 +13,13 @@ __all__ = ["accumulate", "micro_batches_of"]
 
 
 def accumulate(
-    loss_of: Callable[..., Any], variables: list[list[list[torch.Tensor]]], batches: list[list[Any]]
-) -> tuple[torch.Tensor, Any, list[list[list[torch.Tensor]]]]:
-    """Sum values and gradients over the micro-batches, and stack what else they return."""
-    value, grads, auxes = None, None, []
+    loss_of: Callable[..., Any],
+    variables: list[list[list[torch.Tensor]]],
+    batches: list[list[Any]],
+    dtypes: list[list[list[torch.dtype]]],
+) -> tuple[list[torch.Tensor], Any, list[list[list[torch.Tensor]]]]:
+    """Sum gradients over the micro-batches, in these dtypes, list values, and stack what else they return."""
+    values, grads, auxes = [], None, []
     for j, batch in enumerate(batches):
         rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
 
@@ -28,20 +31,29 @@ def accumulate(
         g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
         found, (leaves, structure) = iter(tensors), tree.flatten(rest.pop())
         auxes.append(tree.unflatten(structure, [next(found) if isinstance(x, torch.Tensor) else x for x in leaves]))
-        value = v if value is None else value + v
+        values.append(v)
         if grads is None:
-            grads = g
+            grads = g if len(batches) == 1 else _cast(g, dtypes)
         else:
             for mine, new in zip(grads, g, strict=True):
                 for xs, ys in zip(mine, new, strict=True):
                     for i in range(len(xs)):  # one at a time, so that each summand is freed at once
                         xs[i], ys[i] = xs[i] + ys[i], None
-    assert value is not None and grads is not None
+    assert grads is not None
     return (
-        value,
+        values,
         auxes[0] if len(auxes) == 1 else tree.map(_stack, *auxes),
         grads,
     )
+
+
+def _cast(grads: Any, dtypes: list[list[list[torch.dtype]]]) -> Any:
+    """Cast the first gradients, one at a time; what is added to them takes their dtype."""
+    for mine, theirs in zip(grads, dtypes, strict=True):
+        for xs, kinds in zip(mine, theirs, strict=True):
+            for i, dtype in enumerate(kinds):
+                xs[i] = xs[i].to(dtype)
+    return grads
 
 
 def _stack(*xs: Any) -> Any:

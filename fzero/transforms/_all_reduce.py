@@ -12,7 +12,7 @@ import torch
 from fzero import flat
 from fzero.collectives import group_psum
 from fzero.linear_maps import Meta, Params, Row, add_row
-from fzero.spec import spec_of
+from fzero.spec import Spec, spec_of
 from fzero.units import apply_over
 from fzero.world import Axis, joint
 
@@ -21,30 +21,45 @@ __all__ = ["all_reduce_shard"]
 
 def _group_all_reduce(meta: Meta, params: Params, xs: Any) -> list[torch.Tensor]:
     spec, lead = spec_of(params[0]), params[1]
-    return flat.unpack(spec, group_psum(flat.pack(spec, xs, lead, padded=False), meta), lead)
+    return flat.unpack(spec, _group_sum(spec, flat.pack(spec, xs, lead, padded=False), meta), lead)
+
+
+def _group_sum(spec: Spec, x: torch.Tensor, meta: Meta) -> torch.Tensor:
+    return flat.reduced(spec, group_psum(x.to(flat.wire_dtype(spec, x)), meta))
+
+
+def _stacked_sum(n: int, params: Params, xs: Any) -> list[torch.Tensor]:
+    spec = spec_of(params[0])
+    return [flat.reduced(spec, x.sum(0, dtype=flat.wire_dtype(spec, x))) for x in xs]
+
+
+def _wire_dtype(params: Params, x: torch.Tensor) -> torch.dtype:
+    return flat.wire_dtype(spec_of(params[0]), x)
 
 
 add_row(
     Row(
         name="all_reduce",
         wire="all_reduce",
-        stacked=lambda n, params, xs: [x.sum(0) for x in xs],
+        stacked=_stacked_sum,
         local=_group_all_reduce,
         transpose="all_reduce",
         replicated=True,
         shift=lambda params: (params[0], params[1] + 1),
         label=lambda params: spec_of(params[0]).unit,
+        wire_dtype=_wire_dtype,
     )
 )
 add_row(
     Row(
         name="all_reduce_shard",
         wire="all_reduce",
-        stacked=lambda n, params, xs: [xs[0].sum(0)],
-        local=lambda meta, params, xs: [group_psum(xs[0], meta)],
+        stacked=_stacked_sum,
+        local=lambda meta, params, xs: [_group_sum(spec_of(params[0]), xs[0], meta)],
         transpose="all_reduce_shard",
         replicated=True,
         label=lambda params: spec_of(params[0]).unit,
+        wire_dtype=_wire_dtype,
     )
 )
 

@@ -9,12 +9,18 @@ from fzero import flat, tree
 from fzero._torch import allow_in_graph, raise_priority
 from fzero.collectives import all_gather, group_all_gather
 from fzero.layout import Shard, Slot, is_box
-from fzero.linear_maps import Meta, Row, add_row
+from fzero.linear_maps import Meta, Params, Row, add_row
 from fzero.spec import fact, on_mesh, spec_of, unit_axes
 from fzero.units import apply_over, groups
 from fzero.world import Axis, axis_names, joint
 
 __all__ = ["gather"]
+
+
+def _narrow(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """Cast a shard to the dtype that it is gathered in. In here, so that its gradient may have the shard's own."""
+    return x.to(flat.gathered_dtype(spec_of(params[0]), x))
+
 
 add_row(
     Row(
@@ -22,15 +28,16 @@ add_row(
         wire="all_gather",
         # [n, .., k] -> [.., n, k] -> [.., n k] -> leaves [.., *shape]
         stacked=lambda n, params, xs: flat.unpack(
-            spec_of(params[0]), xs[0].movedim(0, params[1]).flatten(params[1]), params[1]
+            spec_of(params[0]), _narrow(params, xs[0]).movedim(0, params[1]).flatten(params[1]), params[1]
         ),
         local=lambda meta, params, xs: flat.unpack(
-            spec_of(params[0]), group_all_gather(xs[0], meta, params[1]), params[1]
+            spec_of(params[0]), group_all_gather(_narrow(params, xs[0]), meta, params[1]), params[1]
         ),
         transpose="reduce_scatter",
         replicated=True,
         shift=lambda params: (params[0], params[1] + 1),
         label=lambda params: spec_of(params[0]).unit,
+        wire_dtype=lambda params, x: flat.gathered_dtype(spec_of(params[0]), x),
     )
 )
 

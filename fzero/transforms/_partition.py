@@ -111,7 +111,7 @@ def partition(
         return params
     axes, given = resolve(axis), rules_in_scope()
     check_plain(params)
-    rules = Rules(units or given.units, rule_of(over) or given.over, split or given.split)
+    rules = Rules(units or given.units, rule_of(over) or given.over, split or given.split, given.dtype)
     plan = cut(_further(params, axes, rules, reduce), axes, rules, reduce)
     shards = []
     for unit in plan.units:

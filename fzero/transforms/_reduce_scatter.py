@@ -7,17 +7,24 @@ import torch
 from fzero import flat, tree
 from fzero.collectives import group_psum_scatter, psum
 from fzero.layout import Shard, is_box
-from fzero.linear_maps import Row, add_row
+from fzero.linear_maps import Meta, Params, Row, add_row
 from fzero.spec import spec_of
 from fzero.units import apply_to_unit, groups
 
 __all__ = ["reduce_scatter"]
 
 
-def _stacked_reduce_scatter(n: int, params: tuple[int, ...], xs: Any) -> list[torch.Tensor]:
-    uid, lead = params
-    buffer = flat.pack(spec_of(uid), [x.sum(0) for x in xs], lead)
+def _stacked_reduce_scatter(n: int, params: Params, xs: Any) -> list[torch.Tensor]:
+    spec, lead = spec_of(params[0]), params[1]
+    summed = flat.pack(spec, [x.sum(0, dtype=flat.wire_dtype(spec, x)) for x in xs], lead)
+    buffer = flat.reduced(spec, summed)
     return [buffer.unflatten(lead, (n, buffer.shape[lead] // n)).movedim(lead, 0)]
+
+
+def _group_reduce_scatter(meta: Meta, params: Params, xs: Any) -> list[torch.Tensor]:
+    spec, lead = spec_of(params[0]), params[1]
+    buffer = flat.pack(spec, xs, lead)
+    return [flat.reduced(spec, group_psum_scatter(buffer.to(flat.wire_dtype(spec, buffer)), meta, lead))]
 
 
 add_row(
@@ -25,13 +32,12 @@ add_row(
         name="reduce_scatter",
         wire="reduce_scatter",
         stacked=_stacked_reduce_scatter,
-        local=lambda meta, params, xs: [
-            group_psum_scatter(flat.pack(spec_of(params[0]), xs, params[1]), meta, params[1])
-        ],
+        local=_group_reduce_scatter,
         transpose="gather",
         replicated=False,
         shift=lambda params: (params[0], params[1] + 1),
         label=lambda params: spec_of(params[0]).unit,
+        wire_dtype=lambda params, x: flat.wire_dtype(spec_of(params[0]), x),
     )
 )
 

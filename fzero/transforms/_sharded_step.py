@@ -173,7 +173,8 @@ class ShardedStep:
             opt: an (init, update) pair.
 
         Returns:
-            `(params, opt_state)`: what the step takes.
+            `(params, opt_state)`: what the step takes. With a pair that keeps master weights, the parameters are cast
+            as its precision policy says.
 
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or `opt` declares that it is not elementwise
@@ -187,6 +188,14 @@ class ShardedStep:
             >>> params
             {'w': Shard('w', 2500 of 10000 elements, dp=4)}
         """
+        precision = getattr(opt, "precision", None)
+        if precision is not None:  # its units are cut as those of the parameters that they become
+            wide = replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
+            params, opt_state = wide._init(params, opt)
+            return precision.cast(params), opt_state
+        return self._init(params, opt)
+
+    def _init(self, params: Any, opt: Any) -> tuple[Any, Any]:
         self._check_optimizer(opt)
         if isinstance(params, torch.nn.Module):
             params = initializer(params)

@@ -1,21 +1,26 @@
 """value_and_grad: the mean over ranks of a loss, and its gradient in the layout of the parameters."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero.collectives import psum
 from fzero.layout import Shard, Slot, is_box
-from fzero.spec import fact, unit_axes
+from fzero.precision import Precision
+from fzero.spec import fact, unit_axes, with_cast
 from fzero.transforms._accumulate import accumulate, micro_batches_of
 from fzero.transforms._all_reduce import all_reduce_shard
 from fzero.transforms._fence import fence
 from fzero.transforms._gather import gather as gathered
 from fzero.transforms._gather import gather_unit
+from fzero.transforms._weighted import total_and_aux, weighted
 from fzero.units import apply_over, apply_to_unit, cut, groups
 from fzero.world import Axis, AxisName, Rules, joint, resolve, rules_in_scope
 
@@ -32,6 +37,7 @@ def value_and_grad(
     micro_batches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     gather: bool = True,
+    precision: Precision | None = None,
 ) -> Callable[..., Any]:
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
@@ -46,7 +52,11 @@ def value_and_grad(
             or boxes.
         has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
-        reduce: "mean" over ranks and micro-batches, or "sum" for losses that `f` normalises itself.
+        reduce: "mean" over ranks and micro-batches; "weighted": `f` returns `(total, weight)` in place of the loss, the
+            sum of its losses and of their weights (its number of tokens), 0-d, and the result is the sum of all totals
+            over the sum of all weights, exact if ranks and micro-batches have unequal weights, 0 if they have none;
+            or "sum" for losses that `f` normalises itself (by what it knows before: a psum in `f` is over the ranks'
+            one micro-batch).
         axis: the axes that the mean is over; `None` for the axes of the running step.
         micro_batches: k. The batch arguments are cut in k equal parts along dimension 0, one after the other is
             differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
@@ -57,6 +67,8 @@ def value_and_grad(
         gather: whether `f` is handed whole leaves. If not it is handed the boxes of differentiated arguments as they
             are, and gathers each where it uses it, with `fzero.gather` or in a function made by `fzero.remat`, which
             lets it go and gathers it again for the backward pass.
+        precision: the dtypes that gradients are summed in over ranks and micro-batches and are returned in; by default
+            the parameters' own. The value is summed in float32 at least.
 
     Returns:
         A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
@@ -66,6 +78,7 @@ def value_and_grad(
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
+            With `precision`, if a parameter has not the dtype that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
 
     Example:
@@ -79,10 +92,21 @@ def value_and_grad(
         (tensor(9.), tensor(3.))
     """
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if reduce == "weighted":
+        options: Any = {"axis": axis, "micro_batches": micro_batches, "batch_argnums": batch_argnums}
+        options |= {"gather": gather, "precision": precision}
+        return weighted(
+            value_and_grad(total_and_aux(f, has_aux), argnums, True, reduce="sum", **options), has_aux, axis
+        )
     if reduce not in ("mean", "sum"):
-        raise ValueError(f'reduce={reduce!r}: expected "mean" or "sum"')
+        raise ValueError(f'reduce={reduce!r}: expected "mean", "weighted" or "sum"')
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: expected an int, at least 1")
+    if precision is not None and precision.param is torch.float16 and not getattr(f, "scales_gradients", False):
+        notice(
+            "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss, loss, grads = "
+            "fzero.scaled_value_and_grad(f, opt_state.scale, ...), opt = optim.dynamic_loss_scale(...); or use bfloat16"
+        )
     if len(set(nums)) != len(nums):
         raise ValueError(f"argnums={argnums}: a position stands twice")
 
@@ -93,7 +117,7 @@ def value_and_grad(
         fenced = any(a.group for a in axes) and not is_tracing()
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        opened = {i: _open(args[i], axes, f"argument {i}", micro_batches) for i in nums}
+        opened = {i: _open(args[i], axes, f"argument {i}", micro_batches, precision) for i in nums}
         fixed = [None if i in opened else gathered(x) for i, x in enumerate(args)]
         kwargs = gathered(kwargs)
         batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
@@ -115,8 +139,11 @@ def value_and_grad(
             return (fence([loss], anchor)[0][0] if fenced else loss), aux
 
         variables = [[p.variables for p in arg.pieces] for arg in opened.values()]
-        value, aux, grads = accumulate(loss_of, variables, batches)
-        value = psum(value, axis)
+        dtypes = [[p.dtypes for p in arg.pieces] for arg in opened.values()]
+        values, aux, grads = accumulate(loss_of, variables, batches, dtypes)
+        if precision is not None:
+            values = [v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]
+        value = psum(functools.reduce(operator.add, values), axis)
         trees = [arg.finish(g) for arg, g in zip(opened.values(), grads, strict=True)]
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
@@ -130,8 +157,9 @@ class _Piece(NamedTuple):
     variables: list[torch.Tensor]
     whole: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     finish: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-    box: Shard | None = None  # that the gradient is put into
-    closed: bool = False  # whether the variable is the box's data
+    dtypes: list[torch.dtype]  # that gradients are summed over micro-batches in
+    uid: int = -1  # of the shard that the gradient is put into
+    closed: Shard | None = None  # the box whose data is what varies
 
 
 class _Opened(NamedTuple):
@@ -144,8 +172,10 @@ class _Opened(NamedTuple):
     def rebuild(self, wholes: list[Sequence[torch.Tensor]], gather: bool) -> Any:
         entries = list(self.entries)
         for piece, leaves in zip(self.pieces, wholes, strict=True):
-            if piece.box is not None and piece.closed and not gather:
-                entries[piece.members[0][0]] = Shard(leaves[0], piece.box.uid, piece.box.origin)
+            if piece.closed is not None and not gather:
+                for position, index in piece.members:
+                    entries[position] = Slot(piece.closed.uid, index)
+                entries[piece.members[0][0]] = Shard(leaves[0], piece.closed.uid, piece.closed.origin)
                 continue
             for position, index in piece.members:
                 entries[position] = leaves[index]
@@ -156,8 +186,8 @@ class _Opened(NamedTuple):
         for piece in self.pieces:
             # taken off the list, so that no piece's gradient is held while the next is finished
             done = piece.finish(grads.pop(0))
-            if piece.box is not None:
-                entries[piece.members[0][0]] = Shard(done[0], piece.box.uid)
+            if piece.uid >= 0:
+                entries[piece.members[0][0]] = Shard(done[0], piece.uid)
             else:
                 for position, index in piece.members:
                     entries[position] = done[index]
@@ -168,10 +198,12 @@ def _same(xs: Any) -> Any:
     return xs
 
 
-def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Opened:
+def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int, precision: Precision | None) -> _Opened:
     paths, entries, structure = tree.flatten_with_paths(arg, is_box)
     _check_floating(paths, entries, name)
-    pieces = [_shard_piece(*group, axes, micro_batches) for group in groups(paths, entries)]
+    if precision is not None:
+        precision.check(name, paths, entries)
+    pieces = [_shard_piece(*group, axes, micro_batches, precision) for group in groups(paths, entries)]
     if axes:
         plan = cut(arg, axes, Rules(rules_in_scope().units), rest="replicated")
         for unit in plan.units:
@@ -180,14 +212,27 @@ def _open(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int) -> _Ope
                 for i, x in enumerate(plan.entries)
                 if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
             ]
-            pieces.append(_replicated_piece(unit.uid, axes, unit.leaves, members))
+            pieces.append(_replicated_piece(unit.uid, axes, unit.leaves, members, precision))
     else:
-        pieces.append(_plain_piece(entries))
+        pieces.append(_plain_piece(entries, precision))
     return _Opened(entries, structure, pieces)
 
 
+def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
+    return dtype if precision is None else precision.gradients(dtype)[1]
+
+
+def _cast(uid: int, precision: Precision | None) -> int:
+    return uid if precision is None else with_cast(uid, *precision.gradients(fact(uid, "dtype")))
+
+
 def _shard_piece(
-    uid: int, box: Shard, members: list[tuple[int, int]], axes: Sequence[Axis], micro_batches: int
+    uid: int,
+    box: Shard,
+    members: list[tuple[int, int]],
+    axes: Sequence[Axis],
+    micro_batches: int,
+    precision: Precision | None,
 ) -> _Piece:
     own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
     if any(name not in names for name in own):
@@ -197,23 +242,34 @@ def _shard_piece(
         )
     # replicated along these, as in hybrid sharding: each copy has the gradient of its own part of the batch
     copies = [a for a in axes if a.name not in fact(uid, "varies")]
+    cast = _cast(uid, precision)
 
     def summed(g: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [all_reduce_shard(uid, copies, g[0])]
+        return [all_reduce_shard(cast, copies, g[0])]
 
+    # what varies has the gradient's dtype, or autograd would cast the gradient to its own
+    dtype = _grad_dtype(box.data.dtype, precision)
     if micro_batches > 1 and fact(uid, "reduce") == "once":
         full = list(gather_unit(uid, box.data, box.origin))
-        return _Piece(members, full, _same, lambda g: summed(apply_to_unit("reduce_scatter", uid, g)), box)
-    return _Piece(members, [box.data], lambda xs: gather_unit(uid, xs[0], box.origin), summed, box, closed=True)
+        finish = lambda g: summed(apply_to_unit("reduce_scatter", cast, g))  # noqa: E731
+        return _Piece(members, full, _same, finish, [dtype] * len(full), uid)
+    closed = Shard(box.data.to(dtype), cast, box.origin)
+    whole = lambda xs: gather_unit(cast, xs[0], closed.origin)  # noqa: E731
+    return _Piece(members, [closed.data], whole, summed, [dtype], uid, closed)
 
 
 def _replicated_piece(
-    uid: int, axes: Sequence[Axis], leaves: list[torch.Tensor], members: list[tuple[int, int]]
+    uid: int,
+    axes: Sequence[Axis],
+    leaves: list[torch.Tensor],
+    members: list[tuple[int, int]],
+    precision: Precision | None,
 ) -> _Piece:
-    return _Piece(members, leaves, _same, lambda g: apply_over("all_reduce", joint(axes), uid, g))
+    cast, dtypes = _cast(uid, precision), [_grad_dtype(x.dtype, precision) for x in leaves]
+    return _Piece(members, leaves, _same, lambda g: apply_over("all_reduce", joint(axes), cast, g), dtypes)
 
 
-def _plain_piece(entries: list[Any]) -> _Piece:
+def _plain_piece(entries: list[Any], precision: Precision | None) -> _Piece:
     index: dict[int, int] = {}
     leaves: list[torch.Tensor] = []
     members: list[tuple[int, int]] = []
@@ -223,7 +279,8 @@ def _plain_piece(entries: list[Any]) -> _Piece:
                 index[id(x)] = len(leaves)
                 leaves.append(x)
             members.append((position, index[id(x)]))
-    return _Piece(members, leaves, _same, _same)
+    dtypes = [_grad_dtype(x.dtype, precision) for x in leaves]
+    return _Piece(members, leaves, _same, lambda g: [x.to(d) for x, d in zip(g, dtypes, strict=True)], dtypes)
 
 
 def _checked(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:

@@ -1,5 +1,6 @@
 """Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training, and
-`jit_cases.py`, whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes."""
+`jit_cases.py`, whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes,
+`training_cases.py` half precision and what goes with it."""
 
 import os
 import pathlib
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.distributed import axes_cases, cases, jit_cases
+from tests.distributed import axes_cases, cases, jit_cases, training_cases
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -21,8 +22,16 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module,ranks",
-    [(cases, 2), (cases, 4), (jit_cases, 2), pytest.param(jit_cases, 4, marks=pytest.mark.slow), (axes_cases, 4)],
-    ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4"],
+    [
+        (cases, 2),
+        (cases, 4),
+        (jit_cases, 2),
+        pytest.param(jit_cases, 4, marks=pytest.mark.slow),
+        (axes_cases, 4),
+        (training_cases, 2),
+        (training_cases, 4),
+    ],
+    ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4", "training-2", "training-4"],
 )
 def test_gloo_processes(module, ranks):
     done = launch(ranks, "-m", module.__name__)

@@ -1,0 +1,161 @@
+"""Loss scale: gradients in half precision, kept within its range; a step that overflowed changes nothing."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.collectives import psum
+from fzero.layout import Shard, is_box
+from fzero.optim._base import Optimizer, around, find_state
+from fzero.optim._hyper import positive
+from fzero.segments import without_padding
+
+__all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
+
+
+class LossScaleState(NamedTuple):
+    """The scale of the loss, and the state of the pair.
+
+    Attributes:
+        scale: the factor of the next loss: float32, 0-d.
+        growth: the number of good steps since the scale changed: int64, 0-d.
+        skipped: the number of steps that overflowed and changed nothing: int64, 0-d.
+        inner: the state of the pair.
+    """
+
+    scale: torch.Tensor
+    growth: torch.Tensor
+    skipped: torch.Tensor
+    inner: Any
+
+
+def dynamic_loss_scale(
+    pair: Any,
+    initial: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    minimum: float = 1.0,
+    maximum: float = 2.0**24,
+) -> Optimizer:
+    """Skip steps whose gradients overflowed, and find the largest loss scale that makes few (arXiv:1710.03740).
+
+    Whether a step is good is decided on the reduced gradients, by one psum of a number, so all ranks agree, and by
+    `where`, so nothing waits for the value. A skipped step leaves parameters and the pair's state bit for bit as they
+    were. Put it around all that changes the update; `fzero.scaled_value_and_grad` scales the loss, and takes the scale
+    out of the gradients again. The numbers are those of `torch.amp.GradScaler`.
+
+    Args:
+        pair: an (init, update) pair.
+        initial: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.
+        backoff_factor: what the scale is multiplied by after a step that overflowed.
+        growth_interval: good steps between two growths.
+        minimum: the smallest scale.
+        maximum: the largest scale.
+
+    Returns:
+        A pair; its state is a `LossScaleState`.
+
+    Raises:
+        ValueError: if a number is not positive, the growth is less than 1, or the backoff not in (0, 1].
+
+    Example:
+        >>> from fzero import optim
+        >>> opt, params = dynamic_loss_scale(optim.sgd(0.5), initial=8.0), {"w": torch.tensor(1.0)}
+        >>> updates, state = opt.update({"w": torch.tensor(float("inf"))}, opt.init(params), params)
+        >>> optim.apply_updates(params, updates), state.scale, state.skipped
+        ({'w': tensor(1.)}, tensor(4.), tensor(1))
+    """
+    positive(initial=initial, growth_factor=growth_factor, growth_interval=growth_interval)
+    positive(backoff_factor=backoff_factor, minimum=minimum, maximum=maximum)
+    if growth_factor < 1 or backoff_factor > 1 or not minimum <= initial <= maximum:
+        raise ValueError(
+            f"growth_factor={growth_factor}, backoff_factor={backoff_factor}, initial={initial}: expected at least 1, "
+            f"at most 1, and from minimum={minimum} to maximum={maximum}"
+        )
+
+    def init(params: Any) -> LossScaleState:
+        zero = torch.zeros((), dtype=torch.int64)
+        return LossScaleState(torch.tensor(initial, dtype=torch.float32), zero, zero.clone(), pair.init(params))
+
+    def update(grads: Any, state: LossScaleState, params: Any = None) -> tuple[Any, LossScaleState]:
+        good = all_finite(grads)
+        updates, inner = pair.update(grads, state.inner, params=params)
+        # minus zero is what leaves every number as it is: -0.0 + 0.0 is 0.0
+        updates = tree.map(lambda u: torch.where(good, u, torch.full_like(u, -0.0)), updates)
+        inner = tree.map(lambda new, old: _chosen(good, new, old), inner, state.inner)
+        growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
+        grows = growth >= growth_interval
+        larger = (state.scale * growth_factor).clamp(max=maximum)
+        smaller = (state.scale * backoff_factor).clamp(min=minimum)
+        scale = torch.where(good, torch.where(grows, larger, state.scale), smaller)
+        growth = torch.where(grows, torch.zeros_like(growth), growth)
+        return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
+
+    return around(init, update, pair)
+
+
+def static_loss_scale(pair: Any, scale: float) -> Optimizer:
+    """Skip steps whose gradients overflowed, at a loss scale that does not change. See `dynamic_loss_scale`.
+
+    Args:
+        pair: an (init, update) pair.
+        scale: the factor of the loss; a power of two rounds nothing.
+
+    Returns:
+        A pair; its state is a `LossScaleState`.
+
+    Raises:
+        ValueError: if `scale` is not positive.
+
+    Example:
+        >>> from fzero import optim
+        >>> static_loss_scale(optim.sgd(0.5), 1024.0).init({"w": torch.ones(2)}).scale
+        tensor(1024.)
+    """
+    return dynamic_loss_scale(pair, scale, 1.0, 1.0, minimum=scale, maximum=scale)
+
+
+def loss_scale(opt_state: Any) -> LossScaleState:
+    """Find the loss scale in an optimizer's state: for `fzero.scaled_value_and_grad`, and for metrics.
+
+    Raises:
+        ValueError: if there is none.
+
+    Example:
+        >>> from fzero import optim
+        >>> opt = optim.chain(optim.clip(1.0), dynamic_loss_scale(optim.sgd(0.5)))
+        >>> loss_scale(opt.init({"w": torch.ones(2)})).scale
+        tensor(65536.)
+    """
+    return find_state(opt_state, LossScaleState)
+
+
+def all_finite(grads: Any) -> torch.Tensor:
+    """Tell whether all elements of a tree are finite, on all ranks: on any layout, by one psum of a number each.
+
+    Returns:
+        A 0-d bool tensor, equal on all ranks if the replicated leaves are.
+
+    Example:
+        >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
+        tensor(False)
+    """
+    bad: dict[tuple[str, ...], list[torch.Tensor]] = {(): []}
+    for x in tree.flatten(grads, is_box)[0]:
+        if isinstance(x, Shard):
+            bad.setdefault(x.axes, []).append(_some_bad(without_padding(x)))
+        elif isinstance(x, torch.Tensor):
+            bad[()].append(_some_bad(x))
+    counts = [psum(torch.stack(found).sum(), axes) for axes, found in bad.items() if found]
+    return torch.stack(counts).sum() == 0 if counts else torch.tensor(True)
+
+
+def _some_bad(x: torch.Tensor) -> torch.Tensor:
+    return (~x.isfinite()).any().to(torch.float32)
+
+
+def _chosen(good: torch.Tensor, new: Any, old: Any) -> Any:
+    return torch.where(good, new, old) if isinstance(new, torch.Tensor) else new

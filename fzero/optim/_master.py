@@ -1,0 +1,148 @@
+"""Master weights: full-precision parameters in the optimizer's state, for a step that computes in half precision."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._notice import notice
+from fzero.layout import Shard, is_box
+from fzero.optim._base import Optimizer, apply_updates, around, find_state
+from fzero.precision import Precision
+from fzero.spec import fact
+
+__all__ = ["MasterState", "master_params", "master_weights"]
+
+
+class MasterState(NamedTuple):
+    """The master weights, like the parameters, and the state of the pair.
+
+    A parameter that is itself in full precision has no second copy: its place in `master` holds None.
+    """
+
+    master: Any
+    inner: Any
+
+
+def master_weights(pair: Any, precision: Precision) -> Optimizer:
+    """Apply a pair to master weights, and hand out what makes the parameters their rounded values.
+
+    Half-precision parameters lose every update smaller than their last bit; the masters gather them
+    (arXiv:1710.03740). They lie in the optimizer's state, so a stage from 1 on shards them: with Adam 12 bytes an
+    element of N ranks, beside 2 of the parameter (arXiv:1910.02054). They are the truth: parameters that are changed
+    by hand are what the masters say again after the next update.
+
+    Args:
+        pair: an (init, update) pair, such as a whole chain; it sees gradients and parameters in `precision.master`'s
+            dtype, as in training without half precision.
+        precision: the policy, the one given to `fzero.value_and_grad`.
+
+    Returns:
+        A pair. Give its `init` the parameters before they are cast, so that the masters have all their bits;
+        `fzero.ShardedStep.init` does, and casts them. Unsharded: `opt_state = opt.init(params)`, then
+        `params = precision.cast(params)`.
+
+    Raises:
+        TypeError: on update, if parameters or gradients have not the policy's dtypes: a cast was forgotten. Names the
+            path.
+
+    Example:
+        >>> from fzero import optim
+        >>> precision = Precision(param=torch.bfloat16)
+        >>> opt, params = master_weights(optim.sgd(0.001), precision), {"w": torch.ones(1)}
+        >>> state, params = opt.init(params), precision.cast(params)
+        >>> for _ in range(2):  # each update is less than half of the last bit of bfloat16
+        ...     updates, state = opt.update({"w": torch.ones(1)}, state, params)
+        ...     params = optim.apply_updates(params, updates)
+        >>> params["w"], state.master["w"]
+        (tensor([1.], dtype=torch.bfloat16), tensor([0.9980]))
+    """
+    master = precision.master
+
+    def stored(masters: Any, dtypes: Any) -> Any:
+        """Leave out the masters of parameters that are their own."""
+        entries, structure = tree.flatten(masters, is_box)
+        kinds = tree.leaves_up_to(masters, dtypes, is_box)
+        kinds = [fact(d.uid, "dtype") if is_box(d) else d for d in kinds]
+        kept = [None if d is None or d == master else x for x, d in zip(entries, kinds, strict=True)]
+        return tree.unflatten(structure, kept)
+
+    def init(params: Any) -> MasterState:
+        _note_rounded(params, precision)
+        masters = tree.map(lambda p: p.to(master), params)
+        return MasterState(stored(masters, precision.dtypes(params)), pair.init(masters))
+
+    def update(grads: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
+        if params is None:
+            raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
+        dtypes = precision.dtypes(params)
+        _check_dtypes("params", params, dtypes)
+        _check_dtypes("grads", grads, tree.map(lambda p, d: precision.gradients(d)[1], params, dtypes))
+        masters = master_params(params, state)
+        updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
+        new = apply_updates(masters, updates)
+
+        def rounded(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            # between two rounded values, so that p and it add up to the new one, exactly if that is not near zero
+            wide = torch.promote_types(dtype, torch.float32)
+            return u if dtype == master else m.to(dtype).to(wide) - p.to(wide)
+
+        return tree.map(rounded, params, updates, new, dtypes), MasterState(stored(new, dtypes), inner)
+
+    return replace(around(init, update, pair), precision=precision)
+
+
+def master_params(params: Any, opt_state: Any) -> Any:
+    """Return parameters in full precision: the master weights, and the parameters that have none.
+
+    Args:
+        params: the parameters, on any layout, inside or outside the step.
+        opt_state: a `MasterState`, or a state that holds one.
+
+    Returns:
+        A tree on the layout of the masters: at stages 1 to 3 in boxes, which `step.gather` gathers.
+
+    Raises:
+        ValueError: if `opt_state` holds no `MasterState`, or the trees differ in structure.
+
+    Example:
+        >>> from fzero import optim
+        >>> precision, params = Precision(param=torch.bfloat16), {"w": torch.tensor([1 / 3])}
+        >>> state = master_weights(optim.sgd(0.1), precision).init(params)
+        >>> master_params(precision.cast(params), state)
+        {'w': tensor([0.3333])}
+    """
+    masters = find_state(opt_state, MasterState).master
+    entries, structure = tree.flatten(masters, is_box)
+    others = tree.leaves_up_to(masters, params, is_box)
+    return tree.unflatten(structure, [p if m is None else m for p, m in zip(others, entries, strict=True)])
+
+
+def _note_rounded(params: Any, precision: Precision) -> None:
+    narrow = [
+        path
+        for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
+    ]
+    if narrow:
+        notice(
+            f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are given in half precision already, so "
+            f"their masters in {precision.master} start from rounded values: give step.init the parameters before they "
+            "are cast, if there are any"
+        )
+
+
+def _check_dtypes(what: str, given: Any, dtypes: Any) -> None:
+    advice = {
+        "params": "start with params, opt_state = step.init(params, opt), or params = precision.cast(params)",
+        "grads": "take them with fzero.value_and_grad(f, precision=precision)",
+    }[what]
+    paths, entries, _ = tree.flatten_with_paths(given, is_box)
+    for path, x, dtype in zip(paths, entries, tree.leaves_up_to(given, dtypes, is_box), strict=True):
+        x, dtype = (x.data, dtype.data) if isinstance(x, Shard) else (x, dtype)
+        if not isinstance(x, torch.Tensor):
+            continue
+        wide_enough = x.dtype == torch.promote_types(x.dtype, dtype) if what == "grads" else x.dtype == dtype
+        if not wide_enough:
+            raise TypeError(f"master_weights: {what} leaf {path!r} is {x.dtype}, and its policy says {dtype}; {advice}")

@@ -1,0 +1,118 @@
+"""Precision: a policy of dtypes, and what it makes of a tree.
+
+The policy is data. `fzero.value_and_grad(precision=)` sums gradients by it, `optim.master_weights` keeps masters by it,
+and no tensor is cast anywhere else: an operation's own dtypes are the model's business.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.layout import Shard, Slot, is_box
+from fzero.spec import fact
+
+__all__ = ["Precision"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of parameters, gradients and master weights: mixed precision (arXiv:1710.03740) as data.
+
+    Attributes:
+        param: of parameters: what they are kept in between steps, gathered in, and computed with.
+        reduce: of gradients while they are summed over ranks.
+        master: of the master weights that `optim.master_weights` keeps in the sharded optimizer state.
+        grad: of gradients while they are summed over micro-batches, and as the update gets them; by default `reduce`.
+        full: a rule `(path, leaf) -> bool` for leaves that are kept in `master`'s dtype throughout, such as norms and
+            routers: `lambda path, leaf: "norm" in path`. They have no second copy. A block with leaves of both kinds
+            is two units.
+
+    Raises:
+        TypeError: if a dtype is not a floating-point one.
+        ValueError: if master weights would be in half precision, or narrower than the parameters.
+
+    Example:
+        >>> precision = Precision(param=torch.bfloat16, full=lambda path, leaf: "norm" in path)
+        >>> params = precision.cast({"w": torch.ones(2, 2), "norm": torch.ones(2)})
+        >>> params["w"].dtype, params["norm"].dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    param: torch.dtype
+    reduce: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    grad: torch.dtype | None = None
+    full: Callable[[str, torch.Tensor], bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the dtypes."""
+        for name in ("param", "reduce", "master", "grad"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
+        if self.master.itemsize < 4:
+            raise ValueError(
+                f"master={self.master}: master weights in half precision lose every update smaller than their last "
+                "bit; keep them in torch.float32, or train without optim.master_weights"
+            )
+        if self.param.itemsize > self.master.itemsize:
+            raise ValueError(f"param={self.param} is wider than master={self.master}; expected the reverse")
+
+    def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter is kept in: its own if it is not a floating-point one."""
+        if not leaf.is_floating_point():
+            return leaf.dtype
+        return self.master if self.full is not None and self.full(path, leaf) else self.param
+
+    def cast(self, params: Any) -> Any:
+        """Cast a tree of parameters to the dtypes that they are kept in; units by the leaf's rule when they were cut.
+
+        `step.init(params, optim.master_weights(opt, precision))` does it, after it made the master weights: cast
+        first, they would start from rounded values.
+        """
+        return tree.map(lambda x, dtype: x.to(dtype), params, self.dtypes(params))
+
+    def dtypes(self, params: Any) -> Any:
+        """Make a tree like `params`, on any layout, of the dtypes that they are kept in."""
+        paths, entries, structure = tree.flatten_with_paths(params, is_box)
+        found: dict[int, torch.dtype] = {}  # places of one tensor have one dtype, the first's
+        for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
+            if isinstance(x, Shard):
+                entries[i] = Shard(fact(x.uid, "dtype"), x.uid)
+            elif isinstance(x, torch.Tensor):
+                entries[i] = found.setdefault(id(x), self.dtype_of(path, x))
+        return tree.unflatten(structure, entries)
+
+    def gradients(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes that gradients of parameters of this dtype are summed in, over ranks and micro-batches.
+
+        Those of leaves kept in full precision are in no narrower dtype than theirs.
+        """
+        wide = (self.reduce, self.grad or self.reduce)
+        if dtype == self.param:
+            return wide
+        return torch.promote_types(wide[0], dtype), torch.promote_types(wide[1], dtype)
+
+    def check(self, name: str, paths: Sequence[str], entries: Sequence[Any]) -> None:
+        """Check that parameters have the policy's dtypes, without which it would silently do nothing.
+
+        Raises:
+            TypeError: if one has another. Names it.
+        """
+        for path, x in zip(paths, entries, strict=True):
+            leaf = x
+            if isinstance(x, Shard | Slot):
+                shape = fact(x.uid, "shapes")[x.index if isinstance(x, Slot) else 0]
+                leaf = torch.empty(shape, dtype=fact(x.uid, "dtype"), device="meta")
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            dtype = x.data.dtype if isinstance(x, Shard) else leaf.dtype
+            if not dtype == leaf.dtype == self.dtype_of(path, leaf):
+                raise TypeError(
+                    f"{name}: leaf {path!r} is {dtype}, and precision= says {self.dtype_of(path, leaf)}: start with "
+                    "params, opt_state = step.init(params, optim.master_weights(opt, precision)), or with "
+                    "precision.cast(params)"
+                )

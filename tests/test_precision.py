@@ -1,0 +1,598 @@
+"""Half precision: dtypes, master weights, loss scale, weighted means. Each law holds at every stage, as unsharded.
+
+Numbers are small integers and powers of two where bits are compared: then no sum rounds, in whatever order.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, tree
+from fzero._notice import notice
+from fzero.layout import is_box
+from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
+from tests.helpers import mlp_batch, mlp_loss, mlp_params
+
+HALF = [torch.bfloat16, torch.float16]
+MICRO_BATCHES = st.integers(1, 5)
+
+
+def wide_norm(path: str, leaf: torch.Tensor) -> bool:
+    return "n" in path.split(".")[-1]
+
+
+def integers(tree_: Any, seed: int, high: int = 4) -> Any:
+    """The tree with small integers for its values."""
+    g = torch.Generator().manual_seed(seed)
+    return tree.map(lambda x: torch.randint(-high, high, x.shape, generator=g).to(torch.float32), tree_)
+
+
+def linear_loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients are integers, whatever the parameters."""
+    total = torch.zeros(())
+    for i, leaf in enumerate(tree.tensors(params)):
+        weights = (torch.arange(leaf.numel()) + i) % 3 - 1.0
+        total = total + (leaf.reshape(-1).float() * weights).sum()
+    return total * x.sum()
+
+
+def step_of(opt: Any, loss: Any = linear_loss, scaled: bool = False, **options: Any) -> Any:
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        if scaled:
+            scale = optim.loss_scale(opt_state).scale
+            loss_, grads = fzero.scaled_value_and_grad(loss, scale, **options)(params, batch)
+        else:
+            loss_, grads = fzero.value_and_grad(loss, **options)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, loss_
+
+    return train_step
+
+
+def trained(
+    train_step: Any, opt: Any, params: Any, batches: Any, stage: int, mesh: fzero.Mesh, jit: bool = False
+) -> Any:
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    state = step.init(params, opt)
+    run = fzero.jit(step, backend="fx") if jit else step
+    for batch in batches:
+        *state, _ = run(*state, mesh.split(batch))
+    return step.gather(state[0]), step.gather(state[1])
+
+
+def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
+    state = (params if opt.precision is None else opt.precision.cast(params), opt.init(params))
+    for batch in batches:
+        *state, _ = train_step(*state, batch)
+    return tuple(state)
+
+
+# ---------------------------------------------------------------- precision
+
+
+@settings(max_examples=60)
+@given(
+    params=trees(dtypes=[torch.float32]),
+    half=st.sampled_from(HALF),
+    rule=st.booleans(),
+    stage=stages(),
+    n=world_sizes(),
+    k=MICRO_BATCHES,
+    seed=st.integers(0, 99),
+)
+@example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0)
+def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed):
+    precision = fzero.Precision(half, full=wide_norm if rule else None)
+    opt = optim.static_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 16.0)
+    train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=k, precision=precision)
+    params, batches = integers(params, seed), [torch.randint(-2, 3, (n * k,)).float() for _ in range(3)]
+    expected = unsharded(train_step, opt, params, batches)
+    got = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=n))
+    assert_trees_close(got, expected, rtol=0.0)
+
+
+@settings(max_examples=40)
+@given(
+    reduce=st.sampled_from([torch.float64, torch.float32]),
+    stage=stages(),
+    n=world_sizes(),
+    k=MICRO_BATCHES,
+    rule=st.booleans(),
+)
+def test_equals_unsharded_training(reduce, stage, n, k, rule):
+    """In float32 for half precision and float64 for float32, so that little rounds."""
+    precision = fzero.Precision(
+        torch.float32, reduce=reduce, grad=torch.float64, master=torch.float64, full=wide_norm if rule else None
+    )
+    params = mlp_params(torch.float64)
+    params["n"] = torch.ones((), dtype=torch.float64)
+    pair = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
+    opt = optim.master_weights(pair, precision)
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return mlp_loss(params, batch) * params["n"].float()
+
+    train_step = step_of(opt, loss, micro_batches=k, precision=precision)
+    batches = [mlp_batch(n * k, seed=i, dtype=torch.float32) for i in range(2)]
+    assert_equivalent(train_step, params, opt, batches, (stage,), (n,), rtol=2e-5)
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+@pytest.mark.parametrize("n,k", [(2, 1), (3, 4), (8, 2)])
+def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
+    precision = fzero.Precision(half, reduce=reduce or half, full=wide_norm)
+    opt = optim.dynamic_loss_scale(
+        optim.master_weights(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05)), precision), 256.0
+    )
+    train_step = step_of(opt, mlp_loss, scaled=True, micro_batches=k, precision=precision)
+    batches = [mlp_batch(2 * n * k, seed=i, dtype=half) for i in range(3)]
+    assert_equivalent(train_step, mlp_params(torch.float32), opt, batches, world_sizes=(n,), rtol=0.02)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("k", [1, 3])
+def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
+    precision = fzero.Precision(torch.bfloat16, full=wide_norm)
+    opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 64.0, growth_interval=2)
+    train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=k, precision=precision)
+    params = integers({"a": torch.ones(5, 3), "n": torch.ones(3), "c": torch.ones(())}, 0)
+    batches = [torch.randint(-2, 3, (4 * k,)).float() for _ in range(4)]
+    eager = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4))
+    jitted = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4), jit=True)
+    lockstep = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4, simulate="lockstep"))
+    assert_trees_close(jitted, eager, rtol=0.0)
+    assert_trees_close(lockstep, eager, rtol=0.0)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_dtypes_on_the_wire(stage, k):
+    """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
+    seen: list[Any] = []
+    for reduce, grad in [(torch.float32, None), (torch.float16, torch.float32), (torch.float16, None)]:
+        precision = fzero.Precision(torch.float16, reduce=reduce, grad=grad, full=wide_norm)
+        opt = optim.master_weights(optim.sgd(0.5), precision)
+
+        def train_step(params: Any, opt_state: Any, batch: Any, opt: Any = opt, precision: Any = precision) -> Any:
+            loss, grads = fzero.scaled_value_and_grad(linear_loss, 1.0, micro_batches=k, precision=precision)(
+                params, batch
+            )
+            inner = fzero.value_and_grad(linear_loss, micro_batches=k, precision=precision)(params, batch)[1]
+            seen.append({x.dtype for x in tree.tensors(inner)})
+            grads = tree.map(lambda g, d: g.to(d.dtype), grads, inner)
+            updates, opt_state = opt.update(grads, opt_state, params)
+            return optim.apply_updates(params, updates), opt_state, loss
+
+        mesh = fzero.mesh(dp=2)
+        step = fzero.shard(train_step, stage=stage, mesh=mesh)
+        state = step.init({"w": torch.ones(6), "n": torch.ones(2)}, opt)
+        with fzero.record() as log:
+            step(*state, mesh.split(torch.ones(2 * k)))
+        for e in log.events:
+            gathers = e.kind == "all_gather"
+            assert e.dtype == (torch.float32 if e.unit == "n" else torch.float16 if gathers else reduce)
+        assert {"reduce_scatter" if stage else "all_reduce"} <= {e.kind for e in log.events}
+        assert seen.pop() == {torch.float32, grad or reduce}
+        # the same on the traced graph: bytes an element
+        plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(torch.ones(2 * k)))
+        widths = {(c.kind, c.unit): c.bytes // c.elements for c in plan.collectives if c.unit in ("w", "n")}
+        assert all(
+            width == (4 if unit == "n" else 2 if kind == "all_gather" else reduce.itemsize)
+            for (kind, unit), width in widths.items()
+        )
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_state_bytes_are_the_formulas(half, n):
+    """State 14 bytes an element: 14, 2 + 12/N, 2 + 12/N, 14/N; with gradients in half precision ZeRO's table."""
+    psi = 64 * 5
+    precision = fzero.Precision(half, reduce=half)
+    opt = optim.master_weights(optim.scale_by_adam(), precision)  # without a counter: none in float32 either
+    params = {"blocks": [{"w": torch.ones(8, 8)} for _ in range(4)], "head": torch.ones(64)}
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        _, grads = fzero.scaled_value_and_grad(linear_loss, 1.0, precision=precision)(params, batch)
+        grads = tree.map(lambda g: g.to(half), grads)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, grads
+
+    held = [14 * psi, 2 * psi + 12 * psi // n, 2 * psi + 12 * psi // n, 14 * psi // n]
+    given = [16 * psi, 2 * psi + 14 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n]
+    for stage in range(4):
+        mesh = fzero.mesh(simulate=True, dp=n)
+        step = fzero.shard(train_step, stage=stage, mesh=mesh)
+        state = step.init(params, opt)
+        count = 8  # bytes of Adam's counter
+        assert step.state_bytes(*state) - count == held[stage]
+        *state, grads = step(*state, mesh.split(torch.ones(n)))
+        assert step.state_bytes(*state) - count == held[stage]
+        assert step.state_bytes(*state, grads) - count == given[stage]
+
+
+def test_full_leaves_have_no_second_copy():
+    precision = fzero.Precision(torch.bfloat16, full=wide_norm)
+    opt = optim.master_weights(optim.sgd(0.1), precision)
+    step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+    params, state = step.init({"w": torch.ones(4), "n": torch.full((3,), 1 / 3)}, opt)
+    assert state.master["n"] is None and state.master["w"].data.dtype == torch.float32
+    assert params["n"].data.dtype == torch.float32 and params["w"].data.dtype == torch.bfloat16
+    whole = step.gather(optim.master_params(params, state))
+    assert_trees_close(whole, {"w": torch.ones(4), "n": torch.full((3,), 1 / 3)}, rtol=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("lazy", [False, True])
+def test_masters_start_with_all_their_bits(stage, lazy):
+    """The parameters are cast after the masters were made, also those that an init function makes leaf by leaf."""
+    precision = fzero.Precision(torch.bfloat16, full=wide_norm)
+    opt = optim.master_weights(optim.sgd(0.1), precision)
+    make = lambda: {"a": {"w": torch.full((5, 3), 1 / 3), "n": torch.full((3,), 1 / 3)}, "b": torch.full((7,), 1 / 7)}  # noqa: E731
+    step = fzero.shard(lambda p, s, x: (p, s), stage=stage, mesh=fzero.mesh(dp=4))
+    params, state = step.init(make if lazy else make(), opt)
+    assert_trees_close(step.gather(optim.master_params(params, state)), make(), rtol=0.0)
+    assert_trees_close(step.gather(params), precision.cast(make()), rtol=0.0)
+
+
+@settings(max_examples=40)
+@given(half=st.sampled_from(HALF), seed=st.integers(0, 999))
+def test_parameters_are_the_rounded_masters(half, seed):
+    """After any update: the sum of a rounded value and a difference of rounded values is the new one."""
+    g = torch.Generator().manual_seed(seed)
+    precision = fzero.Precision(half)
+    opt = optim.master_weights(optim.sgd(1.0), precision)
+    params = {"w": torch.randn(500, generator=g)}
+    state, params = opt.init(params), precision.cast(params)
+    for size in (1e-4, 1e-2, 1.0, 100.0):
+        updates, state = opt.update({"w": torch.randn(500, generator=g) * size}, state, params)
+        params = optim.apply_updates(params, updates)
+        near_zero = state.master["w"].abs() < 1e-3 * size  # there the parameter is within float32's error of it
+        assert torch.equal(params["w"][~near_zero], state.master["w"].to(half)[~near_zero])
+        torch.testing.assert_close(params["w"].float(), state.master["w"], rtol=2**-8, atol=1e-7 * max(size, 1))
+
+
+def test_updates_smaller_than_the_last_bit_add_up():
+    precision = fzero.Precision(torch.bfloat16)
+    opt = optim.master_weights(optim.sgd(2.0**-12), precision)
+    params = {"w": torch.ones(3)}
+    state, params = opt.init(params), precision.cast(params)
+    for _ in range(32):
+        updates, state = opt.update({"w": torch.ones(3)}, state, params)
+        params = optim.apply_updates(params, updates)
+    assert params["w"].tolist() == [1 - 2.0**-7] * 3
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ties_stay_tied(stage):
+    precision = fzero.Precision(torch.bfloat16)
+    opt = optim.master_weights(optim.sgd(2.0**-3), precision)
+    w = torch.ones(5)
+    step = fzero.shard(step_of(opt, precision=precision, reduce="sum"), stage=stage, mesh=fzero.mesh(dp=2))
+    state = step.init({"a": w, "b": w}, opt)
+    for _ in range(2):
+        *state, _ = step(*state, step.mesh.split(torch.ones(4)))
+    whole = step.gather(state[0])
+    assert torch.equal(whole["a"], whole["b"]) and not torch.equal(whole["a"].float(), w)
+
+
+def test_split_and_hybrid_units_have_a_precision_too():
+    """Tensor parallel leaves, and copies along a replica axis: the policy's dtypes on every collective of a unit."""
+    precision = fzero.Precision(torch.bfloat16, full=wide_norm)
+    opt = optim.master_weights(optim.sgd(2.0**-9), precision)
+    params = integers({"w": torch.ones(4, 6), "n": torch.ones(3), "c": torch.ones(5)}, 0)
+    batches = [torch.randint(-2, 3, (8,)).float() for _ in range(3)]
+    train_step = step_of(opt, reduce="sum", precision=precision, micro_batches=2)
+    expected = unsharded(train_step, opt, params, batches)
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
+        for stage in range(4):
+            step = fzero.shard(train_step, stage=stage, mesh=mesh, over="shard")
+            state = step.init(params, opt)
+            with fzero.record() as log:
+                for batch in batches:
+                    *state, _ = step(*state, mesh.split(batch))
+            assert_trees_close(step.gather(tuple(state)), expected, rtol=0.0)
+            assert all((e.dtype == torch.bfloat16) == (e.kind == "all_gather" and e.unit != "n") for e in log.events)
+
+
+# ---------------------------------------------------------------- loss scale
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n,k", [(1, 2), (4, 1), (3, 3)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
+    """In one sample of one micro-batch of one rank; parameters and state stay bit for bit; then the run goes on."""
+    precision = fzero.Precision(torch.float16, full=wide_norm)
+    pair = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), precision)
+    opt = optim.dynamic_loss_scale(pair, 64.0, growth_interval=2)
+    train_step = step_of(opt, scaled=True, micro_batches=k, precision=precision)
+    mesh = fzero.mesh(simulate=True, dp=n)
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    state = step.init({"w": torch.tensor([-0.0, 0.0, 1.0, -2.0, 3.0]), "n": torch.ones(3), "0": torch.ones(())}, opt)
+    good = torch.ones(2 * n * k)
+    *state, _ = step(*state, mesh.split(good))
+    bad = good.clone()
+    bad[-2] = value
+    before = [x.clone() for x in tree.tensors((state[0], state[1].inner))]
+    *state, _ = step(*state, mesh.split(bad))
+    after = tree.tensors((state[0], state[1].inner))
+    assert all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True) if x.ndim
+    )
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True) if not x.ndim)
+    assert (state[1].scale, state[1].growth, state[1].skipped) == (32.0, 0, 1)
+    for _ in range(2):
+        *state, loss = step(*state, mesh.split(good))
+    assert (state[1].scale, state[1].growth, state[1].skipped) == (64.0, 0, 1)
+    assert loss.isfinite() and not torch.equal(before[0], tree.tensors(state[0])[0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_scale_leaves_no_trace(stage):
+    """Loss and gradients are the true ones at any power of two, and what follows, clipping, sees no scale."""
+    precision = fzero.Precision(torch.bfloat16)
+    results = []
+    for scale in (1.0, 2.0**20):
+        pair = optim.chain(optim.clip(0.5), optim.clip_by_global_norm(2.0), optim.sgd(2.0**-3))
+        opt = optim.static_loss_scale(optim.master_weights(pair, precision), scale)
+        train_step = step_of(opt, scaled=True, reduce="sum", precision=precision)
+        params, batches = {"w": torch.ones(5, 3), "v": torch.ones(4)}, [torch.ones(4), -torch.ones(4)]
+        results.append(trained(train_step, opt, params, batches, stage, fzero.mesh(dp=2)))
+        assert_trees_close(results[-1][0], unsharded(train_step, opt, params, batches)[0], rtol=0.0)
+    assert_trees_close(results[0][0], results[1][0], rtol=0.0)
+
+
+def test_small_gradients_survive_in_half_precision_only_with_a_scale(caplog):
+    notice.cache_clear()
+    w = torch.ones(3, dtype=torch.float16)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (w.float() * x).mean()
+
+    precision = fzero.Precision(torch.float16)
+    x = torch.full((3,), 2.0**-26)
+    _, grad = fzero.scaled_value_and_grad(loss, 2.0**12, precision=precision)(w, x)
+    assert not caplog.records
+    for _ in range(2):
+        _, lost = fzero.value_and_grad(loss, precision=precision)(w, x)
+    assert caplog.text.count("gradients in float16 below 6e-8 vanish: scale the loss") == 1
+    assert lost.tolist() == [0.0] * 3
+    torch.testing.assert_close(grad, x / 3, rtol=1e-3, atol=0)
+
+
+def test_the_scale_grows_and_has_bounds():
+    opt = optim.dynamic_loss_scale(optim.sgd(0.1), 4.0, growth_interval=2, minimum=2.0, maximum=8.0)
+    params = {"w": torch.ones(2)}
+    state, good, bad = opt.init(params), {"w": torch.ones(2)}, {"w": torch.tensor([1.0, float("nan")])}
+    scales = []
+    for grads in [good, good, good, good, bad, bad, bad, good]:
+        _, state = opt.update(grads, state, params)
+        scales.append((state.scale.item(), state.growth.item(), state.skipped.item()))
+    assert scales == [(4, 1, 0), (8, 0, 0), (8, 1, 0), (8, 0, 0), (4, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 3)]
+
+
+def test_higher_derivatives_through_a_scale():
+    f = lambda w: (w**3).sum()  # noqa: E731
+    w = torch.tensor([1.0, 2.0])
+    inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(inner)(w), 6 * w)
+    torch.testing.assert_close(torch.func.jvp(inner, (w,), (torch.ones(2),))[1], (6 * w).sum())
+
+
+@settings(max_examples=40)
+@given(params=trees(), n=world_sizes(), bad=st.booleans(), data=st.data())
+def test_all_finite_sees_every_rank(params, n, bad, data):
+    leaves = [x for x in tree.tensors(params) if x.numel()]
+    if bad and leaves:
+        leaf = leaves[data.draw(st.integers(0, len(leaves) - 1))].view(-1)
+        leaf[data.draw(st.integers(0, len(leaf) - 1))] = float("nan")
+    f = lambda params: optim.all_finite(fzero.partition(params))  # noqa: E731
+    assert fzero.mesh(simulate=True, dp=n).spmd(f)(params).item() == (not (bad and leaves))
+
+
+# ---------------------------------------------------------------- weighted means
+
+
+def token_loss(params: Any, batch: Any) -> Any:
+    """The sum of the losses of the tokens that count, and their number."""
+    x = batch["x"]
+    for block in params["blocks"]:
+        x = torch.tanh(x @ block["w"] + block["b"])
+    losses = ((x @ params["head"][0] * params["scale"] - batch["y"]) ** 2).sum(-1)
+    return (losses * batch["mask"]).sum(), batch["mask"].sum()
+
+
+@settings(max_examples=40)
+@given(
+    stage=stages(), n=world_sizes(), k=MICRO_BATCHES, seed=st.integers(0, 99), scaled=st.booleans(), aux=st.booleans()
+)
+def test_a_token_weighted_mean_is_exact(stage, n, k, seed, scaled, aux):
+    """Whatever the counts of ranks and micro-batches, those without a token among them: one mean over all tokens."""
+    g = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(2):
+        batch = mlp_batch(2 * n * k, seed=seed + i)
+        mask = (torch.rand(2 * n * k, generator=g) < 0.4).double()
+        mask[: 2 * k] = 0.0  # the first rank has none
+        mask[-1] = 1.0
+        batches.append({**batch, "mask": mask})
+    opt = optim.sgd(0.1, momentum=0.9)
+    weighted = (lambda p, b: (token_loss(p, b), b["mask"])) if aux else token_loss
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        options: Any = {"reduce": "weighted", "micro_batches": k, "has_aux": aux}
+        if scaled:
+            value, grads = fzero.scaled_value_and_grad(weighted, 8.0, **options)(params, batch)
+        else:
+            value, grads = fzero.value_and_grad(weighted, **options)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value[0] if aux else value
+
+    def dense(params: Any, batch: Any) -> torch.Tensor:
+        total, count = token_loss(params, batch)
+        return total / count
+
+    assert_equivalent(train_step, mlp_params(), opt, batches, (stage,), (n,))
+    # and equal to the mean over the whole batch at once
+    state = expected = (mlp_params(), opt.init(mlp_params()))
+    for batch in batches:
+        state = train_step(*state[:2], batch)
+        loss, grads = fzero.value_and_grad(dense)(expected[0], batch)
+        updates, opt_state = opt.update(grads, expected[1], expected[0])
+        expected = (optim.apply_updates(expected[0], updates), opt_state)
+        assert_trees_close(state, (*expected, loss))
+
+
+def test_a_naive_mean_of_means_is_not():
+    batch = {**mlp_batch(8), "mask": torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.float64)}
+
+    def naive(params: Any, batch: Any) -> torch.Tensor:
+        total, count = token_loss(params, batch)
+        return total / count
+
+    mesh = fzero.mesh(dp=2)
+    exact = fzero.value_and_grad(naive)(mlp_params(), batch)[0]
+    wrong = mesh.spmd(fzero.value_and_grad(naive))(mlp_params(), mesh.split(batch))[0]
+    right = mesh.spmd(fzero.value_and_grad(token_loss, reduce="weighted"))(mlp_params(), mesh.split(batch))[0]
+    assert abs(wrong - exact) > 0.1
+    torch.testing.assert_close(right, exact)
+
+
+def test_no_token_at_all_is_no_loss():
+    batch = {**mlp_batch(4), "mask": torch.zeros(4, dtype=torch.float64)}
+    loss, grads = fzero.value_and_grad(token_loss, reduce="weighted", micro_batches=2)(mlp_params(), batch)
+    assert loss == 0 and all((g == 0).all() for g in tree.tensors(grads))
+
+
+# ---------------------------------------------------------------- batch arithmetic
+
+
+@settings(max_examples=60)
+@given(m=st.integers(1, 9), k=st.integers(1, 9), n=world_sizes())
+def test_any_two_give_the_third(m, k, n):
+    mesh = fzero.mesh(simulate=True, dp=n)
+    expected = fzero.BatchPlan(m * k * n, m, k, n)
+    assert fzero.batch_plan(micro_batch=m, accumulation=k, mesh=mesh) == expected
+    assert fzero.batch_plan(global_batch=m * k * n, accumulation=k, mesh=mesh) == expected
+    assert fzero.batch_plan(global_batch=m * k * n, micro_batch=m, mesh=mesh) == expected
+    assert fzero.batch_plan(global_batch=m * k * n, micro_batch=m, accumulation=k, mesh=mesh) == expected
+    assert expected.local_batch * n == expected.global_batch
+
+
+def test_only_data_parallel_ranks_count():
+    mesh = fzero.mesh(dp=2, tp=4)
+    assert fzero.batch_plan(micro_batch=3, accumulation=5, mesh=mesh, axis="dp").global_batch == 30
+    with pytest.raises(ValueError, match=r"the axes \('dp', 'tp'\): say which are data-parallel, axis='dp'"):
+        fzero.batch_plan(micro_batch=3, accumulation=5, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        (
+            {"global_batch": 64},
+            r"given {'global_batch': 64} and 4 ranks: expected two of global_batch, micro_batch, acc",
+        ),
+        ({}, "given nothing and 4 ranks"),
+        ({"global_batch": 64, "micro_batch": 0}, "micro_batch=0: expected an int, at least 1"),
+        ({"global_batch": 64, "micro_batch": 2.0}, r"micro_batch=2\.0: expected an int"),
+        (
+            {"global_batch": 64, "micro_batch": 2, "accumulation": 2},
+            r"global_batch=64, micro_batch=2, accumulation=2 and 4 data-parallel ranks contradict .* 2 x 2 x 4 = 16",
+        ),
+        (
+            {"global_batch": 50, "micro_batch": 2},
+            r"global_batch=50, micro_batch=2 and 4 .* no multiple of 8, .* 48 and 56",
+        ),
+        (
+            {"global_batch": 3, "accumulation": 2},
+            r"no multiple of 8, so there is no micro_batch; .* batches are 8 and 8",
+        ),
+    ],
+)
+def test_contradictions_name_all_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        fzero.batch_plan(**given, mesh=fzero.mesh(dp=4))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_bad_policies():
+    with pytest.raises(ValueError, match="master weights in half precision lose every update"):
+        fzero.Precision(torch.bfloat16, master=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"param=torch\.float64 is wider than master=torch\.float32"):
+        fzero.Precision(torch.float64)
+    with pytest.raises(TypeError, match=r"param=torch\.int8: expected a floating-point dtype"):
+        fzero.Precision(torch.int8)
+    with pytest.raises(TypeError, match="reduce='float32'"):
+        fzero.Precision(torch.bfloat16, reduce="float32")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"growth_factor=0\.5"):
+        optim.dynamic_loss_scale(optim.sgd(0.1), growth_factor=0.5)
+    with pytest.raises(ValueError, match="initial=0"):
+        optim.static_loss_scale(optim.sgd(0.1), 0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_forgotten_casts_are_found(stage):
+    """A policy that silently did nothing is the classic bug: each place says so, and where."""
+    precision = fzero.Precision(torch.bfloat16)
+    opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2)
+    params = {"w": torch.ones(4)}
+    plain = fzero.shard(step_of(optim.sgd(0.1), precision=precision), stage=stage, mesh=mesh)
+    with pytest.raises(TypeError, match=r"argument 0: leaf 'w' is torch\.float32, and precision= says torch\.bfloat16"):
+        plain(*plain.init(params, optim.sgd(0.1)), mesh.split(torch.ones(2)))
+    without = fzero.shard(step_of(opt), stage=stage, mesh=mesh)
+    with pytest.raises(
+        TypeError, match=r"master_weights: grads leaf 'w' is torch\.bfloat16, .*float32; take them with"
+    ):
+        without(*without.init(params, opt), mesh.split(torch.ones(2)))
+    uncast = opt.init(params)
+    with pytest.raises(TypeError, match=r"master_weights: params leaf 'w' is torch\.float32"):
+        opt.update({"w": torch.ones(4)}, uncast, params)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        opt.update({"w": torch.ones(4)}, uncast)
+
+
+def test_masters_of_rounded_values_are_noted(caplog):
+    notice.cache_clear()
+    opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
+    opt.init({"w": torch.ones(4)})
+    assert not caplog.records
+    opt.init({"w": torch.ones(4, dtype=torch.bfloat16)})
+    assert "1 leaves ('w', ...) are given in half precision already" in caplog.text
+
+
+def test_master_weights_come_last():
+    opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
+    assert optim.chain(optim.clip(1.0), opt).precision is opt.precision
+    with pytest.raises(ValueError, match="must be the last link"):
+        optim.chain(opt, optim.scale(0.5))
+    with pytest.raises(ValueError, match="opt_state holds 0 of LossScaleState"):
+        optim.loss_scale(opt.init({"w": torch.ones(4)}))
+
+
+def test_what_a_weighted_loss_must_return():
+    w = torch.ones(3)
+    with pytest.raises(TypeError, match=r"must return \(total, weight\)"):
+        fzero.value_and_grad(lambda w: w.sum(), reduce="weighted")(w)
+    with pytest.raises(TypeError, match=r"the weight is torch\.float32 \[3\], expected a 0-d tensor"):
+        fzero.value_and_grad(lambda w: (w.sum(), w), reduce="weighted")(w)
+    with pytest.raises(TypeError, match=r"must return \(\(total, weight\), aux\)"):
+        fzero.value_and_grad(lambda w: w.sum(), reduce="weighted", has_aux=True)(w)
+
+
+def test_every_box_says_its_dtype():
+    """The spec's dtype is the parameters', whatever the tree holds."""
+    precision = fzero.Precision(torch.bfloat16)
+    opt = optim.master_weights(optim.adam(0.1), precision)
+    step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+    params, state = step.init({"w": torch.ones(4)}, opt)
+    boxes = [x for x in tree.flatten((params, state), is_box)[0] if is_box(x)]
+    assert {x.spec.dtype for x in boxes} == {torch.bfloat16} and len({x.uid for x in boxes}) == 1
