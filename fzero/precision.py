@@ -73,17 +73,19 @@ class Precision:
         `step.init(params, optim.master_weights(opt, precision))` does it, after it made the master weights: cast
         first, they would start from rounded values.
         """
-        return tree.map(lambda x, dtype: x.to(dtype), params, self.dtypes(params))
+        return tree.map(lambda x, kept: x.to(kept.dtype), params, self.kept(params))
 
-    def dtypes(self, params: Any) -> Any:
-        """Make a tree like `params`, on any layout, of the dtypes that they are kept in."""
+    def kept(self, params: Any) -> Any:
+        """Make a tree like `params`, on any layout, of empty meta tensors with the dtypes that they are kept in."""
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
-        found: dict[int, torch.dtype] = {}  # places of one tensor have one dtype, the first's
+        found: dict[int, torch.Tensor] = {}  # places of one tensor have one dtype, the first's
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                entries[i] = Shard(fact(x.uid, "dtype"), x.uid)
+                entries[i] = Shard(torch.empty(0, dtype=fact(x.uid, "dtype"), device="meta"), x.uid)
             elif isinstance(x, torch.Tensor):
-                entries[i] = found.setdefault(id(x), self.dtype_of(path, x))
+                if id(x) not in found:
+                    found[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
+                entries[i] = found[id(x)]
         return tree.unflatten(structure, entries)
 
     def gradients(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.layout import Shard, is_box
+from fzero.layout import Shard, Slot, is_box
 from fzero.optim._base import Optimizer, apply_updates, around, find_state
 from fzero.precision import Precision
 from fzero.spec import fact
@@ -60,35 +60,33 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
     """
     master = precision.master
 
-    def stored(masters: Any, dtypes: Any) -> Any:
+    def stored(masters: Any, kept: Any) -> Any:
         """Leave out the masters of parameters that are their own."""
         entries, structure = tree.flatten(masters, is_box)
-        kinds = tree.leaves_up_to(masters, dtypes, is_box)
-        kinds = [fact(d.uid, "dtype") if is_box(d) else d for d in kinds]
-        kept = [None if d is None or d == master else x for x, d in zip(entries, kinds, strict=True)]
-        return tree.unflatten(structure, kept)
+        dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, kept, is_box)]
+        found = [None if dtype in (None, master) else x for x, dtype in zip(entries, dtypes, strict=True)]
+        return tree.unflatten(structure, found)
 
     def init(params: Any) -> MasterState:
         _note_rounded(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(stored(masters, precision.dtypes(params)), pair.init(masters))
+        return MasterState(stored(masters, precision.kept(params)), pair.init(masters))
 
     def update(grads: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
-        dtypes = precision.dtypes(params)
-        _check_dtypes("params", params, dtypes)
-        _check_dtypes("grads", grads, tree.map(lambda p, d: precision.gradients(d)[1], params, dtypes))
+        kept = precision.kept(params)
+        _check_dtypes(params, grads, kept, precision)
         masters = master_params(params, state)
         updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
 
-        def rounded(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        def rounded(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             # between two rounded values, so that p and it add up to the new one, exactly if that is not near zero
-            wide = torch.promote_types(dtype, torch.float32)
-            return u if dtype == master else m.to(dtype).to(wide) - p.to(wide)
+            wide = torch.promote_types(p.dtype, torch.float32)
+            return u if p.dtype == master else m.to(p.dtype).to(wide) - p.to(wide)
 
-        return tree.map(rounded, params, updates, new, dtypes), MasterState(stored(new, dtypes), inner)
+        return tree.map(rounded, params, updates, new), MasterState(stored(new, kept), inner)
 
     return replace(around(init, update, pair), precision=precision)
 
@@ -133,16 +131,29 @@ def _note_rounded(params: Any, precision: Precision) -> None:
         )
 
 
-def _check_dtypes(what: str, given: Any, dtypes: Any) -> None:
-    advice = {
-        "params": "start with params, opt_state = step.init(params, opt), or params = precision.cast(params)",
-        "grads": "take them with fzero.value_and_grad(f, precision=precision)",
-    }[what]
-    paths, entries, _ = tree.flatten_with_paths(given, is_box)
-    for path, x, dtype in zip(paths, entries, tree.leaves_up_to(given, dtypes, is_box), strict=True):
-        x, dtype = (x.data, dtype.data) if isinstance(x, Shard) else (x, dtype)
-        if not isinstance(x, torch.Tensor):
+def _dtype(x: Any) -> torch.dtype | None:
+    """Return the dtype of an entry of a tree; a unit's other leaves have their first one's."""
+    if isinstance(x, Slot):
+        return fact(x.uid, "dtype")
+    data = x.data if isinstance(x, Shard) else x
+    return data.dtype if isinstance(data, torch.Tensor) else None
+
+
+def _check_dtypes(params: Any, grads: Any, kept: Any, precision: Precision) -> None:
+    paths, entries, _ = tree.flatten_with_paths(params, is_box)
+    columns = [tree.leaves_up_to(params, other, is_box) for other in (grads, kept)]
+    for path, p, g, like in zip(paths, entries, *columns, strict=True):
+        dtype, given = _dtype(like), _dtype(g)
+        if dtype is None or isinstance(p, Slot):
             continue
-        wide_enough = x.dtype == torch.promote_types(x.dtype, dtype) if what == "grads" else x.dtype == dtype
-        if not wide_enough:
-            raise TypeError(f"master_weights: {what} leaf {path!r} is {x.dtype}, and its policy says {dtype}; {advice}")
+        if _dtype(p) != dtype:
+            raise TypeError(
+                f"master_weights: params leaf {path!r} is {_dtype(p)}, and its policy says {dtype}; start with params, "
+                "opt_state = step.init(params, opt), or params = precision.cast(params)"
+            )
+        expected = precision.gradients(dtype)[1]
+        if given is not None and given != torch.promote_types(given, expected):
+            raise TypeError(
+                f"master_weights: grads leaf {path!r} is {given}, and its policy says {expected}; take them with "
+                "fzero.value_and_grad(f, precision=precision)"
+            )
