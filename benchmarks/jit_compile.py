@@ -57,7 +57,7 @@ def lowering(layers: int, stage: int) -> dict[str, Any]:
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
     elsewhere = step.on(fzero.Mesh((("dp", 2),), _world._Absent()))
-    args = _world.abstract_for(args, 2, stacked=True)
+    args = _world.abstract_for(args, {"dp": 2}, stacked=True)
     entry = fzero.jit(elsewhere)._trace(_signature.call_of(args, {}), args, {})
     before = sum(os.times()[:4])
     seconds, run = timed(lambda: _lower.lower(entry.chosen.graph, "inductor"))

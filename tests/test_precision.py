@@ -300,6 +300,23 @@ def test_split_and_hybrid_units_have_a_precision_too():
             assert all((e.dtype == torch.bfloat16) == (e.kind == "all_gather" and e.unit != "n") for e in log.events)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_micro_batches_are_summed_in_the_gradients_dtype(stage):
+    """256 + 1 is 256 in bfloat16."""
+    precision, mesh = fzero.Precision(torch.bfloat16), fzero.mesh(dp=2)
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        grad = fzero.value_and_grad(lambda p, x: p["w"].float().sum() * x.sum(), **options)
+        return params, opt_state, grad(params, batch)[1]
+
+    options: Any = {"reduce": "sum", "micro_batches": 2, "precision": precision}
+    x, params = torch.tensor([256.0, 1.0, 0.0, 0.0]), {"w": torch.ones(3)}
+    step = fzero.shard(train_step, stage, mesh)
+    state = step.init(params, optim.master_weights(optim.sgd(0.1), precision))
+    assert step.gather(step(*state, mesh.split(x))[2])["w"].tolist() == [257.0] * 3
+    assert train_step(precision.cast(params), (), x[:2])[2]["w"].tolist() == [257.0] * 3
+
+
 # ---------------------------------------------------------------- loss scale
 
 
@@ -316,7 +333,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     state = step.init({"w": torch.tensor([-0.0, 0.0, 1.0, -2.0, 3.0]), "n": torch.ones(3), "0": torch.ones(())}, opt)
     good = torch.ones(2 * n * k)
-    *state, _ = step(*state, mesh.split(good))
     bad = good.clone()
     bad[-2] = value
     before = [x.clone() for x in tree.tensors((state[0], state[1].inner))]
@@ -327,7 +343,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     )
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True) if not x.ndim)
     assert (state[1].scale, state[1].growth, state[1].skipped) == (32.0, 0, 1)
-    for _ in range(2):
+    for _ in range(2):  # it goes on
         *state, loss = step(*state, mesh.split(good))
     assert (state[1].scale, state[1].growth, state[1].skipped) == (64.0, 0, 1)
     assert loss.isfinite() and not torch.equal(before[0], tree.tensors(state[0])[0])
