@@ -1,6 +1,6 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
-from fzero import nn, optim, transforms, tree
+from fzero import nn, optim, random, transforms, tree
 from fzero._donated import DonatedError
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
@@ -61,6 +61,7 @@ __all__ = [
     "psum_invariant",
     "psum_scatter",
     "pvary",
+    "random",
     "record",
     "reduce_scatter",
     "shard",
