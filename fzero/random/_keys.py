@@ -27,7 +27,7 @@ def _signed(x: int) -> int:
 # Those of SplitMix64: 2^64 divided by the golden ratio, and its finalizer's two factors.
 GOLDEN = _signed(0x9E3779B97F4A7C15)
 FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-# What a key is used for: digits of pi, so that a key folded with i, split, and drawn from are far apart.
+# Digits of pi, which keep apart what a key is used for: to be folded with a number, to be split, to be drawn from.
 FOLD, SPLIT, SECOND = _signed(0x243F6A8885A308D3), _signed(0x13198A2E03707344), _signed(0xA4093822299F31D0)
 
 
@@ -36,8 +36,13 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def _mixed(z: torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:
-    """Mix all bits; `second` is added half-way."""
+def _mixed(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:
+    """Mix all bits of `x` and a number; `second` is added half-way.
+
+    SplitMix64 adds x and number * GOLDEN. But a compiled loop counts the number, C++ may assume that a multiple of
+    what it counts does not overflow, and gcc concludes that the loop needs no end (seen with Inductor). So ^ is first.
+    """
+    z = (x ^ number) * GOLDEN
     z = (z ^ _shifted(z, 30)) * FACTORS[0]
     z = z if isinstance(second, int) else z + second
     z = (z ^ _shifted(z, 27)) * FACTORS[1]
@@ -68,7 +73,7 @@ def key(seed: int) -> torch.Tensor:
         >>> fzero.random.uniform(fzero.random.key(0), (3,))
         tensor([0.7306, 0.1655, 0.5117])
     """
-    return _mixed(torch.tensor(_signed(seed * GOLDEN + SECOND)))
+    return _mixed(torch.tensor(SECOND), _signed(seed))
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
@@ -90,9 +95,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         False
     """
     check_key(key)
-    if isinstance(data, torch.Tensor):
-        return _mixed(key + (data.to(key.device, torch.int64) * GOLDEN + FOLD))
-    return _mixed(key + _signed(data * GOLDEN + FOLD))
+    return _mixed(key + FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
 
 
 def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
@@ -114,7 +117,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
         torch.Size([3])
     """
     check_key(key)
-    return _mixed(key + (torch.arange(num, device=key.device) * GOLDEN + SPLIT))
+    return _mixed(key + SPLIT, torch.arange(num, device=key.device))
 
 
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
@@ -122,5 +125,5 @@ def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | N
     check_key(key)
     key = key if device is None else key.to(device)
     counter = torch.arange(math.prod(shape), device=key.device).view(tuple(shape))
-    # The key enters twice: if it only were where counting starts, two keys could have one sequence, shifted.
-    return _mixed(key + counter * GOLDEN, second=_mixed(key + SECOND))
+    # The key enters twice: else two keys that differ in few bits had the same numbers in another order.
+    return _mixed(key, counter, second=_mixed(key + SECOND, 0))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fzero._torch import TorchDispatchMode
+from fzero._torch import TorchDispatchMode, vmaps
 from fzero.random._keys import check_key, fold_in
 from fzero.random._replaced import BODIES, DRAWS
 from fzero.world import axis_index, axis_names, data_axes, micro_batch
@@ -28,9 +28,9 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     one sample together, as in tensor parallelism, draw alike: one key gives each rank the same numbers at every stage,
     in every simulation, and on real processes.
 
-    In a `torch.vmap` inside `f` all samples draw alike, whatever its `randomness`: map a seeded function over
-    `split(key, n)` to have them differ. In torch.compile, where Dynamo traces Python, what has no draw by key is not
-    refused, and draws from torch's generator.
+    To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
+    `randomness="same"` they draw alike. Under torch.compile nothing is refused: there what has no draw by key draws from
+    torch's generator, and samples draw alike.
 
     Args:
         f: any function of torch code.
@@ -40,8 +40,8 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TypeError: when called, if the first argument is no key.
-        RuntimeError: when called, if `f` draws what has no draw by key here (`multinomial`, an LSTM's dropout), or runs
-            a rank program, whose ranks would not have keys of their own. Names it.
+        RuntimeError: when called, if `f` draws what has no draw by key here (`multinomial`, an LSTM's dropout), or
+            where a draw would be alike without a word: in a vmap inside, or in a rank program.
 
     Example:
         >>> import torch.nn.functional as F
@@ -101,14 +101,19 @@ class _Drawing(TorchFunctionMode):
 
     def __init__(self, key: torch.Tensor) -> None:
         super().__init__()
-        self.key, self.drawn, self.axes = key, 0, axis_names()
-        self.calls = ""
+        self.key, self.drawn, self.calls = key, 0, ""
+        self.axes, self.maps = axis_names(), _vmaps()
 
     def next_key(self) -> torch.Tensor:
         if axis_names() != self.axes:
             raise RuntimeError(
                 f"fzero.random.seeded: a rank program over {list(axis_names())} runs inside, whose ranks have no "
                 "keys of their own: call seeded(f)(key, ...) inside the rank program, or the step"
+            )
+        if set(_vmaps()[len(self.maps) :]) - {"Same"}:
+            raise RuntimeError(
+                "fzero.random.seeded: a vmap inside draws random numbers. Say randomness='same' to have all samples "
+                "draw alike; to have them differ, map a seeded function of its own over fzero.random.split(key, n)"
             )
         self.drawn += 1
         return fold_in(self.key, self.drawn)
@@ -127,6 +132,10 @@ class _Drawing(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.calls = before
+
+
+def _vmaps() -> list[str]:
+    return [] if torch.compiler.is_dynamo_compiling() else vmaps()  # Dynamo does not see them
 
 
 class _Refusing(TorchDispatchMode):
