@@ -29,8 +29,8 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     in every simulation, and on real processes.
 
     To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
-    `randomness="same"` they draw alike. Under torch.compile nothing is refused: there what has no draw by key draws from
-    torch's generator, and samples draw alike.
+    `randomness="same"` they draw alike. Under torch.compile nothing is refused: what has no draw by key draws from
+    torch's generator there, and samples draw alike.
 
     Args:
         f: any function of torch code.
@@ -44,16 +44,18 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
             where a draw would be alike without a word: in a vmap inside, or in a rank program.
 
     Example:
+        >>> import fzero
+        >>> from fzero import random
         >>> import torch.nn.functional as F
-        >>> f = fzero.random.seeded(lambda x: F.dropout(x, 0.5))
-        >>> f(fzero.random.key(0), torch.ones(6))
-        tensor([2., 0., 2., 2., 0., 2.])
-        >>> f(fzero.random.key(0), torch.ones(6))
-        tensor([2., 0., 2., 2., 0., 2.])
+        >>> f = random.seeded(lambda x: F.dropout(x, 0.5))
+        >>> f(random.key(0), torch.ones(6))
+        tensor([0., 2., 2., 0., 2., 2.])
+        >>> f(random.key(0), torch.ones(6))
+        tensor([0., 2., 2., 0., 2., 2.])
         >>> mesh = fzero.mesh(dp=2)
-        >>> mesh.spmd(lambda k, x: fzero.PerRank(f(k, x)))(fzero.random.key(0), torch.ones(6)).value
-        tensor([[2., 0., 2., 2., 0., 2.],
-                [2., 2., 2., 0., 2., 0.]])
+        >>> mesh.spmd(lambda k, x: fzero.PerRank(f(k, x)))(random.key(0), torch.ones(6)).value
+        tensor([[0., 2., 2., 0., 2., 2.],
+                [0., 2., 0., 0., 2., 2.]])
     """
 
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
