@@ -391,7 +391,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return (h @ params["v"] - batch["y"]).square().mean(), h == 0
 
 
-def step_of(opt: Any, **options: Any) -> Any:
+def keyed_step(opt: Any, **options: Any) -> Any:
     def train_step(params: Any, opt_state: Any, batch: Any, key: torch.Tensor) -> Any:
         seeded = random.seeded(loss_fn)
         f = fzero.value_and_grad(lambda p, b: seeded(key, p, b), has_aux=True, **options)
@@ -420,7 +420,7 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
     for stage in range(4):
         for simulate in ("vmap", "lockstep"):
             mesh = fzero.mesh(simulate=simulate, **axes)
-            step = fzero.shard(step_of(opt, micro_batches=k), stage=stage, mesh=mesh, axis="dp")
+            step = fzero.shard(keyed_step(opt, micro_batches=k), stage=stage, mesh=mesh, axis="dp")
             state, dropped = step.init(PARAMS, opt), []
             for i in range(2):
                 *state, _, d = step(*state, mesh.split(BATCH, "dp"), random.fold_in(key, i))
@@ -440,7 +440,7 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
 
 def test_a_step_that_goes_on_later_draws_what_it_would_have():
     opt, mesh, key = optim.adam(1e-2), fzero.mesh(dp=2), random.key(4)
-    step = fzero.shard(step_of(opt), stage=2, mesh=mesh)
+    step = fzero.shard(keyed_step(opt), stage=2, mesh=mesh)
 
     def train(state, steps):
         for i in steps:
@@ -456,7 +456,7 @@ def test_a_step_that_goes_on_later_draws_what_it_would_have():
 @pytest.mark.parametrize("stage", range(4))
 def test_a_jitted_step_draws_the_same_and_a_new_key_needs_no_trace(stage, untouched):
     opt, mesh, key = optim.adam(1e-2), fzero.mesh(dp=2), random.key(1)
-    step = fzero.shard(step_of(opt, micro_batches=2), stage=stage, mesh=mesh)
+    step = fzero.shard(keyed_step(opt, micro_batches=2), stage=stage, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     state, other = step.init(PARAMS, opt), step.init(PARAMS, opt)
     for i in range(3):
