@@ -155,6 +155,21 @@ def test_compiled_draws_are_the_eager_ones():
 
 # ---------------------------------------------------------------- seeded: torch's functions
 
+
+def test_draws_come_in_the_order_of_the_calls():
+    def f(more):
+        first = torch.rand(3)
+        return (torch.randn(3), first) if more else first
+
+    g, k = random.seeded(f), random.key(0)
+    assert g(k, False).equal(g(k, True)[1])
+    assert g(k, more=True)[0].equal(random.normal(random.fold_in(_own(k), 2), (3,)))
+
+
+def _own(k: torch.Tensor, rank: int = 0, micro_batch: int = 0) -> torch.Tensor:
+    return random.fold_in(random.fold_in(k, rank), micro_batch)
+
+
 M = 4096
 ones, halves = torch.ones(M), torch.full((M,), 0.5)
 SAMPLES = {
@@ -220,20 +235,6 @@ def test_torch_draws_from_the_key_what_it_would_draw_itself(name, untouched):
     if name not in ("init.trunc_normal_", "Linear"):  # their own code reads values, and writes into parameters
         assert make_fx(lambda k: g(k))(random.key(0))(random.key(1)).equal(x)
         assert torch.vmap(lambda _: g(random.key(1)), randomness="different")(torch.ones(2))[1].equal(x)
-
-
-def test_draws_come_in_the_order_of_the_calls():
-    def f(more):
-        first = torch.rand(3)
-        return (torch.randn(3), first) if more else first
-
-    g, k = random.seeded(f), random.key(0)
-    assert g(k, False).equal(g(k, True)[1])
-    assert g(k, more=True)[0].equal(random.normal(random.fold_in(_own(k), 2), (3,)))
-
-
-def _own(k: torch.Tensor, rank: int = 0, micro_batch: int = 0) -> torch.Tensor:
-    return random.fold_in(random.fold_in(k, rank), micro_batch)
 
 
 def test_what_draws_nothing_stays_as_it_is(untouched):
