@@ -392,6 +392,10 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return (h @ params["v"] - batch["y"]).square().mean(), h == 0
 
 
+def made_by(key: torch.Tensor) -> Any:
+    return random.seeded(lambda: {name: p.detach() for name, p in nn.Linear(5, 7).named_parameters()})(key)
+
+
 def keyed_step(opt: Any, **options: Any) -> Any:
     def train_step(params: Any, opt_state: Any, batch: Any, key: torch.Tensor) -> Any:
         seeded = random.seeded(loss_fn)
@@ -437,6 +441,14 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
     if k > 1:  # [ranks, micro-batches, ...]
         assert first[0].flatten(1).unique(dim=0).shape[0] == k
     assert not found[0][0][0].equal(found[0][0][1])  # the next step's
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_parameters_are_made_by_key(simulate, untouched):
+    for stage in range(4):
+        step = fzero.shard(keyed_step(optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=3, simulate=simulate))
+        params, _ = step.init(lambda: made_by(random.key(2)), optim.sgd(0.1))
+        assert_trees_close(step.gather(params), made_by(random.key(2)), rtol=0)
 
 
 def test_a_step_that_goes_on_later_draws_what_it_would_have():

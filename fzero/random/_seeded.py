@@ -23,10 +23,10 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     in the order of the calls. torch's own generator is neither read nor advanced. A call that is given a `generator`
     keeps it.
 
-    The key is first folded with this rank's index along the axes of the data, those of the running step (0 outside any
-    mesh), then with the number of the micro-batch. So ranks draw differently, and those of other axes, which compute
-    one sample together, as in tensor parallelism, draw alike: one key gives each rank the same numbers at every stage,
-    in every simulation, and on real processes.
+    The key is first folded with this rank's index along the axes of the data, those of the running step (in `mesh.spmd`
+    all; 0 outside any mesh), then with the number of the micro-batch. So ranks draw differently, and those of other
+    axes, which compute one sample together, as in tensor parallelism, draw alike: one key gives each rank the same
+    numbers at every stage, in every simulation, and on real processes.
 
     To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
     `randomness="same"` they draw alike. Under torch.compile nothing is refused: what has no draw by key draws from

@@ -16,7 +16,7 @@ from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.laws.test_collectives import COLLECTIVES, stacked
-from tests.test_random import BATCH, PARAMS, keyed_step, masks
+from tests.test_random import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
 case = into(CASES)
@@ -292,6 +292,8 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.Mesh) -> None:
         for f in (step, fzero.jit(step, backend="fx")):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)
             assert dropped.value.equal(own(mesh, expected.value))
+        params, _ = step.init(lambda: made_by(key), opt)
+        assert_trees_close(step.gather(params), made_by(key), rtol=0)
     assert torch.equal(before, torch.get_rng_state())
 
 
