@@ -174,7 +174,7 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
     Example:
         >>> from fzero import random
         >>> random.dropout(random.key(0), torch.ones(6), 0.5)
-        tensor([2., 0., 0., 2., 2., 2.])
+        tensor([0., 2., 2., 0., 0., 0.])
     """
     return drop(x, keep(key, p, x.shape, x.device), p)
 
@@ -187,7 +187,8 @@ def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> t
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}: a probability of dropout is between 0 and 1")
-    return uniform(key, shape, device=device) >= p
+    # bits are int64, from -2^63: compared as they are, which is faster than to make fractions of them
+    return bits(key, shape, device) >= min(round(p * 2**64) - 2**63, 2**63 - 1)
 
 
 def drop(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:

@@ -49,13 +49,13 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
         >>> import torch.nn.functional as F
         >>> f = random.seeded(lambda x: F.dropout(x, 0.5))
         >>> f(random.key(0), torch.ones(6))
-        tensor([0., 2., 2., 0., 2., 2.])
+        tensor([2., 0., 0., 2., 0., 0.])
         >>> f(random.key(0), torch.ones(6))
-        tensor([0., 2., 2., 0., 2., 2.])
+        tensor([2., 0., 0., 2., 0., 0.])
         >>> mesh = fzero.mesh(dp=2)
         >>> mesh.spmd(lambda k, x: fzero.PerRank(f(k, x)))(random.key(0), torch.ones(6)).value
-        tensor([[0., 2., 2., 0., 2., 2.],
-                [0., 2., 0., 0., 2., 2.]])
+        tensor([[2., 0., 0., 2., 0., 0.],
+                [2., 0., 2., 2., 0., 0.]])
     """
 
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
