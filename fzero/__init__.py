@@ -1,6 +1,6 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
-from fzero import nn, optim, transforms, tree
+from fzero import nn, optim, random, transforms, tree
 from fzero._batch_plan import BatchPlan, batch_plan
 from fzero._donated import DonatedError
 from fzero._record import Log, record
@@ -67,6 +67,7 @@ __all__ = [
     "psum_invariant",
     "psum_scatter",
     "pvary",
+    "random",
     "record",
     "reduce_scatter",
     "scaled_value_and_grad",

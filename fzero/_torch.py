@@ -34,6 +34,7 @@ __all__ = [
     "TRACING",
     "DataDependentError",
     "OpOverload",
+    "TorchDispatchMode",
     "allow_in_graph",
     "assume_constant_result",
     "c10d",
@@ -54,6 +55,7 @@ __all__ = [
     "thread_state",
     "trace",
     "user_line",
+    "vmaps",
 ]
 
 c10d: Any = torch.ops._c10d_functional
@@ -75,6 +77,12 @@ def in_transform() -> bool:
 def maps_now(token: torch.Tensor) -> bool:
     """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
     return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
+
+
+def vmaps() -> list[str]:
+    """List the randomness of each vmap that code runs under: Same, Different or Error."""
+    kinds = [c for c in functorch.get_interpreter_stack() or () if c.key() == functorch.TransformType.Vmap]
+    return [functorch.CVmapInterpreterPtr(c).randomness().name for c in kinds]
 
 
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:
@@ -195,14 +203,10 @@ def fake_like(tensors: Sequence[torch.Tensor], beside: Any = None) -> list[torch
 
     A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other.
     """
-    mode = _mode_of([] if beside is None else [beside])
-    with mode:
-        return [
-            torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device
-            )
-            for x in tensors
-        ]
+    devices = ["cpu" if x.device.type == "meta" else x.device for x in tensors]
+    with _mode_of([] if beside is None else [beside]):
+        alike = zip(tensors, devices, strict=True)
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x, device in alike]
 
 
 def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
@@ -230,12 +234,8 @@ class DataDependentError(RuntimeError):
 
 
 def _line_of_traceback(error: BaseException) -> str:
-    lines = [
-        f"{frame.f_code.co_filename}:{number}"
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((_TORCH, _FZERO, "<"))
-    ]
-    return lines[-1] if lines else ""
+    lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if not line.startswith((_TORCH, _FZERO, "<"))), "")
 
 
 def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bool) -> torch.fx.GraphModule:

@@ -22,6 +22,7 @@ P, L = ("tests/test_optim_pairs.py",), ("tests/test_optim_laws.py",)
 AXES = ("tests/laws/test_axes.py",)
 HALF = ("tests/test_precision.py",)
 STEP = ("tests/test_lockstep.py",)
+RANDOM = ("tests/test_random.py",)
 LAWS = (  # the quickest first
     "tests/laws/test_layout.py",
     "tests/laws/test_equivalence.py",
@@ -361,6 +362,19 @@ MUTANTS = [
         JIT,
     ),
     Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
+    # random numbers
+    Mutant("all ranks draw alike", "random/_seeded.py", "fold_in(key, index)", "fold_in(key, 0)", RANDOM),
+    Mutant("micro-batches draw alike", "random/_seeded.py", "index), micro_batch()", "index), 0", RANDOM),
+    Mutant(
+        "ranks of all axes differ",
+        "random/_seeded.py",
+        "axis_index(tuple([a.name for a in data_axes()]))",
+        "axis_index(axis_names())",
+        RANDOM,
+    ),
+    Mutant("fold_in forgets the data", "random/_keys.py", "else _signed(data))", "else 0)", RANDOM),
+    Mutant("all draws have one key", "random/_seeded.py", "self.drawn += 1", "pass", RANDOM),
+    Mutant("what draws is not asked", "random/_seeded.py", "if torch.Tag", "if False and torch.Tag", RANDOM),
     Mutant("write into shared memory", "graph/_signature.py", "if start < reach and", "if False and", JIT),
 ]
 

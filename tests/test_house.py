@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = [
     ["_torch", "_notice", "_donated"],
     ["tree", "world", "_record", "launch"],
-    ["lockstep"],
+    ["lockstep", "random"],
     ["spec", "linear_maps", "replicated"],
     ["collectives"],
     ["invariant", "exchange", "layout"],
@@ -65,7 +65,8 @@ def test_private_torch_is_used_in_one_file():
 
 def public() -> list[tuple[str, object]]:
     names = []
-    for module in ("fzero", "fzero.optim", "fzero.transforms", "fzero.nn", "fzero.testing", "fzero.tree"):
+    modules = ("fzero", *[f"fzero.{name}" for name in ("optim", "transforms", "nn", "random", "testing", "tree")])
+    for module in modules:
         m = importlib.import_module(module)
         names += [(f"{module}.{name}", getattr(m, name)) for name in m.__all__]
     return [(name, x) for name, x in names if not inspect.ismodule(x)]

@@ -54,6 +54,21 @@ def test_raised_priority_runs_a_node_as_soon_as_its_gradient_exists(raised):
     assert _Ordered.order.index("gather") == (0 if raised else 2)
 
 
+def test_vmaps_are_known_with_their_randomness():
+    found = []
+
+    def f(x):
+        found.append(_torch.vmaps())
+        return x * 2
+
+    f(torch.ones(2))
+    torch.vmap(torch.func.grad(lambda x: torch.vmap(f, randomness="same")(x).sum()), randomness="different")(
+        torch.ones(2, 2)
+    )
+    torch.vmap(f)(torch.ones(2))
+    assert found == [[], ["Different", "Same"], ["Error"]]
+
+
 def test_is_tracing_knows_make_fx_and_dynamo():
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import COPY, is_collective, is_input, is_view, is_wait, results, signature
+from fzero.graph.ir import COPY, is_collective, is_input, is_view, is_wait, name_of, results, signature
 
 __all__ = ["Call", "Program", "Segment", "pieces"]
 
@@ -54,12 +55,12 @@ def pieces(graph: Graph) -> Program:
     """Cut a graph at its collectives, and where it goes on to another block's parameters.
 
     Views go where they are used, so that segments exchange whole buffers. Blocks of one shape give equal segments, so
-    what there is to compile does not grow with their number.
+    what there is to compile does not grow with their number; neither does it with the number of micro-batches.
     """
-    runs = _cut(graph)
+    runs, parts = _cut(graph), _parts(graph)
     home = {n: i for i, run in enumerate(runs) for n in run}
     wanted = [None if x is None else _written(x) for x in results(graph)]
-    alone = _needed_views(runs, wanted)
+    alone = _needed_views(runs, wanted) | parts
     exports = _exports(runs, home, wanted)
     slot = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     steps: list[Call | Segment] = []
@@ -68,7 +69,9 @@ def pieces(graph: Graph) -> Program:
             for node in [*_views_to(run[0].all_input_nodes, slot, alone), run[0]]:
                 steps.append(_call(node, slot))
         else:
-            segment = _segment(run, exports[i], slot)
+            for node in _views_to(_sources([a for n in run for a in n.all_input_nodes], parts), slot, alone):
+                steps.append(_call(node, slot))
+            segment = _segment(run, exports[i], slot, parts)
             if segment is not None:
                 steps.append(segment)
     for node in _views_to([x for x in wanted if x is not None], slot, alone):
@@ -121,6 +124,18 @@ def _cut(graph: Graph) -> list[list[Node]]:
     return runs
 
 
+def _parts(graph: Graph) -> set[Node]:
+    """List the views that cut an argument in several parts of one shape, as micro-batches are.
+
+    They become arguments of segments: with its place in the argument inside, no segment would equal another part's.
+    """
+    found: dict[Any, list[Node]] = {}
+    for n in graph.nodes:
+        if name_of(n) == "slice" and is_input(n.args[0]):
+            found.setdefault((n.args[0], n.meta["val"].shape), []).append(n)
+    return {n for nodes in found.values() if len(nodes) > 1 for n in nodes}
+
+
 def _block(node: Node) -> str:
     """Return the repeated block whose argument (a parameter, a moment) a value is a view of, or ""."""
     while moves(node):
@@ -141,8 +156,8 @@ def _needed_views(runs: list[list[Node]], results: Sequence[Node | None]) -> set
     return found
 
 
-def _sources(nodes: Sequence[Node]) -> list[Node]:
-    """List the values, other than views, that nodes are views of."""
+def _sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
+    """List the values, other than views except for `parts`, that nodes are views of."""
     found: dict[Node, None] = {}
     stack, seen = list(reversed(nodes)), set()
     while stack:
@@ -150,7 +165,7 @@ def _sources(nodes: Sequence[Node]) -> list[Node]:
         if n in seen:
             continue
         seen.add(n)
-        if moves(n):
+        if moves(n) and n not in parts:
             stack += n.all_input_nodes
         else:
             found[_written(n)] = None
@@ -200,11 +215,11 @@ def _call(node: Node, slot: dict[Node, int]) -> Call:
     return Call(node.target, template, slot[node], [])
 
 
-def _segment(run: list[Node], exports: list[Node], slot: dict[Node, int]) -> Segment | None:
+def _segment(run: list[Node], exports: list[Node], slot: dict[Node, int], parts: set[Node]) -> Segment | None:
     if not exports and not any(n.target is COPY for n in run):
         return None
     graph, copies, ins = Graph(), {}, []
-    sources = [x for x in _sources([a for n in run for a in n.all_input_nodes]) if x in slot]
+    sources = [x for x in _sources([a for n in run for a in n.all_input_nodes], parts) if x in slot]
     for x in sources:
         copies[x] = graph.placeholder(f"x{len(ins)}")
         copies[x].meta = {"val": x.meta["val"]}

@@ -16,6 +16,7 @@ from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.laws.test_collectives import COLLECTIVES, stacked
+from tests.test_random import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
 case = into(CASES)
@@ -271,6 +272,29 @@ def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
             *other, got = compiled(*other, batch)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         assert_trees_close(step.gather(list(other)), step.gather(list(state)))
+
+
+@case
+def draws_by_key_are_those_of_the_simulations(mesh: fzero.Mesh) -> None:
+    """Bit for bit: a rank program's, and the dropout of a step at every stage, jitted too."""
+    key, n = fzero.random.key(3), mesh.size
+    program = lambda k, x: PerRank(fzero.random.seeded(masks)(k, k, x))  # noqa: E731
+    simulated = [fzero.mesh(dp=n, simulate=simulate) for simulate in ("vmap", "lockstep")]
+    for m in simulated:
+        expected = m.spmd(program)(key, torch.ones(5, 3)).value
+        assert own(mesh, expected).equal(mesh.spmd(program)(key, torch.ones(5, 3)).value)
+        assert expected.flatten(1).unique(dim=0).shape[0] == n
+    opt, before = optim.adam(1e-2), torch.get_rng_state()
+    twin = fzero.shard(keyed_step(opt, micro_batches=3), stage=0, mesh=simulated[0])
+    *_, expected = twin(*twin.init(PARAMS, opt), simulated[0].split(BATCH), key)
+    for stage in range(4):
+        step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
+        for f in (step, fzero.jit(step, backend="fx")):
+            *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)
+            assert dropped.value.equal(own(mesh, expected.value))
+        params, _ = step.init(lambda: made_by(key), opt)
+        assert_trees_close(step.gather(params), made_by(key), rtol=0)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
+from fzero.graph._pieces import Segment, pieces
+from fzero.graph._signature import call_of
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.laws.test_equivalence import loss_of_tree
@@ -522,3 +524,16 @@ def test_a_compile_error_names_the_segment_and_its_lines():
     f = fzero.jit(lambda x: x + torch.rand(4, generator=g))
     with pytest.raises(RuntimeError, match=r'(?s)could not compile .*aten\.rand.*test_jit\.py:\d+.*backend="fx"'):
         f(torch.ones(4))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
+    """The parts of a batch are arguments of the pieces, so all micro-batches after the first have equal ones."""
+
+    def distinct(k: int) -> int:
+        step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=k), stage, fzero.mesh(dp=2))
+        args = (*step.init(mlp_params(), ADAM), step.mesh.split(mlp_batch(4 * k)))
+        graph = fzero.jit(step)._trace(call_of(args, {}), args, {}).chosen.graph
+        return len({s.key for s in pieces(graph).steps if isinstance(s, Segment)})
+
+    assert distinct(4) == distinct(7)

@@ -1,0 +1,196 @@
+"""What is drawn with a key: numbers of some distributions, and dropout."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fzero.random._keys import bits, fold_in
+
+__all__ = ["bernoulli", "dropout", "exponential", "normal", "permutation", "randint", "uniform"]
+
+Device = torch.device | str | None
+# How many random bits a number in [0, 1) has: all that its fraction holds.
+BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def uniform(
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = None
+) -> torch.Tensor:
+    """Draw numbers uniformly from [0, 1).
+
+    Args:
+        key: a key.
+        shape: their shape.
+        dtype: a floating-point dtype.
+        device: where they are to be; by default the key's.
+
+    Returns:
+        The numbers: multiples of 2^-24, float64 2^-53, float16 2^-11, bfloat16 2^-8.
+
+    Raises:
+        TypeError: if `key` is no key, or the dtype is none of these.
+
+    Example:
+        >>> from fzero import random
+        >>> random.uniform(random.key(1), (2, 2))
+        tensor([[0.7829, 0.9880],
+                [0.8794, 0.5908]])
+    """
+    _check_dtype(dtype)
+    return _fraction(bits(key, shape, device), dtype)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in BITS:
+        raise TypeError(f"dtype={dtype}: random numbers are drawn in one of {', '.join(map(str, BITS))}")
+
+
+def _fraction(drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a number in [0, 1) of each element's highest bits."""
+    n = BITS[dtype]
+    return ((drawn >> (64 - n)) & ((1 << n) - 1)).to(dtype) * 2.0**-n
+
+
+def normal(
+    key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = None
+) -> torch.Tensor:
+    """Draw numbers from the normal distribution of mean 0 and variance 1.
+
+    Args:
+        key: a key.
+        shape: their shape.
+        dtype: a floating-point dtype.
+        device: where they are to be; by default the key's.
+
+    Returns:
+        The numbers. Half precision is rounded from float32.
+
+    Raises:
+        TypeError: if `key` is no key, or the dtype is not float64, float32, float16 or bfloat16.
+
+    Example:
+        >>> from fzero import random
+        >>> random.normal(random.key(1), (3,))
+        tensor([-0.6921,  0.0905, -0.3690])
+
+    References:
+        Box, Muller: A note on the generation of random normal deviates, 1958.
+    """
+    _check_dtype(dtype)
+    drawn = bits(key, shape, device)
+    if dtype == torch.float64:
+        radius = 1 - _fraction(drawn, dtype)  # in (0, 1]
+        angle = _fraction(bits(fold_in(key, 0), shape, device), dtype)
+    else:  # one element's bits give both: 32 for the radius, so that it reaches 6.6, and 24 for the angle
+        radius = ((drawn >> 32) & 0xFFFFFFFF).to(torch.float32) * 2.0**-32 + 2.0**-33
+        angle = (drawn & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
+
+
+def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: Device = None) -> torch.Tensor:
+    """Draw numbers from the exponential distribution of mean 1, none of them 0: they may be divided by."""
+    _check_dtype(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # from the middles of the intervals: in (0, 1)
+    u = _fraction(bits(key, shape, device), wide) + 2.0 ** -(BITS[wide] + 1)
+    return -torch.log(u.clamp(max=1 - 2.0 ** -BITS[wide])).to(dtype)
+
+
+def bernoulli(
+    key: torch.Tensor, p: float | torch.Tensor, shape: Sequence[int] = (), device: Device = None
+) -> torch.Tensor:
+    """Draw True with probability `p`, else False.
+
+    Args:
+        key: a key.
+        p: the probability, or those of each element: a tensor that broadcasts to `shape`.
+        shape: the shape of what is drawn.
+        device: where it is to be; by default the key's.
+
+    Returns:
+        A bool tensor of shape `shape`.
+
+    Raises:
+        TypeError: if `key` is no key.
+
+    Example:
+        >>> from fzero import random
+        >>> random.bernoulli(random.key(1), 0.6, (4,))
+        tensor([False, False, False,  True])
+    """
+    dtype = p.dtype if isinstance(p, torch.Tensor) and p.dtype == torch.float64 else torch.float32
+    return uniform(key, shape, dtype, device) < p
+
+
+def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device: Device = None) -> torch.Tensor:
+    """Draw integers uniformly from low to high - 1.
+
+    Args:
+        key: a key.
+        low: the lowest.
+        high: one more than the highest.
+        shape: their shape.
+        device: where they are to be; by default the key's.
+
+    Returns:
+        An int64 tensor. Of 2^63 numbers, those that do not divide evenly by `high - low` make the lower ones likelier:
+        by no more than (high - low) / 2^63.
+
+    Raises:
+        TypeError: if `key` is no key.
+        ValueError: if there is no such integer.
+
+    Example:
+        >>> from fzero import random
+        >>> random.randint(random.key(1), 0, 10, (5,))
+        tensor([9, 2, 6, 8, 1])
+    """
+    if high <= low:
+        raise ValueError(f"there is no integer from low={low} to high={high}, which is not included")
+    return low + (bits(key, shape, device) & (2**63 - 1)) % (high - low)
+
+
+def permutation(key: torch.Tensor, n: int, device: Device = None) -> torch.Tensor:
+    """Draw a permutation of the integers below n."""
+    return torch.argsort(bits(key, (n,), device), stable=True)
+
+
+def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
+    """Set each element to 0 with probability `p`, and scale the others by 1 / (1 - p).
+
+    Args:
+        key: a key.
+        x: any floating-point tensor.
+        p: the probability.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        TypeError: if `key` is no key.
+        ValueError: if `p` is no probability.
+
+    Example:
+        >>> from fzero import random
+        >>> random.dropout(random.key(0), torch.ones(6), 0.5)
+        tensor([0., 2., 2., 0., 0., 0.])
+    """
+    return drop(x, keep(key, p, x.shape, x.device), p)
+
+
+def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> torch.Tensor:
+    """Draw which elements dropout keeps.
+
+    Raises:
+        ValueError: if `p` is no probability.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"p={p}: a probability of dropout is between 0 and 1")
+    # bits are int64, from -2^63: compared as they are, which is faster than to make fractions of them
+    return bits(key, shape, device) >= min(round(p * 2**64) - 2**63, 2**63 - 1)
+
+
+def drop(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
+    """Scale what is kept. For the backward pass only the bools are saved."""
+    return torch.where(kept, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)

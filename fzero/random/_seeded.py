@@ -1,0 +1,172 @@
+"""seeded: a function's random draws taken from a key."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fzero._torch import TorchDispatchMode, vmaps
+from fzero.random._keys import check_key, fold_in
+from fzero.random._replaced import BODIES, DRAWS
+from fzero.world import axis_index, axis_names, data_axes, micro_batch
+
+__all__ = ["draw_from", "next_key", "seeded"]
+
+
+def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that takes a key first, and draws all its random numbers from it.
+
+    Inside, torch's dropouts, attention with dropout, `rand`, `randn`, `randint`, `normal`, `bernoulli`, `randperm`,
+    their `_like` and in-place forms, and what is made of them (`nn.init`, `gumbel_softmax`, `rrelu`), draw from the key
+    in the order of the calls. torch's own generator is neither read nor advanced. A call that is given a `generator`
+    keeps it.
+
+    The key is first folded with this rank's index along the axes of the data, those of the running step (in `mesh.spmd`
+    all; 0 outside any mesh), then with the number of the micro-batch. So ranks draw differently, and those of other
+    axes, which compute one sample together, as in tensor parallelism, draw alike: one key gives each rank the same
+    numbers at every stage, in every simulation, and on real processes.
+
+    To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
+    `randomness="same"` they draw alike. Under torch.compile nothing is refused: what has no draw by key draws from
+    torch's generator there, and samples draw alike.
+
+    Args:
+        f: any function of torch code.
+
+    Returns:
+        A function `(key, *args, **kwargs)` that returns what `f(*args, **kwargs)` does.
+
+    Raises:
+        TypeError: when called, if the first argument is no key.
+        RuntimeError: when called, if `f` draws what has no draw by key here (`multinomial`, an LSTM's dropout), or
+            where a draw would be alike without a word: in a vmap inside, or in a rank program.
+
+    Example:
+        >>> import fzero
+        >>> from fzero import random
+        >>> import torch.nn.functional as F
+        >>> f = random.seeded(lambda x: F.dropout(x, 0.5))
+        >>> f(random.key(0), torch.ones(6))
+        tensor([2., 0., 0., 2., 0., 0.])
+        >>> f(random.key(0), torch.ones(6))
+        tensor([2., 0., 0., 2., 0., 0.])
+        >>> mesh = fzero.mesh(dp=2)
+        >>> mesh.spmd(lambda k, x: fzero.PerRank(f(k, x)))(random.key(0), torch.ones(6)).value
+        tensor([[2., 0., 0., 2., 0., 0.],
+                [2., 0., 2., 2., 0., 0.]])
+    """
+
+    def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        check_key(key)
+        index = axis_index(tuple([a.name for a in data_axes()]))
+        return draw_from(fold_in(fold_in(key, index), micro_batch()), f, *args, **kwargs)
+
+    return from_key
+
+
+class _Running(threading.local):
+    """The seeded functions that this thread runs."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Drawing] = []
+
+
+_RUNNING = _Running()
+
+
+def draw_from(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f(*args, **kwargs)` with its draws taken from this very key, folded with nothing."""
+    mode = _Drawing(key)
+    _RUNNING.stack.append(mode)
+    try:
+        if torch.compiler.is_dynamo_compiling():  # which traces no TorchDispatchMode
+            with mode:
+                return f(*args, **kwargs)
+        with mode, _Refusing(mode):
+            return f(*args, **kwargs)
+    finally:
+        _RUNNING.stack.pop()
+
+
+def next_key() -> torch.Tensor | None:
+    """Take the key of the next draw from the seeded function that runs; None where none does.
+
+    For what runs a function a second time, such as a rematerialisation: `draw_from` this key, both times.
+    """
+    return _RUNNING.stack[-1].next_key() if _RUNNING.stack else None
+
+
+class _Drawing(TorchFunctionMode):
+    """Answers calls of torch's random functions with draws by key."""
+
+    def __init__(self, key: torch.Tensor) -> None:
+        super().__init__()
+        self.key, self.drawn, self.calls = key, 0, ""
+        self.axes, self.maps = axis_names(), _vmaps()
+
+    def next_key(self) -> torch.Tensor:
+        if axis_names() != self.axes:
+            raise RuntimeError(
+                f"fzero.random.seeded: a rank program over {list(axis_names())} runs inside, whose ranks have no "
+                "keys of their own: call seeded(f)(key, ...) inside the rank program, or the step"
+            )
+        if set(_vmaps()[len(self.maps) :]) - {"Same"}:
+            raise RuntimeError(
+                "fzero.random.seeded: a vmap inside draws random numbers. Say randomness='same' to have all samples "
+                "draw alike; to have them differ, map a seeded function of its own over fzero.random.split(key, n)"
+            )
+        self.drawn += 1
+        return fold_in(self.key, self.drawn)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in BODIES:  # torch has switched this mode off, and its Python function's body makes the draws
+            with self:
+                return BODIES[func](*args, **kwargs)
+        if func in DRAWS and kwargs.get("generator") is None:
+            out = DRAWS[func](self.next_key, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        before, self.calls = self.calls, getattr(func, "__name__", "")
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.calls = before
+
+
+def _vmaps() -> list[str]:
+    return [] if torch.compiler.is_dynamo_compiling() else vmaps()  # Dynamo does not see them
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses operations that draw from torch's generator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, drawing: _Drawing) -> None:
+        super().__init__()
+        self.drawing = drawing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs):
+            calls = f"torch's {self.drawing.calls} ({func})" if self.drawing.calls else str(func)
+            raise RuntimeError(
+                f"fzero.random.seeded: {calls} draws from torch's own generator, and has no draw by key here. Make "
+                "it of what has (fzero.random: uniform, normal, bernoulli, randint, dropout), or give it a generator"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operation that can draw does: not with dropout 0, in evaluation, or with a generator."""
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
+    if any(isinstance(x, torch.Generator) for x in given.values()):
+        return False
+    if any(given.get(name) is False for name in ("train", "training")):
+        return False
+    return not any(given.get(name, 1) == 0 for name in ("dropout", "dropout_p"))
