@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._blocks import boxes_to_blocks, rematerialise
+from fzero._initializer import initializer, without_storage
 from fzero.layout import is_box
 from fzero.lockstep import in_lockstep
 from fzero.world import bound, data_axes
@@ -30,7 +32,7 @@ class Functional(NamedTuple):
     buffers: Tensors
 
 
-def functional(module: torch.nn.Module) -> Functional:
+def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 
     The tensors are the module's own, detached: nothing is copied, and `apply` keeps only a copy of the module without
@@ -38,6 +40,10 @@ def functional(module: torch.nn.Module) -> Functional:
 
     Args:
         module: any module; its hooks, and its training or evaluation mode, are kept as they are now.
+        remat: whether each repeated block (a numbered child, `"h.0"`, as in the default rule of units) keeps only its
+            inputs, and runs again in the backward pass; "matmuls" or a function of an operation says what it keeps
+            besides (see `fzero.remat`). Then `apply` takes boxes too: within `value_and_grad(loss_fn, gather=False)` a
+            block's parameters are gathered for it alone, in either pass. A language model runs with `use_cache=False`.
 
     Returns:
         `(apply, params, buffers)`.
@@ -64,7 +70,9 @@ def functional(module: torch.nn.Module) -> Functional:
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
     constants = {**buffers, **frozen}
-    apply = Apply(_without_storage(module), frozenset(params), frozenset(constants), _mutable(module))
+    copied, mutable = without_storage(module), _mutable(module)
+    blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
+    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks)
     return Functional(apply, params, constants)
 
 
@@ -77,19 +85,21 @@ class Apply:
         params: the names of its trainable parameters.
         buffers: the names of its buffers and frozen parameters.
         mutable: the names of the buffers that its forward pass may write in place.
+        blocks: the names of the submodules that run again in the backward pass.
     """
 
     module: torch.nn.Module
     params: frozenset[str]
     buffers: frozenset[str]
     mutable: frozenset[str]
+    blocks: tuple[str, ...] = ()
     _copies: dict[tuple[int, ...], torch.nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
         """Run the module's forward pass.
 
         Args:
-            params: the parameters by name, whole.
+            params: the parameters by name, whole; with `remat` they may be boxes.
             buffers: the buffers and frozen parameters by name.
             *args: what the module's forward takes.
             **kwargs: likewise.
@@ -107,7 +117,9 @@ class Apply:
         self._check(buffers, self.buffers, "buffers")
         state = {**params, **buffers, **{name: _own_copy(buffers[name]) for name in sorted(self.mutable)}}
         versions = {} if torch.compiler.is_compiling() else {name: buffers[name]._version for name in buffers}
-        out = torch.func.functional_call(self._own_module(), state, args, kwargs)
+        module = self._own_module()
+        with boxes_to_blocks(module, self.blocks, state) as state:
+            out = torch.func.functional_call(module, state, args, kwargs)
         for name, version in versions.items():
             if name not in self.mutable and buffers[name]._version != version:
                 raise RuntimeError(
@@ -129,7 +141,7 @@ class Apply:
         if not isinstance(given, dict):
             raise TypeError(f"{what} is {given!r}: expected a dict of tensors, as fzero.nn.functional returned it")
         for name, x in given.items():
-            if is_box(x):
+            if is_box(x) and not (self.blocks and what == "params"):
                 raise TypeError(
                     f"{type(self.module).__name__} was given {x!r} for {name!r}, which is a box and not a tensor: "
                     "call it inside fzero.value_and_grad, or on fzero.gather(params)"
@@ -156,76 +168,6 @@ def _mutable(module: torch.nn.Module) -> frozenset[str]:
             if m.training and name not in m._non_persistent_buffers_set and (b.is_floating_point() or b.numel() == 1):
                 names.add(f"{prefix}.{name}" if prefix else name)
     return frozenset(names & dict(module.named_buffers()).keys())
-
-
-def _without_storage(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module with meta tensors for its parameters and buffers; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    for p in module.parameters():
-        memo[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in module.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(module, memo)
-
-
-def initializer(
-    module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None = None, device: str = "cpu"
-) -> Callable[[], Tensors]:
-    """Make an init function of a module that was built on the meta device, for `step.init`.
-
-    It gives each submodule memory and has it fill its own parameters, one submodule after the other, in their order.
-    What a constructor does besides is not repeated: for that, give `step.init` an init function that calls it.
-
-    Args:
-        module: a module built under `with torch.device("meta"):`; it stays as it is.
-        init: fills the parameters of a submodule in place; by default its `reset_parameters()`. For a model of
-            transformers pass its `_init_weights`.
-        device: where the parameters are to be.
-
-    Returns:
-        A function without arguments that returns the trainable parameters by name, as `functional` names them.
-
-    Raises:
-        ValueError: when called, if a submodule has parameters of its own and no `reset_parameters`. Names it.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     module = torch.nn.Linear(3, 2)
-        >>> {name: p.shape for name, p in initializer(module)().items()}
-        {'weight': torch.Size([2, 3]), 'bias': torch.Size([2])}
-    """
-
-    def make() -> Tensors:
-        made: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> what is in its place
-        whole = _without_storage(module)
-        for name, m in whole.named_modules():
-            own = dict(m.named_parameters(recurse=False))
-            tied = [made[id(p)] for p in own.values() if id(p) in made]
-            for key, p in own.items():
-                if id(p) not in made:
-                    made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                m._parameters[key] = made[id(p)]
-            if len(tied) < len(own):
-                before = [p.detach().clone() for p in tied]
-                _fill(name, m, init)
-                for p, values in zip(tied, before, strict=True):  # the first submodule's, as where one is assigned
-                    p.detach().copy_(values)
-        return {name: p.detach() for name, p in whole.named_parameters() if p.requires_grad}
-
-    return make
-
-
-def _fill(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None) -> None:
-    fill = init or getattr(type(module), "reset_parameters", None)
-    if fill is None:
-        parameters = ", ".join([key for key, _ in module.named_parameters(recurse=False)])
-        raise ValueError(
-            f"submodule {name!r} ({type(module).__name__}) has parameters of its own ({parameters}) and no "
-            "reset_parameters: pass init=, a function that fills a submodule's parameters, or build the module in an "
-            "init function: step.init(lambda: fzero.nn.functional(Model()).params, opt)"
-        )
-    with torch.no_grad():
-        fill(module)
 
 
 def _refuse_wrapped(module: torch.nn.Module) -> None:

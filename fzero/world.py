@@ -27,6 +27,7 @@ __all__ = [
     "micro_batch",
     "resolve",
     "rules_in_scope",
+    "scope_here",
     "within",
 ]
 
@@ -123,6 +124,11 @@ def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
 def micro_batch() -> int:
     """Return which micro-batch of the step is being differentiated; 0 where there is none."""
     return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
+
+
+def scope_here() -> Scope | None:
+    """Return what the running rank program sees; None outside any."""
+    return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
 def bound() -> tuple[Axis, ...]:

@@ -218,3 +218,36 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
     for x, y in zip(expected, got, strict=True):
         torch.testing.assert_close(x, y)
         assert x.stride() == y.stride()
+
+
+def test_levels_tell_what_tracks_a_tensor():
+    from fzero._torch_levels import is_differentiated, is_foreign, is_mapped_now, is_wrapped
+
+    def within(x):
+        assert is_wrapped(x) and is_mapped_now(x) and is_mapped_now(x + 1) and not is_mapped_now(torch.ones(2))
+        return x
+
+    torch.vmap(lambda x: torch.func.grad(lambda y: (y * x).sum() if is_differentiated(y) else None)(x))(
+        torch.ones(3, 2)
+    )
+    torch.vmap(within)(torch.ones(3, 2))
+    assert not is_wrapped(torch.ones(2)) and not is_differentiated(torch.ones(2))
+    assert is_differentiated(torch.ones(2, requires_grad=True))
+
+    class Below(torch.autograd.Function):
+        """Its forward runs below all transforms."""
+
+        @staticmethod
+        def forward(x, outer):
+            assert is_foreign(outer()) and not is_foreign(x)
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))

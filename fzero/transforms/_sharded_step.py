@@ -9,12 +9,12 @@ import torch
 
 from fzero import tree
 from fzero._checksum import check_equal
+from fzero._initializer import initializer
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero.graph import Deferred
 from fzero.layout import PerRank, axes_of, is_box
 from fzero.mesh import Mesh
-from fzero.nn import initializer
 from fzero.spmd import Spmd
 from fzero.transforms._build import build, deferred_or_whole
 from fzero.transforms._checks import check_arguments, check_params, check_plain, check_results, check_tree

@@ -113,6 +113,33 @@ def elements_moved_are_the_simulations(mesh: fzero.Mesh) -> None:
 
 
 @case
+def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.Mesh) -> None:
+    n, opt, layers, width = dict(mesh.shape)["dp"], optim.adam(1e-2), 3, 7
+    block = fzero.remat(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def loss_of(f: Any) -> Any:
+        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+            for p in params["blocks"]:
+                x = f(p, x)
+            return x.square().mean()
+
+        return loss
+
+    g = torch.Generator().manual_seed(0)
+    params = {"blocks": [{"w": torch.randn(width, width, generator=g).double() / 8} for _ in range(layers)]}
+    x = torch.randn(4 * n, width, generator=g).double()
+    plain = train_step_for(loss_of(lambda p, x: torch.tanh(x @ p["w"])), opt)(params, opt.init(params), x)
+    for stage, whole in itertools.product(range(4), (True, False)):
+        step = fzero.shard(train_step_for(loss_of(block), opt, gather=whole), stage=stage, mesh=mesh)
+        state = step.init(params, opt)
+        with fzero.record() as log:
+            out = step(*state, mesh.split(x))
+        assert_trees_close([step.gather(list(out[:2])), out[2]], [list(plain[:2]), plain[2]])
+        gathers = sum(e.kind == "all_gather" for e in log.order)
+        assert gathers == (0 if stage == 0 else layers if stage < 3 or whole else 2 * layers)
+
+
+@case
 def local_batches_and_results_that_differ(mesh: fzero.Mesh) -> None:
     box = mesh.local(lambda rank: {"r": torch.tensor(float(rank))})
     assert box.value["r"].item() == mesh.rank
