@@ -3,6 +3,7 @@
     python examples/train_gpt.py                               # stage 2 on 4 simulated ranks
     python examples/train_gpt.py --stage 3 --steps 50 --compare   # unsharded training beside it
     python examples/train_gpt.py --stage 3 --plan              # one rank's memory and collectives; no training
+    python examples/train_gpt.py --precision bfloat16 --accumulate 4 --remat  # as large models are trained
     torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
 
 The text is the Python standard library's own source code, unless `--text FILE` names another.
@@ -70,23 +71,28 @@ def init(config: dict[str, int], seed: int = 0) -> dict[str, Any]:
     }
 
 
-def apply(params: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x.float(), scale.shape, scale.float()).to(x.dtype)
+
+
+def apply_block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    q, k, v = torch.einsum("btd,dchk->cbhtk", norm(x, block["norm1"]), block["qkv"])
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + torch.einsum("bhtk,hkd->btd", attended, block["out"])
+    return x + F.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+
+
+def apply(params: dict[str, Any], tokens: torch.Tensor, remat: bool = False) -> torch.Tensor:
     """[batch, time] bytes → [batch, time, 256] logits of the next byte."""
-
-    def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, scale.shape, scale)
-
+    run = fzero.remat(apply_block) if remat else apply_block
     x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
     for block in params["blocks"]:
-        q, k, v = torch.einsum("btd,dchk->cbhtk", norm(x, block["norm1"]), block["qkv"])
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + torch.einsum("bhtk,hkd->btd", attended, block["out"])
-        x = x + F.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+        x = run(block, x)
     return norm(x, params["norm"]) @ params["head"]
 
 
-def loss_fn(params: dict[str, Any], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(apply(params, batch[0]).flatten(0, 1), batch[1].flatten())
+def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor], remat: bool = False) -> torch.Tensor:
+    return F.cross_entropy(apply(params, batch[0], remat).flatten(0, 1).float(), batch[1].flatten())
 
 
 def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Console) -> tuple[Any, list[float]]:
@@ -94,15 +100,19 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
     schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)
     matrices = functools.partial(fzero.tree.map, lambda p: p.ndim >= 2)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices))
+    policy = fzero.Precision(param=getattr(torch, args.precision), full=lambda path, leaf: "norm" in path)
+    opt = optim.dynamic_loss_scale(optim.master_weights(opt, policy))
+    objective = functools.partial(loss_fn, remat=args.remat)
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
-        loss, grads = fzero.value_and_grad(loss_fn, micro_batches=args.micro_batches)(params, batch)
+        take = fzero.scaled_value_and_grad(objective, opt_state.scale, micro_batches=args.accumulate, precision=policy)
+        loss, grads = take(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, loss
 
     if mesh is None:  # the same step, as it is
         step, split, whole = train_step, lambda batch: batch, lambda params: params
-        params, opt_state = init(CONFIG), opt.init(init(CONFIG))
+        params, opt_state = policy.cast(init(CONFIG)), opt.init(init(CONFIG))
         held = sum(x.nbytes for x in fzero.tree.tensors((params, opt_state)))
     else:
         step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
@@ -161,7 +171,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks; under torchrun its processes are used")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="global batch, in sequences")
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--text", type=Path, help="a file to train on")
     parser.add_argument("--jit", action=argparse.BooleanOptionalAction, default=True, help="compile the step")

@@ -362,6 +362,7 @@ MUTANTS = [
         "True",
         JIT,
     ),
+    Mutant("micro-batches cut inside", "graph/_pieces.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT),
     Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
     # random numbers
     Mutant("all ranks draw alike", "random/_seeded.py", "fold_in(key, index)", "fold_in(key, 0)", RANDOM),

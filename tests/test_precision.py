@@ -83,15 +83,16 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
     n=world_sizes(),
     k=MICRO_BATCHES,
     seed=st.integers(0, 99),
+    jit=st.sampled_from([False, False, False, True]),
 )
-@example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0)
-def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed):
+@example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0, True)
+def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed, jit):
     precision = fzero.Precision(half, full=wide_norm if rule else None)
     opt = optim.static_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 16.0)
     train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=k, precision=precision)
     params, batches = integers(params, seed), [torch.randint(-2, 3, (n * k,)).float() for _ in range(3)]
     expected = unsharded(train_step, opt, params, batches)
-    got = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=n))
+    got = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=n), jit)
     assert_trees_close(got, expected, rtol=0.0)
 
 

@@ -1,6 +1,7 @@
 """remat: the numbers of the plain block in every world, with less memory."""
 
 import copy
+import functools
 import itertools
 import shutil
 from typing import Any
@@ -14,7 +15,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-from fzero import optim
+from fzero import optim, tree
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
@@ -730,3 +731,64 @@ def test_a_language_model_of_transformers(name):
                 fzero.value_and_grad(lambda p, loss=loss: loss(p, use_cache=True))(params)
     assert_trees_close(results[1], results[0])
     assert_trees_close(results[2], results[0])
+
+
+# ---------------------------------------------------------------- draws by key
+
+
+def keyed_loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(torch.tanh(x @ p["w"]), 0.3)
+
+    for p in params["blocks"]:
+        x = fzero.remat(block)(p, x)
+    return (x @ params["h"]).square().mean()
+
+
+def keyed_params() -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    blocks = [{"w": torch.randn(5, 5, generator=g, dtype=torch.float64) / 2} for _ in range(3)]
+    return {"blocks": blocks, "h": torch.randn(5, generator=g, dtype=torch.float64)}
+
+
+def test_a_seeded_block_draws_the_same_in_both_runs():
+    """The derivative is that of the very function that the forward pass computed."""
+    x, params = torch.randn(8, 5, dtype=torch.float64), keyed_params()
+
+    def f(params: Any) -> torch.Tensor:
+        return fzero.random.seeded(keyed_loss)(fzero.random.key(1), params, x)
+
+    direction = tree.map(torch.randn_like, params)
+    before = torch.get_rng_state()
+    ahead, behind = (f(tree.map(lambda p, d, e=e: p + e * d, params, direction)) for e in (1e-6, -1e-6))
+    grads = torch.func.grad(f)(params)
+    slope = sum((g * d).sum() for g, d in zip(tree.tensors(grads), tree.tensors(direction), strict=True))
+    torch.testing.assert_close((ahead - behind) / 2e-6, slope, rtol=1e-6, atol=1e-6)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seeded_blocks_draw_alike_at_every_stage_in_every_world():
+    opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
+
+    def train_step(params: Any, opt_state: Any, batch: Any, key: Any, gather: bool = True) -> Any:
+        loss = lambda p, b: fzero.random.seeded(keyed)(key, p, b)  # noqa: E731
+
+        def keyed(p: Any, b: Any) -> torch.Tensor:
+            return keyed_loss(p if gather else {**p, "h": fzero.gather(p["h"])}, b)
+
+        value, grads = fzero.value_and_grad(loss, micro_batches=2, gather=gather)(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    found = []
+    for simulate, stage in itertools.product(("vmap", "lockstep"), range(4)):
+        mesh = fzero.mesh(dp=2, simulate=simulate)
+        for gather in (True, False):
+            step = fzero.shard(functools.partial(train_step, gather=gather), stage, mesh)
+            for run in (step, fzero.jit(step, backend="fx")) if simulate == "vmap" else (step,):
+                state = run.init(keyed_params(), opt)
+                for i in range(2):
+                    *state, loss = run(*state, mesh.split(x), fzero.random.fold_in(fzero.random.key(0), i))
+                found.append((step.gather(state[0]), loss))
+    for other in found[1:]:
+        assert_trees_close(other, found[0])

@@ -227,7 +227,8 @@ def _check_captured(block: Any) -> None:
             held, following = [block.__self__], block.__func__
         else:
             cells = getattr(block, "__closure__", None) or ()
-            held, following = [c.cell_contents for c in cells if _filled(c)], None
+            held = [c.cell_contents for c in cells if _filled(c)]
+            following = getattr(block, "__wrapped__", None)
         for x in tree.tensors(held):
             if is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled()):
                 raise ValueError(_captured(x))

@@ -6,6 +6,7 @@ pass, its jvp and its vmap rule are the same Function, applied to what they deri
 keeps inputs only.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from fzero._torch import in_transform
 from fzero._torch_levels import is_mapped_now
+from fzero.random._seeded import draw_from, next_key
 from fzero.transforms._block import Block, Chosen, called, check_given
 from fzero.transforms._tape import Player, Recorder, is_matmul
 
@@ -223,7 +225,7 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
     parameters of one block at a time. Derivatives of any order, `vmap`, and plain autograd work, and `remat` nests.
 
     Random numbers that torch's generators draw in the block are kept for the second run, a byte for each element of a
-    dropout mask; those that are drawn by a key, which is an argument, cost nothing.
+    dropout mask; those that are drawn by a key (`fzero.random`, also in a `seeded` function around it) cost nothing.
     Under `torch.compile` the block is called as it is: the compiler decides what is computed again.
 
     Args:
@@ -257,10 +259,16 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
     if isinstance(chosen, str) or not (chosen is None or callable(chosen)):
         raise ValueError(f'save={save!r}: expected None, "matmuls", or a function of an operation')
 
+    @functools.wraps(block)
+    def drawing(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return draw_from(key, block, *args, **kwargs)
+
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
+        key = next_key()  # inside a seeded function: both runs draw from this key, which becomes an argument
+        f, args = (block, args) if key is None else (drawing, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
-            return called(block, args, kwargs)
-        call = Block(block, chosen, args, kwargs)
+            return called(f, args, kwargs)
+        call = Block(f, chosen, args, kwargs)
         out: Any = _Remat.apply(_Work(call), *call.tensors)
         call.tensors.clear()
         return call.result(out)
