@@ -3,6 +3,7 @@
 Numbers are small integers and powers of two where bits are compared: then no sum rounds, in whatever order.
 """
 
+import shutil
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fzero._notice import notice
 from fzero.layout import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params
+from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
 HALF = [torch.bfloat16, torch.float16]
 MICRO_BATCHES = st.integers(1, 5)
@@ -84,12 +86,15 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
     k=MICRO_BATCHES,
     seed=st.integers(0, 99),
     jit=st.sampled_from([False, False, False, True]),
+    gather=st.booleans(),
 )
-@example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0, True)
-def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed, jit):
+@example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 5, 0, True, False)
+def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed, jit, gather):
     precision = fzero.Precision(half, full=wide_norm if rule else None)
     opt = optim.static_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 16.0)
-    train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=k, precision=precision)
+    loss = linear_loss if gather else lambda p, x: linear_loss(fzero.gather(p), x)
+    options: Any = {"reduce": "sum", "micro_batches": k, "precision": precision, "gather": gather}
+    train_step = step_of(opt, loss, scaled=True, **options)
     params, batches = integers(params, seed), [torch.randint(-2, 3, (n * k,)).float() for _ in range(3)]
     expected = unsharded(train_step, opt, params, batches)
     got = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=n), jit)
@@ -148,6 +153,32 @@ def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     lockstep = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4, simulate="lockstep"))
     assert_trees_close(jitted, eager, rtol=0.0)
     assert_trees_close(lockstep, eager, rtol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="no compiler")
+def test_inductor_follows_eager():
+    """A GPT in bfloat16 with everything: masters, a loss scale, micro-batches, remat."""
+    precision = fzero.Precision(torch.bfloat16)
+    pair = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    opt, block = optim.dynamic_loss_scale(optim.master_weights(pair, precision)), fzero.remat(gpt_block)
+    train_step = step_of(
+        opt,
+        lambda p, tokens: gpt_loss(p, tokens, block).float(),
+        scaled=True,
+        micro_batches=2,
+        precision=precision,
+    )
+    mesh = fzero.mesh(dp=2)
+    step = fzero.shard(train_step, stage=3, mesh=mesh)
+    losses = []
+    for run in (step, fzero.jit(step, backend="inductor")):
+        state = run.init(gpt_params(), opt)
+        for i in range(4):
+            tokens = torch.randint(37, (8, 17), generator=torch.Generator().manual_seed(i))
+            *state, loss = run(*state, mesh.split(tokens))
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("k", [1, 4])

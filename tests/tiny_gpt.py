@@ -34,15 +34,20 @@ def gpt_params(
     }
 
 
-def gpt_loss(params: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+def gpt_block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Attention and an MLP, each added to x [b, t, width]."""
+    h = F.layer_norm(x, x.shape[-1:], p["ln1"])
+    q, k, v = ((h @ p["qkv"]).unflatten(-1, (3, 4, -1)).movedim(-3, 0)).transpose(2, 3).unbind(0)
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [b, heads, t, d]
+    x = x + a.transpose(1, 2).flatten(2) @ p["proj"]
+    return x + F.gelu(F.layer_norm(x, x.shape[-1:], p["ln2"]) @ p["fc"]) @ p["out"]
+
+
+def gpt_loss(params: dict[str, Any], tokens: torch.Tensor, block: Any = gpt_block) -> torch.Tensor:
     """Next-token cross entropy of tokens [b, t + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["wte"][inputs] + params["wpe"][: inputs.shape[1]]  # [b, t, width]
     for p in params["blocks"]:
-        h = F.layer_norm(x, x.shape[-1:], p["ln1"])
-        q, k, v = ((h @ p["qkv"]).unflatten(-1, (3, 4, -1)).movedim(-3, 0)).transpose(2, 3).unbind(0)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [b, heads, t, d]
-        x = x + a.transpose(1, 2).flatten(2) @ p["proj"]
-        x = x + F.gelu(F.layer_norm(x, x.shape[-1:], p["ln2"]) @ p["fc"]) @ p["out"]
+        x = block(p, x)
     logits = F.layer_norm(x, x.shape[-1:], params["ln_f"]) @ params["head"]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
