@@ -100,7 +100,7 @@ class Apply:
 
         Args:
             params: the parameters by name, whole; with `remat` they may be boxes.
-            buffers: the buffers and frozen parameters by name.
+            buffers: the buffers and frozen parameters by name; with `remat` the latter may be boxes.
             *args: what the module's forward takes.
             **kwargs: likewise.
 
@@ -116,7 +116,8 @@ class Apply:
         self._check(params, self.params, "params")
         self._check(buffers, self.buffers, "buffers")
         state = {**params, **buffers, **{name: _own_copy(buffers[name]) for name in sorted(self.mutable)}}
-        versions = {} if torch.compiler.is_compiling() else {name: buffers[name]._version for name in buffers}
+        plain = {name: x for name, x in buffers.items() if not is_box(x)}
+        versions = {} if torch.compiler.is_compiling() else {name: x._version for name, x in plain.items()}
         module = self._own_module()
         with boxes_to_blocks(module, self.blocks, state) as state:
             out = torch.func.functional_call(module, state, args, kwargs)
@@ -126,7 +127,7 @@ class Apply:
                     f"the module's forward pass wrote buffer {name!r} in place, which was taken for a constant: it is "
                     "not a persistent floating-point buffer, or a counter, of a module in training mode"
                 )
-        return out, {name: state[name] for name in buffers}
+        return out, {**buffers, **{name: state[name] for name in plain}}
 
     def _own_module(self) -> torch.nn.Module:
         """Return the module to run: in lockstep the rank's own, since functional_call writes into it while it runs."""
@@ -141,7 +142,7 @@ class Apply:
         if not isinstance(given, dict):
             raise TypeError(f"{what} is {given!r}: expected a dict of tensors, as fzero.nn.functional returned it")
         for name, x in given.items():
-            if is_box(x) and not (self.blocks and what == "params"):
+            if is_box(x) and not self.blocks:
                 raise TypeError(
                     f"{type(self.module).__name__} was given {x!r} for {name!r}, which is a box and not a tensor: "
                     "call it inside fzero.value_and_grad, or on fzero.gather(params)"

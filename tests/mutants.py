@@ -49,7 +49,12 @@ MUTANTS = [
     Mutant("mean over ranks only", "transforms/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
     Mutant("scale a sum", "transforms/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
     Mutant("no version check", "transforms/_value_and_grad.py", "if versions != ", "if False and versions != "),
-    Mutant("keywords stay boxed", "transforms/_value_and_grad.py", "kwargs = gathered(kwargs)", "pass"),
+    Mutant(
+        "keywords stay boxed",
+        "transforms/_value_and_grad.py",
+        "kwargs = gathered(kwargs) if gather else kwargs",
+        "pass",
+    ),
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
     Mutant("half-precision sums", "collectives.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
     Mutant("reduce only the last micro-batch", "transforms/_accumulate.py", "= xs[i] + ys[i], None", "= ys[i], None"),

@@ -792,3 +792,31 @@ def test_seeded_blocks_draw_alike_at_every_stage_in_every_world():
                 found.append((step.gather(state[0]), loss))
     for other in found[1:]:
         assert_trees_close(other, found[0])
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_frozen_parameters_stay_in_their_boxes(simulate):
+    """With gather=False each block gathers its frozen parameters for itself, and they cost no gradient."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]).double()
+    for layer in module:
+        layer.weight.requires_grad_(False)
+    plain, params, frozen = fzero.nn.functional(module)
+    apply = fzero.nn.functional(module, remat=True).apply
+    x, opt = torch.randn(4, 6).double(), optim.sgd(0.1)
+
+    def train_step(params: Any, opt_state: Any, frozen: Any, x: Any, apply: Any = plain, gather: bool = True) -> Any:
+        loss = lambda p, f, x: apply(p, f, x)[0].square().mean()  # noqa: E731
+        value, grads = fzero.value_and_grad(loss, gather=gather)(params, frozen, x)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    expected = train_step(params, opt.init(params), frozen, x)
+    mesh = fzero.mesh(dp=2, simulate=simulate)
+    lazy = functools.partial(train_step, apply=apply, gather=False)
+    step = fzero.shard(lazy, stage=3, mesh=mesh)
+    boxes, _ = step.init(frozen, optim.set_to_zero())
+    with fzero.record() as log:
+        new, _, loss = step(*step.init(params, opt), boxes, mesh.split(x))
+    assert_trees_close((step.gather(new), loss), (expected[0], expected[2]))
+    assert log.count("all_gather") == 12 and log.count("reduce_scatter") == 3  # 3 blocks x 2 units, twice; biases

@@ -64,9 +64,9 @@ def value_and_grad(
             when k > 1.
         batch_argnums: the position, or positions, of the arguments to cut; by default the only one that is not
             differentiated and holds plain tensors.
-        gather: whether `f` is handed whole leaves. If not it is handed the boxes of differentiated arguments as they
-            are, and gathers each where it uses it, with `fzero.gather` or in a function made by `fzero.remat`, which
-            lets it go and gathers it again for the backward pass.
+        gather: whether `f` is handed whole leaves. If not it is handed boxes as they are, and gathers each where it
+            uses it, with `fzero.gather` or in a function made by `fzero.remat`, which lets it go and gathers it again
+            for the backward pass.
         precision: the dtypes that gradients are summed in over ranks and micro-batches and are returned in; by default
             the parameters' own. The value is summed in float32 at least.
 
@@ -118,8 +118,8 @@ def value_and_grad(
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
         opened = {i: _open(args[i], axes, f"argument {i}", micro_batches, precision) for i in nums}
-        fixed = [None if i in opened else gathered(x) for i, x in enumerate(args)]
-        kwargs = gathered(kwargs)
+        fixed = [None if i in opened else gathered(x) if gather else x for i, x in enumerate(args)]
+        kwargs = gathered(kwargs) if gather else kwargs
         batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
 
         def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> Any:
