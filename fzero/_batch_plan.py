@@ -61,6 +61,8 @@ def batch_plan(
     """
     given = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
     names = mesh.names(axis)
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis={axis!r}: an axis stands twice")
     if axis is None and len(names) > 1:
         raise ValueError(f"the mesh has the axes {names}: say which are data-parallel, axis={names[0]!r}")
     sizes = dict(mesh.shape)

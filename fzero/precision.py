@@ -104,17 +104,21 @@ class Precision:
         Raises:
             TypeError: if one has another. Names it.
         """
+        expected: dict[Any, torch.dtype] = {}  # places of one tensor have one dtype, the first's
         for path, x in zip(paths, entries, strict=True):
-            leaf = x
+            leaf, key = x, id(x)
             if isinstance(x, Shard | Slot):
-                shape = fact(x.uid, "shapes")[x.index if isinstance(x, Slot) else 0]
+                index = x.index if isinstance(x, Slot) else 0
+                shape, key = fact(x.uid, "whole_shapes")[index], (x.uid, index)
                 leaf = torch.empty(shape, dtype=fact(x.uid, "dtype"), device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
             dtype = x.data.dtype if isinstance(x, Shard) else leaf.dtype
-            if not dtype == leaf.dtype == self.dtype_of(path, leaf):
+            if key not in expected:
+                expected[key] = self.dtype_of(path, leaf)
+            if not dtype == leaf.dtype == expected[key]:
                 raise TypeError(
-                    f"{name}: leaf {path!r} is {dtype}, and precision= says {self.dtype_of(path, leaf)}: start with "
-                    "params, opt_state = step.init(params, optim.master_weights(opt, precision)), or with "
-                    "precision.cast(params)"
+                    f"{name}: leaf {path!r} is {dtype}, and precision= says {expected[key]}: start with "
+                    "params, opt_state = step.init(params, optim.master_weights(opt, precision)); unsharded, params = "
+                    "precision.cast(params) after opt.init(params)"
                 )

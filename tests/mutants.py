@@ -247,11 +247,11 @@ MUTANTS = [
     Mutant(
         "weights of the own rank",
         "transforms/_weighted.py",
-        "weight = psum(weights.sum().to(",
-        "weight = (lambda x, _: x)(weights.sum().to(",
+        "weight = psum(weights",
+        "weight = (lambda x, _: x)(weights",
         HALF,
     ),
-    Mutant("micro-batches weigh alike", "transforms/_weighted.py", "weights.sum()", "weights.double().mean()", HALF),
+    Mutant("micro-batches weigh alike", "transforms/_weighted.py", ".sum(), axis)", ".mean(), axis)", HALF),
     Mutant(
         "the world for the data-parallel ranks",
         "_batch_plan.py",

@@ -288,6 +288,61 @@ def test_parameters_are_the_rounded_masters(half, seed):
         torch.testing.assert_close(params["w"].float(), state.master["w"], rtol=2**-8, atol=1e-7 * max(size, 1))
 
 
+def test_the_pair_sees_the_masters():
+    """Weight decay and averages are of the masters, not of the rounded parameters."""
+    precision, third = fzero.Precision(torch.bfloat16), torch.tensor([1 / 3])
+    opt = optim.master_weights(
+        optim.chain(optim.add_decayed_weights(0.5), optim.sgd(0.5), optim.params_ema(0.5)), precision
+    )
+    params = {"w": third}
+    state, params = opt.init(params), precision.cast(params)
+    _, state = opt.update({"w": torch.zeros(1)}, state, params)
+    assert torch.equal(state.master["w"], third + -0.5 * (0.5 * third))
+
+
+def test_a_master_beyond_the_range_of_half_precision_comes_back():
+    opt = optim.master_weights(optim.sgd(1.0), fzero.Precision(torch.float16))
+    params = {"w": torch.tensor([60000.0])}
+    state, params = opt.init(params), {"w": params["w"].half()}
+    seen = []
+    for g in (-10000.0, 20000.0):
+        updates, state = opt.update({"w": torch.tensor([g])}, state, params)
+        params = optim.apply_updates(params, updates)
+        seen.append(params["w"].item())
+    assert seen == [65504.0, torch.tensor(50000.0).half().item()] and state.master["w"].item() == 50000.0
+
+
+def test_a_tie_has_the_dtype_of_its_first_place():
+    precision, w = fzero.Precision(torch.bfloat16, full=wide_norm), torch.ones(4)
+    opt = optim.master_weights(optim.sgd(2.0**-3), precision)
+    train_step = step_of(opt, precision=precision, reduce="sum")
+    for params in ({"n": w, "o": w}, {"o": w, "n": w}):
+        expected = unsharded(train_step, opt, params, [torch.ones(4)])
+        for stage in range(4):
+            got = trained(train_step, opt, params, [torch.ones(4)], stage, fzero.mesh(dp=2))
+            assert_trees_close(got, expected, rtol=0.0)
+
+
+def test_rules_of_split_leaves_see_them_whole():
+    precision = fzero.Precision(torch.bfloat16, full=lambda path, leaf: leaf.numel() <= 6)
+    opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2, tp=2)
+    for stage in range(4):
+        loss = lambda p, x: fzero.psum_invariant(linear_loss(p, x), "tp")  # noqa: E731
+        step = fzero.shard(
+            step_of(opt, loss, precision=precision), stage, mesh, "dp", split=lambda path, leaf: {"tp": 1}
+        )
+        step(*step.init({"w": torch.ones(2, 4)}, opt), mesh.split(torch.ones(4), "dp"))
+
+
+def test_half_precision_losses_are_summed_in_float32():
+    """2048 + 1 is 2048 in float16."""
+    w, x = torch.ones(1, dtype=torch.float16), torch.tensor([2048.0, 1.0], dtype=torch.float16)
+    precision = fzero.Precision(torch.float16)
+    f = lambda w, x: (w * x).sum()  # noqa: E731
+    loss, _ = fzero.scaled_value_and_grad(f, 1.0, micro_batches=2, reduce="sum", precision=precision)(w, x)
+    assert loss.item() == 2049.0
+
+
 def test_updates_smaller_than_the_last_bit_add_up():
     precision = fzero.Precision(torch.bfloat16)
     opt = optim.master_weights(optim.sgd(2.0**-12), precision)
@@ -419,10 +474,11 @@ def test_the_scale_grows_and_has_bounds():
     params = {"w": torch.ones(2)}
     state, good, bad = opt.init(params), {"w": torch.ones(2)}, {"w": torch.tensor([1.0, float("nan")])}
     scales = []
-    for grads in [good, good, good, good, bad, bad, bad, good]:
+    for grads in [good, good, good, good, bad, bad, bad, good, bad, good]:
         _, state = opt.update(grads, state, params)
         scales.append((state.scale.item(), state.growth.item(), state.skipped.item()))
-    assert scales == [(4, 1, 0), (8, 0, 0), (8, 1, 0), (8, 0, 0), (4, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 3)]
+    expected = [(4, 1, 0), (8, 0, 0), (8, 1, 0), (8, 0, 0), (4, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 3)]
+    assert scales == [*expected, (2, 0, 4), (2, 1, 4)]  # in a row: the good step before a bad one does not count
 
 
 def test_higher_derivatives_through_a_scale():
@@ -431,6 +487,8 @@ def test_higher_derivatives_through_a_scale():
     inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()  # noqa: E731
     torch.testing.assert_close(torch.func.grad(inner)(w), 6 * w)
     torch.testing.assert_close(torch.func.jvp(inner, (w,), (torch.ones(2),))[1], (6 * w).sum())
+    value = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[0]  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(value)(w), 3 * w**2)
 
 
 @settings(max_examples=40)
@@ -512,6 +570,15 @@ def test_a_naive_mean_of_means_is_not():
     torch.testing.assert_close(right, exact)
 
 
+def test_weights_are_any_numbers_of_any_dtype():
+    """Fractions, and counts that half precision holds, but not their sum."""
+    f = lambda w, b: ((w.sum() * b["x"]).sum(), b["n"].sum())  # noqa: E731
+    for n in (torch.full((4,), 0.125), torch.full((4,), 20000.0, dtype=torch.float16)):
+        batch = {"x": torch.ones(4), "n": n}
+        loss, _ = fzero.value_and_grad(f, reduce="weighted", micro_batches=2)(torch.ones(3), batch)
+        torch.testing.assert_close(loss, torch.tensor(3 / n[0].item()))
+
+
 def test_no_token_at_all_is_no_loss():
     batch = {**mlp_batch(4), "mask": torch.zeros(4, dtype=torch.float64)}
     loss, grads = fzero.value_and_grad(token_loss, reduce="weighted", micro_batches=2)(mlp_params(), batch)
@@ -583,6 +650,15 @@ def test_bad_policies():
         fzero.Precision(torch.bfloat16, reduce="float32")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"growth_factor=0\.5"):
         optim.dynamic_loss_scale(optim.sgd(0.1), growth_factor=0.5)
+    for bad in (0.0, -1.0, float("nan"), torch.ones(2)):
+        with pytest.raises(ValueError, match="expected a positive number, or a 0-d tensor"):
+            fzero.scaled_value_and_grad(torch.sum, bad)
+    with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
+        fzero.value_and_grad(torch.sum, precision=torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
+        optim.master_weights(optim.sgd(0.1), torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="an axis stands twice"):
+        fzero.batch_plan(micro_batch=1, accumulation=1, mesh=fzero.mesh(a=2, b=2), axis=("a", "a"))
     with pytest.raises(ValueError, match="initial=0"):
         optim.static_loss_scale(optim.sgd(0.1), 0)
 
@@ -622,6 +698,13 @@ def test_master_weights_come_last():
     assert optim.chain(optim.clip(1.0), opt).precision is opt.precision
     with pytest.raises(ValueError, match="must be the last link"):
         optim.chain(opt, optim.scale(0.5))
+    with pytest.raises(ValueError, match="a loss scale goes around the whole chain: a clip before it would hide"):
+        optim.chain(optim.clip(1.0), optim.dynamic_loss_scale(optim.sgd(0.1)))
+    for wrapped in (opt, optim.static_loss_scale(optim.sgd(0.1), 2.0)):
+        with pytest.raises(ValueError, match="masked: put master_weights, and a loss scale, around masked"):
+            optim.masked(wrapped, {"w": True})
+        with pytest.raises(ValueError, match="leafwise: put master_weights, and a loss scale, around leafwise"):
+            optim.leafwise(wrapped)
     with pytest.raises(ValueError, match="opt_state holds 0 of LossScaleState"):
         optim.loss_scale(opt.init({"w": torch.ones(4)}))
 

@@ -820,3 +820,51 @@ def test_frozen_parameters_stay_in_their_boxes(simulate):
         new, _, loss = step(*step.init(params, opt), boxes, mesh.split(x))
     assert_trees_close((step.gather(new), loss), (expected[0], expected[2]))
     assert log.count("all_gather") == 12 and log.count("reduce_scatter") == 3  # 3 blocks x 2 units, twice; biases
+
+
+# ---------------------------------------------------------------- what leaves a block otherwise
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.w, self.kept, self.aux = torch.nn.Parameter(torch.eye(3)), kept, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ self.w)
+        self.aux = self.kept(h.square().mean())
+        return x + h
+
+
+def test_what_a_block_leaves_elsewhere_is_refused():
+    """Its gradient would be lost without a word: an auxiliary loss, say, or what a hook collects."""
+    held: list[Any] = []
+
+    def block(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        held.append((p**2).sum())
+        return x * p
+
+    with pytest.raises(ValueError, match=r"a tensor float32 \[\] that the block computed .* held elsewhere"):
+        grad(lambda p: fzero.remat(block)(p, torch.ones(2)).sum() + held[-1])(torch.ones(2))
+    for kept, refused in [(lambda a: a, True), (torch.Tensor.detach, False), (torch.Tensor.item, False)]:
+        apply, params, buffers = fzero.nn.functional(torch.nn.Sequential(Keeps(kept)), remat=True)
+        loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
+        if refused:
+            with pytest.raises(ValueError, match="held elsewhere"):
+                grad(loss)(params)
+        else:
+            assert grad(loss)(params)["0.w"].abs().sum() > 0
+
+
+def test_writing_into_a_result_does_not_reach_an_argument():
+    def gradient(f: Any) -> torch.Tensor:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            y, z = f(torch.tensor(3.0), x)
+            return (y.add_(x) * z).sum() + x.sum()
+
+        return grad(loss)(torch.ones(2))
+
+    plain = gradient(lambda p, x: (x.clone(), x * p))
+    assert torch.equal(gradient(fzero.remat(lambda p, x: (x, x * p))), plain)
+    assert torch.equal(gradient(fzero.remat(lambda p, x: (x.view(2), x * p))), plain)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _record, _torch
-from fzero.graph.ir import is_collective, is_input, is_view, nbytes, reordered, values, wire
+from fzero.graph.ir import is_collective, is_input, is_view, name_of, nbytes, reordered, values, wire
 
 __all__ = ["Traced", "trace"]
 
@@ -45,6 +45,7 @@ def trace(
                 f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "
                 "traced before values are known. Use torch.where, keep it a tensor, or return it and read it there"
             ) from error
+    _say_what_is_written(gm.graph)
     _check_writes(gm.graph, labels)
     if any(_written(n) for n in gm.graph.nodes):
         gm = _torch.functional(gm, fakes)
@@ -55,6 +56,14 @@ def trace(
     _name_collectives(traced.graph, log.order)
     _check_captured(traced)
     return traced
+
+
+def _say_what_is_written(graph: Graph) -> None:
+    """Put in the place of `native_batch_norm`, whose schema hides that it writes its statistics, one that says so."""
+    for node in graph.nodes:
+        writes = name_of(node) == "native_batch_norm" and isinstance(node.args[3], Node) and node.args[5]
+        if writes and str(node.target).endswith(".default"):
+            node.target = torch.ops.aten._native_batch_norm_legit.default
 
 
 def _written(node: Node) -> list[Node]:

@@ -24,12 +24,14 @@ class Optimizer:
         elementwise: whether the pair gives the same numbers on flat shards as on whole leaves: True of all pairs
             in `fzero.optim`; None if not known, and `fzero.testing.check_elementwise` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
+        skips: whether the pair skips steps that overflowed: a loss scale.
     """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     elementwise: bool | None = None
     precision: Precision | None = None
+    skips: bool = False
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
@@ -40,7 +42,8 @@ def around(init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], *
     known = [getattr(pair, "elementwise", None) for pair in pairs]
     elementwise = False if False in known else None if None in known else True
     policies = [pair.precision for pair in pairs if getattr(pair, "precision", None) is not None]
-    return Optimizer(init, update, elementwise, policies[0] if policies else None)
+    skips = any(getattr(pair, "skips", False) for pair in pairs)
+    return Optimizer(init, update, elementwise, policies[0] if policies else None, skips)
 
 
 def find_state(opt_state: Any, kind: type) -> Any:
@@ -80,7 +83,7 @@ def chain(*pairs: Any) -> Optimizer:
 
     Raises:
         ValueError: if `master_weights` is not the last: what came after would change the parameters and not the
-            masters.
+            masters; or if a link is a loss scale, which goes around the chain.
 
     Example:
         >>> import torch
@@ -91,6 +94,11 @@ def chain(*pairs: Any) -> Optimizer:
     """
     if any(getattr(pair, "precision", None) is not None for pair in pairs[:-1]):
         raise ValueError("chain: master_weights must be the last link, or around the whole chain")
+    if any(getattr(pair, "skips", False) for pair in pairs):
+        raise ValueError(
+            "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "
+            "after it would see steps that are skipped"
+        )
 
     def init(params: Any) -> Any:
         return tuple([pair.init(params) for pair in pairs])

@@ -31,6 +31,8 @@ def leafwise(pair: Any) -> Optimizer:
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.1000)}
     """
+    if getattr(pair, "precision", None) is not None or getattr(pair, "skips", False):
+        raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
     takes_inplace = "inplace" in inspect.signature(pair.update).parameters
 
     def init(params: Any) -> Any:

@@ -1,5 +1,7 @@
 """Loss scale: gradients in half precision, kept within its range; a step that overflowed changes nothing."""
 
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +72,9 @@ def dynamic_loss_scale(
     """
     positive(initial=initial, growth_factor=growth_factor, growth_interval=growth_interval)
     positive(backoff_factor=backoff_factor, minimum=minimum, maximum=maximum)
-    if growth_factor < 1 or backoff_factor > 1 or not minimum <= initial <= maximum:
+    if growth_interval != int(growth_interval):
+        raise ValueError(f"growth_interval={growth_interval}: expected an int")
+    if growth_factor < 1 or backoff_factor > 1 or not minimum <= initial <= maximum < math.inf:
         raise ValueError(
             f"growth_factor={growth_factor}, backoff_factor={backoff_factor}, initial={initial}: expected at least 1, "
             f"at most 1, and from minimum={minimum} to maximum={maximum}"
@@ -94,7 +98,7 @@ def dynamic_loss_scale(
         growth = torch.where(grows, torch.zeros_like(growth), growth)
         return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
 
-    return around(init, update, pair)
+    return replace(around(init, update, pair), skips=True)
 
 
 def static_loss_scale(pair: Any, scale: float) -> Optimizer:
@@ -126,7 +130,7 @@ def loss_scale(opt_state: Any) -> LossScaleState:
 
     Example:
         >>> from fzero import optim
-        >>> opt = optim.chain(optim.clip(1.0), dynamic_loss_scale(optim.sgd(0.5)))
+        >>> opt = dynamic_loss_scale(optim.chain(optim.clip(1.0), optim.sgd(0.5)))
         >>> loss_scale(opt.init({"w": torch.ones(2)})).scale
         tensor(65536.)
     """

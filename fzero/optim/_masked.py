@@ -28,8 +28,8 @@ def masked(pair: Any, mask: Any) -> Optimizer:
         A pair; its state is the state of `pair`.
 
     Raises:
-        ValueError: on use, if `mask` has another structure than the parameters, or differs on tied leaves. Names the
-            path.
+        ValueError: if `pair` keeps master weights or a loss scale, which go around; on use, if `mask` has another
+            structure than the parameters, or differs on tied leaves. Names the path.
 
     Example:
         >>> from fzero import optim
@@ -38,6 +38,8 @@ def masked(pair: Any, mask: Any) -> Optimizer:
         >>> opt.update(params, opt.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
+    if getattr(pair, "precision", None) is not None or getattr(pair, "skips", False):
+        raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
 
     def chosen(values: Any, applies: Any) -> Any:
         return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, applies)

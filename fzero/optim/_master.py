@@ -56,8 +56,10 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         ...     updates, state = opt.update({"w": torch.ones(1)}, state, params)
         ...     params = optim.apply_updates(params, updates)
         >>> params["w"], state.master["w"]
-        (tensor([1.], dtype=torch.bfloat16), tensor([0.9980]))
+        (tensor([0.9961], dtype=torch.bfloat16), tensor([0.9980]))
     """
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     master = precision.master
 
     def stored(masters: Any, kept: Any) -> Any:
@@ -82,9 +84,12 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         new = apply_updates(masters, updates)
 
         def rounded(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+            if p.dtype == master:
+                return u
+            # what float16 cannot hold is its largest number: an infinite parameter could never be corrected
+            largest = torch.finfo(p.dtype).max
             # between two rounded values, so that p and it add up to the new one, exactly if that is not near zero
-            wide = torch.promote_types(p.dtype, torch.float32)
-            return u if p.dtype == master else m.to(p.dtype).to(wide) - p.to(wide)
+            return m.clamp(-largest, largest).to(p.dtype).to(m.dtype) - p.to(m.dtype)
 
         return tree.map(rounded, params, updates, new), MasterState(stored(new, kept), inner)
 
@@ -149,7 +154,7 @@ def _check_dtypes(params: Any, grads: Any, kept: Any, precision: Precision) -> N
         if _dtype(p) != dtype:
             raise TypeError(
                 f"master_weights: params leaf {path!r} is {_dtype(p)}, and its policy says {dtype}; start with params, "
-                "opt_state = step.init(params, opt), or params = precision.cast(params)"
+                "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
         expected = precision.gradients(dtype)[1]
         if given is not None and given != torch.promote_types(given, expected):

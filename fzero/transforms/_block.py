@@ -2,7 +2,9 @@
 
 import enum
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from fzero._torch import OpOverload
 from fzero._torch_levels import is_differentiated, is_foreign, is_wrapped
 from fzero.layout import Shard, Slot
 from fzero.transforms._gather import gather
-from fzero.transforms._tape import Script
+from fzero.transforms._tape import Script, Tape
 from fzero.world import Axis, Scope, scope_here, within
 
 __all__ = ["Block", "Chosen", "called", "check_given"]
@@ -83,6 +85,7 @@ class Block:
         self.differentiated = [is_differentiated(x) for x in self.tensors]
         self.tracked = False
         self._result: Any = None
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def _number(self, x: torch.Tensor) -> int:
         if id(x) not in self._places:
@@ -111,7 +114,9 @@ class Block:
 
         def run() -> Any:
             args, kwargs = tree.unflatten(self._structure, [value(x) for x in self._leaves])
-            with _Guard(strict=first), tape:
+            guard = _Guard([x for x, d in zip(tensors, self.differentiated, strict=True) if d] if first else None)
+            self._made = guard.made
+            with guard, tape:
                 return called(self.block, args, kwargs) if self._boxed else self.block(*args, **kwargs)
 
         with self.casts():
@@ -139,6 +144,27 @@ class Block:
             return tuple([a._replace(token=next(tokens)) for a in axes])
 
         return scope._replace(axes=rebound(scope.axes), joint=rebound(scope.joint))
+
+    def check_escapes(self, results: Sequence[torch.Tensor]) -> None:
+        """Refuse what the first run computed of its arguments, and somebody holds who is not handed it."""
+        made, self._made = self._made, {}
+        known = {id(y) for y in results} | {id(y._base) for y in results}
+
+        def alive() -> list[torch.Tensor]:
+            return [x for ref in made.values() if (x := ref()) is not None and id(x) not in known]
+
+        if alive():
+            gc.collect()  # what only a cycle holds
+            for x in (found := alive()):
+                holders = [h for h in gc.get_referrers(x) if h is not found]
+                if all(isinstance(h, Tape | types.FrameType) for h in holders):
+                    continue  # a block around this one, or torch itself: it is the base of a view, say
+                raise ValueError(
+                    f"remat: a tensor {_shown(x)} that the block computed of its arguments is held elsewhere than in "
+                    "its result: by an attribute, a list, or a hook that collects (output_attentions, "
+                    "output_router_logits of transformers). Its gradient would be lost: have the block return it, or "
+                    "detach() it"
+                )
 
     def result(self, ys: Sequence[torch.Tensor]) -> Any:
         """Put the block's result together."""
@@ -186,9 +212,15 @@ class _Guard(TorchFunctionMode):
     The block runs below all transforms that run at its call, on tensors that require no grad.
     """
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, given: Sequence[torch.Tensor] | None) -> None:
         super().__init__()
-        self.strict = strict  # whether what requires grad comes from outside
+        self.strict = given is not None  # the first run: what requires grad comes from outside
+        self.given = {id(x) for x in given or ()}
+        self.made: dict[int, weakref.ref[torch.Tensor]] = {}  # what is computed of what was given
+
+    def _is_made(self, x: torch.Tensor) -> bool:
+        ref = self.made.get(id(x))
+        return id(x) in self.given or (ref is not None and ref() is x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -196,7 +228,15 @@ class _Guard(TorchFunctionMode):
             for y in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(y, torch.Tensor) and (is_foreign(y) or (self.strict and _requires_grad(y))):
                     raise ValueError(_captured(y))
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.strict and func not in _CUTS and any(self._is_made(x) for x in tree.tensors((args, kwargs))):
+            for y in tree.tensors(out):
+                if y.is_floating_point():
+                    self.made[id(y)] = weakref.ref(y)
+        return out
+
+
+_CUTS = (torch.Tensor.detach, torch.detach)  # what is held of these is meant to have no gradient
 
 
 def _requires_grad(x: torch.Tensor) -> bool:
@@ -244,9 +284,12 @@ def _filled(cell: Any) -> bool:
         return False
 
 
+def _shown(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
 def _captured(x: torch.Tensor) -> str:
-    shown = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     return (
-        f"remat: the block uses a tensor {shown} that it was not given as an argument, and that is differentiated, or "
-        "differs by rank or example: in the backward pass it would be lost; pass it as an argument"
+        f"remat: the block uses a tensor {_shown(x)} that it was not given as an argument, and that is differentiated, "
+        "or differs by rank or example: in the backward pass it would be lost; pass it as an argument"
     )

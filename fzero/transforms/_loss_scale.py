@@ -1,5 +1,6 @@
 """A loss scale, put in and taken out: the gradients in between lie within half precision's range."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def scaled_value_and_grad(
         A function like `fzero.value_and_grad`'s; gradients are in float32 at least.
 
     Raises:
-        TypeError, ValueError: as `fzero.value_and_grad` does.
+        ValueError: if `scale` is not positive, or not 0-d; else as `fzero.value_and_grad` does.
 
     Example:
         >>> f = lambda w: (w * 2**-20).half().sum().float()
@@ -69,10 +70,13 @@ def scaled_value_and_grad(
         (tensor(9.5367e-07), tensor([9.5367e-07]))
     """
     factor = torch.as_tensor(scale, dtype=torch.float32)
+    if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
+        raise ValueError(f"scale={scale!r}: expected a positive number, or a 0-d tensor")
     differentiated = value_and_grad(_Scaled(f, factor), argnums, **options)
 
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         value, grads = differentiated(*args, **kwargs)
+        value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # its own derivatives are the true ones, too
         return value, tree.map(lambda g: g.to(torch.promote_types(g.dtype, torch.float32)) / factor, grads)
 
     return unscaled
@@ -88,9 +92,11 @@ class _Scaled:
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._scaled(self.f(*args, **kwargs))
+        return _first(self.f(*args, **kwargs), lambda x: _scale_gradient(x, self.scale))
 
-    def _scaled(self, out: Any) -> Any:
-        if isinstance(out, tuple):  # the loss comes first: (loss, aux), (total, weight), ((total, weight), aux)
-            return (self._scaled(out[0]), *out[1:])
-        return _scale_gradient(out, self.scale) if isinstance(out, torch.Tensor) else out
+
+def _first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change the loss, which comes first: loss, (loss, aux), (total, weight), ((total, weight), aux)."""
+    if isinstance(out, tuple) and out:
+        return (_first(out[0], change), *out[1:])
+    return change(out) if isinstance(out, torch.Tensor) and out.is_floating_point() else out

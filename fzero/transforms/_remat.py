@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fzero._torch import in_transform
+from fzero._torch import in_transform, storage_id
 from fzero._torch_levels import is_mapped_now
 from fzero.random._seeded import draw_from, next_key
 from fzero.transforms._block import Block, Chosen, called, check_given
@@ -154,7 +154,10 @@ class _Work:
             return out
         if versions != [x._version for x in tensors]:
             raise RuntimeError("remat: the block writes into an argument in place: let it return a new value instead")
+        block.check_escapes([*out, *tape.kept])
         block.kept = len(tape.kept)
+        given = {storage_id(x) for x in tensors}  # writing into a result must not reach an argument
+        out = tuple([y.clone() if storage_id(y) in given else y for y in out])
         return (*out, *[x.detach() for x in tape.kept])
 
 
@@ -240,7 +243,8 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
 
     Raises:
         ValueError: if the block uses a tensor that a running transform tracks, or that requires grad, and that is
-            not an argument; or if `save` is none of these.
+            not an argument; if it leaves one that depends on its arguments elsewhere than in its result (an attribute,
+            a list, a hook that collects); or if `save` is none of these.
         TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant, such as
             the key-value cache of a language model, which the block would write into twice.
         RuntimeError: if the block writes into an argument in place, or runs other operations the second time than those

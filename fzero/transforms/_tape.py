@@ -71,13 +71,17 @@ def _dropped(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) 
     return x.clone() if train is False else x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
+class Tape(list[torch.Tensor]):
+    """What a recorder keeps; a type of its own, so that it is not taken for somebody else's list."""
+
+
 class Recorder(TorchDispatchMode):
     """Keeps the results of the operations that draw random numbers, and of those `chosen`."""
 
     def __init__(self, script: Script, chosen: Chosen | None) -> None:
         super().__init__()
         self.script, self.chosen = script, chosen
-        self.kept: list[torch.Tensor] = []
+        self.kept = Tape()
         self.storages: dict[int, list[int]] = {}  # storage -> which of those kept lie in it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -53,10 +53,10 @@ def value_and_grad(
         has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
         reduce: "mean" over ranks and micro-batches; "weighted": `f` returns `(total, weight)` in place of the loss, the
-            sum of its losses and of their weights (its number of tokens), 0-d, and the result is the sum of all totals
-            over the sum of all weights, exact if ranks and micro-batches have unequal weights, 0 if they have none;
-            or "sum" for losses that `f` normalises itself (by what it knows before: a psum in `f` is over the ranks'
-            one micro-batch).
+            sum of its losses and of their weights (its number of tokens, a constant), 0-d, and the result is the sum
+            of all totals over the sum of all weights, exact if ranks and micro-batches have unequal weights, 0 if they
+            have none; or "sum" for losses that `f` normalises itself (by what it knows before: a psum in `f` is over
+            the ranks' one micro-batch).
         axis: the axes that the mean is over; `None` for the axes of the running step.
         micro_batches: k. The batch arguments are cut in k equal parts along dimension 0, one after the other is
             differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
@@ -68,7 +68,8 @@ def value_and_grad(
             uses it, with `fzero.gather` or in a function made by `fzero.remat`, which lets it go and gathers it again
             for the backward pass.
         precision: the dtypes that gradients are summed in over ranks and micro-batches and are returned in; by default
-            the parameters' own. The value is summed in float32 at least.
+            the parameters' own. All that is differentiated must be parameters of the policy. The value is summed in
+            float32 at least.
 
     Returns:
         A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
@@ -92,6 +93,8 @@ def value_and_grad(
         (tensor(9.), tensor(3.))
     """
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     if reduce == "weighted":
         options: Any = {"axis": axis, "micro_batches": micro_batches, "batch_argnums": batch_argnums}
         options |= {"gather": gather, "precision": precision}

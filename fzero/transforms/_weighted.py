@@ -39,7 +39,7 @@ def weighted(differentiated: Callable[..., Any], has_aux: bool, axis: AxisName) 
 
     def mean(*args: Any, **kwargs: Any) -> Any:
         (total, (weights, aux)), grads = differentiated(*args, **kwargs)
-        weight = psum(weights.sum().to(torch.promote_types(total.dtype, torch.float32)), axis)
+        weight = psum(weights.to(torch.promote_types(total.dtype, torch.float32)).sum(), axis)
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no token at all: a loss of 0
         value, grads = (total / weight).to(total.dtype), tree.map(lambda g: (g / weight).to(g.dtype), grads)
         return ((value, aux) if has_aux else value), grads

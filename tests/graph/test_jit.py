@@ -537,3 +537,16 @@ def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
         return len({s.key for s in pieces(graph).steps if isinstance(s, Segment)})
 
     assert distinct(4) == distinct(7)
+
+
+def test_batch_norm_that_runs_twice_updates_its_statistics_twice():
+    """Its operation writes into them, which its schema does not say."""
+    apply, params, buffers = fzero.nn.functional(torch.nn.BatchNorm1d(2))
+
+    def step(params: Any, buffers: Any, x: torch.Tensor) -> Any:
+        real, buffers = apply(params, buffers, x)
+        fake, buffers = apply(params, buffers, 3 * x + 1)
+        return (real - fake).square().mean(), buffers
+
+    x = torch.arange(8.0).view(4, 2)
+    bitwise(fzero.jit(step, backend="fx", donate=())(params, buffers, x), step(params, buffers, x))
