@@ -33,6 +33,7 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_stages_print_the_same_in_float16():
     outs = [run(str(PATH), *SMALL, "--precision", "float16", "--stage", stage) for stage in ("0", "3")]
     first, last = [losses(out) for out in outs]
@@ -63,6 +64,7 @@ def test_adapters_are_saved_merged(tmp_path, example):
     assert after[-1] == pytest.approx(loss.item(), abs=2e-4) and after[-1] < before - 0.1
 
 
+@pytest.mark.slow
 def test_merged_weights_give_the_adapters_logits(tmp_path, example):
     class Args:
         model, lora, lora_alpha, dropout = None, 4, 16.0, 0.1

@@ -76,7 +76,7 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
 # ---------------------------------------------------------------- precision
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     params=trees(dtypes=[torch.float32]),
     half=st.sampled_from(HALF),

@@ -29,7 +29,7 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
         pytest.param(jit_cases, 4, marks=pytest.mark.slow),
         (axes_cases, 4),
         (training_cases, 2),
-        (training_cases, 4),
+        pytest.param(training_cases, 4, marks=pytest.mark.slow),
     ],
     ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4", "training-2", "training-4"],
 )

