@@ -237,7 +237,7 @@ def pair_loss(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 DIFFERENTIATION: dict[str, Row] = {
-    "reduce": (lambda: vag(reduce="avg"), ValueError, r"reduce='avg': expected \"mean\" or \"sum\""),
+    "reduce": (lambda: vag(reduce="avg"), ValueError, r"reduce='avg': expected \"mean\", \"weighted\" or \"sum\""),
     "no micro-batch": (lambda: vag(micro_batches=0), ValueError, r"micro_batches=0: expected an int, at least 1"),
     "negative micro-batches": (
         lambda: vag(micro_batches=-2),
