@@ -45,7 +45,6 @@ __all__ = [
     "inductor",
     "is_tracing",
     "line_of",
-    "maps_now",
     "pytree",
     "quiet_vmap_fallback",
     "raise_priority",
@@ -55,7 +54,6 @@ __all__ = [
     "thread_state",
     "trace",
     "user_line",
-    "vmaps",
 ]
 
 c10d: Any = torch.ops._c10d_functional
@@ -72,17 +70,6 @@ def in_transform() -> bool:
     # not is_tracing(): torch.compiler.is_compiling() is the process's, and another thread may be tracing
     traced = get_proxy_mode() is not None or torch.compiler.is_dynamo_compiling()
     return traced or functorch.peek_interpreter_stack() is not None
-
-
-def maps_now(token: torch.Tensor) -> bool:
-    """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
-    return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
-
-
-def vmaps() -> list[str]:
-    """List the randomness of each vmap that code runs under: Same, Different or Error."""
-    kinds = [c for c in functorch.get_interpreter_stack() or () if c.key() == functorch.TransformType.Vmap]
-    return [functorch.CVmapInterpreterPtr(c).randomness().name for c in kinds]
 
 
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:

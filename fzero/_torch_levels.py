@@ -1,10 +1,12 @@
-"""Private torch APIs of rematerialisation: functorch's levels, and dispatch modes. Seen on torch 2.11 and 2.13."""
+"""Private torch APIs about the levels of torch.func: which transforms run, and which tensors they track.
+
+All of these were seen on torch 2.11 and 2.13. `tests/test_torch.py` says which one broke when torch changes.
+"""
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_differentiated", "is_foreign", "is_mapped_now", "is_wrapped"]
+__all__ = ["is_differentiated", "is_foreign", "is_mapped_now", "is_wrapped", "maps_now", "vmaps"]
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
@@ -35,3 +37,14 @@ def is_foreign(x: torch.Tensor) -> bool:
         return False
     kind = next((i.key() for i in stack if i.level() == level), None)
     return kind is None or (kind == functorch.TransformType.Vmap) != functorch.is_batchedtensor(x)
+
+
+def maps_now(token: torch.Tensor) -> bool:
+    """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
+    return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
+
+
+def vmaps() -> list[str]:
+    """List the randomness of each vmap that code runs under: Same, Different or Error."""
+    kinds = [c for c in functorch.get_interpreter_stack() or () if c.key() == functorch.TransformType.Vmap]
+    return [functorch.CVmapInterpreterPtr(c).randomness().name for c in kinds]

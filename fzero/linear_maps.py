@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _record
-from fzero._torch import allow_in_graph, maps_now
+from fzero._torch import allow_in_graph
+from fzero._torch_levels import maps_now
 from fzero.lockstep import is_lockstep, meet, same
 from fzero.world import bound
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._blocks import boxes_to_blocks, rematerialise
-from fzero._initializer import initializer, without_storage
+from fzero._module_blocks import boxes_to_blocks, rematerialise
+from fzero._module_init import initializer, without_storage
 from fzero.layout import is_box
 from fzero.lockstep import in_lockstep
 from fzero.world import bound, data_axes

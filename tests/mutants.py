@@ -382,7 +382,7 @@ MUTANTS = [
     Mutant("fold_in forgets the data", "random/_keys.py", "else _signed(data))", "else 0)", RANDOM),
     Mutant("all draws have one key", "random/_seeded.py", "self.drawn += 1", "pass", RANDOM),
     Mutant("what draws is not asked", "random/_seeded.py", "if torch.Tag", "if False and torch.Tag", RANDOM),
-    Mutant("remat draws anew", "transforms/_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
+    Mutant("remat draws anew", "transforms/_remat_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
     Mutant(
         "remat's gradient forgets an input",
         "transforms/_remat.py",
@@ -392,17 +392,27 @@ MUTANTS = [
     ),
     Mutant(
         "remat drops the origin",
-        "transforms/_block.py",
+        "transforms/_remat_block.py",
         "None if x.origin is None else tuple([self._number(y) for y in x.origin])",
         "None",
         REMAT,
     ),
-    Mutant("remat updates statistics twice", "_blocks.py", "name: buffers[name].clone()", "name: buffers[name]", REMAT),
-    Mutant("remat takes all for batched", "transforms/_remat.py", "= [is_mapped_now(y) for y", "= [True for y", REMAT),
-    Mutant("remat forgets autocast", "transforms/_block.py", "with self.casts():", "if True:", REMAT),
-    Mutant("remat misses what is captured", "transforms/_block.py", "(is_foreign(y) or", "(False or", REMAT),
     Mutant(
-        "remat keeps what was overwritten", "transforms/_tape.py", "self.kept[j] = self.kept[j].clone()", "pass", REMAT
+        "remat updates statistics twice",
+        "_module_blocks.py",
+        "name: buffers[name].clone()",
+        "name: buffers[name]",
+        REMAT,
+    ),
+    Mutant("remat takes all for batched", "transforms/_remat.py", "= [is_mapped_now(y) for y", "= [True for y", REMAT),
+    Mutant("remat forgets autocast", "transforms/_remat_block.py", "with self.casts():", "if True:", REMAT),
+    Mutant("remat misses what is captured", "transforms/_remat_block.py", "(is_foreign(y) or", "(False or", REMAT),
+    Mutant(
+        "remat keeps what was overwritten",
+        "transforms/_remat_tape.py",
+        "self.kept[j] = self.kept[j].clone()",
+        "pass",
+        REMAT,
     ),
     Mutant("write into shared memory", "graph/_signature.py", "if start < reach and", "if False and", JIT),
 ]

@@ -23,9 +23,9 @@ FLOORS = [
     ["invariant", "exchange", "layout"],
     ["units", "flat", "spmd"],
     ["segments", "mesh", "precision"],
-    ["_checksum", "_batch_plan", "_initializer", "optim", "graph"],
+    ["_checksum", "_batch_plan", "_module_init", "optim", "graph"],
     ["transforms"],
-    ["_blocks"],
+    ["_module_blocks"],
     ["nn"],
     ["testing"],
 ]

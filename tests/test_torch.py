@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from fzero import _torch
+from fzero import _torch, _torch_levels
 
 
 def test_versions():
@@ -58,7 +58,7 @@ def test_vmaps_are_known_with_their_randomness():
     found = []
 
     def f(x):
-        found.append(_torch.vmaps())
+        found.append(_torch_levels.vmaps())
         return x * 2
 
     f(torch.ones(2))

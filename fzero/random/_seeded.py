@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fzero._torch import TorchDispatchMode, vmaps
+from fzero._torch import TorchDispatchMode
+from fzero._torch_levels import vmaps
 from fzero.random._keys import check_key, fold_in
 from fzero.random._replaced import BODIES, DRAWS
 from fzero.world import axis_index, axis_names, data_axes, micro_batch

@@ -16,8 +16,8 @@ import torch
 from fzero._torch import in_transform, storage_id
 from fzero._torch_levels import is_mapped_now
 from fzero.random._seeded import draw_from, next_key
-from fzero.transforms._block import Block, Chosen, called, check_given
-from fzero.transforms._tape import Player, Recorder, is_matmul
+from fzero.transforms._remat_block import Block, Chosen, called, check_given
+from fzero.transforms._remat_tape import Player, Recorder, is_matmul
 
 __all__ = ["remat"]
 

@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._checksum import check_equal
-from fzero._initializer import initializer
+from fzero._module_init import initializer
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero.graph import Deferred

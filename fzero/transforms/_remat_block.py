@@ -17,7 +17,7 @@ from fzero._torch import OpOverload
 from fzero._torch_levels import is_differentiated, is_foreign, is_wrapped
 from fzero.layout import Shard, Slot
 from fzero.transforms._gather import gather
-from fzero.transforms._tape import Script, Tape
+from fzero.transforms._remat_tape import Script, Tape
 from fzero.world import Axis, Scope, scope_here, within
 
 __all__ = ["Block", "Chosen", "called", "check_given"]

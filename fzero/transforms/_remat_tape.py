@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch import OpOverload, storage_id
-from fzero._torch_levels import TorchDispatchMode
+from fzero._torch import OpOverload, TorchDispatchMode, storage_id
 from fzero.tree import flatten, tensors, unflatten
 
 __all__ = ["Player", "Recorder", "Script", "is_matmul"]
