@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "units.py", "or id(leaf) in seen", "or False"),
     Mutant("skip the all_reduce of stage 0", "transforms/_all_reduce.py", "x.sum(0, dtype=flat", "x[0].to(dtype=flat"),
-    Mutant("forget leaves that no rule names", "transforms/_value_and_grad.py", 'rest="replicated"', "rest=None"),
+    Mutant("forget leaves that no rule names", "transforms/_opened.py", 'rest="replicated"', "rest=None"),
     Mutant("an inner vmap is the axis", "linear_maps.py", "if in_dims[0] is None:", "if False:"),
     Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
     Mutant("an axis leaks", "world.py", "_SCOPES.stack.pop()", "pass"),
@@ -165,14 +165,14 @@ MUTANTS = [
     # several axes
     Mutant(
         "copies keep their own gradients",
-        "transforms/_value_and_grad.py",
+        "transforms/_opened.py",
         'copies = [a for a in axes if a.name not in fact(uid, "varies")]',
         "copies: list[Axis] = []",
         AXES,
     ),
     Mutant(
         "experts are averaged",
-        "transforms/_value_and_grad.py",
+        "transforms/_opened.py",
         'a.name not in fact(uid, "varies")]',
         "a.name not in own]",
         AXES,
@@ -227,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are rounded before the update",
-        "transforms/_value_and_grad.py",
+        "transforms/_opened.py",
         "Shard(box.data.to(dtype), cast",
         "Shard(box.data, cast",
         HALF,
@@ -246,12 +246,12 @@ MUTANTS = [
     ),
     Mutant(
         "weights of the own rank",
-        "transforms/_weighted.py",
+        "transforms/_returned.py",
         "weight = psum(weights",
         "weight = (lambda x, _: x)(weights",
         HALF,
     ),
-    Mutant("micro-batches weigh alike", "transforms/_weighted.py", ".sum(), axis)", ".mean(), axis)", HALF),
+    Mutant("micro-batches weigh alike", "transforms/_returned.py", ".sum(), axis)", ".mean(), axis)", HALF),
     Mutant(
         "the world for the data-parallel ranks",
         "_batch_plan.py",
