@@ -132,9 +132,9 @@ def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = No
     for path, y in theirs.items():
         if path not in mine:
             return f"trees differ in structure: the second has leaf {path!r} ({show(y)}), and the first has not"
-    for path, x in mine.items() if is_leaf is None else ():
+    for path, x in mine.items():
         y = theirs[path]
-        if (is_box(x) or is_box(y)) and show(x) != show(y):
+        if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):
             a, b = (repr(x), repr(y)) if repr(x) != repr(y) and is_box(x) and is_box(y) else (show(x), show(y))
             return (
                 f"trees are cut differently at {path!r}: {a} against {b}. "

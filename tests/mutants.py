@@ -415,6 +415,21 @@ MUTANTS = [
         REMAT,
     ),
     Mutant("write into shared memory", "graph/_signature.py", "if start < reach and", "if False and", JIT),
+    Mutant(
+        "a remat block runs in the first micro-batch",
+        "transforms/_remat_block.py",
+        "return scope._replace(axes=",
+        "return scope._replace(micro_batch=0, axes=",
+        REMAT,
+    ),
+    Mutant("the key enters a draw once", "random/_keys.py", "second=_mixed(key + SECOND, 0)", "second=0", RANDOM),
+    Mutant(
+        "narrow gradients will do",
+        "optim/_master.py",
+        "given != torch.promote_types(given, expected)",
+        "given != torch.promote_types(given, torch.float32)",
+        HALF,
+    ),
 ]
 
 

@@ -653,6 +653,10 @@ def test_bad_policies():
     for bad in (0.0, -1.0, float("nan"), torch.ones(2)):
         with pytest.raises(ValueError, match="expected a positive number, or a 0-d tensor"):
             fzero.scaled_value_and_grad(torch.sum, bad)
+    with pytest.raises(TypeError, match=r"scale is a LossScaleState, .*give its scale, opt_state\.scale"):
+        fzero.scaled_value_and_grad(torch.sum, optim.dynamic_loss_scale(optim.sgd(0.1)).init({}))
+    with pytest.raises(TypeError, match=r"scale is a str, expected a positive number, or a 0-d tensor$"):
+        fzero.scaled_value_and_grad(torch.sum, "dynamic")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
         fzero.value_and_grad(torch.sum, precision=torch.bfloat16)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
@@ -682,6 +686,29 @@ def test_forgotten_casts_are_found(stage):
         opt.update({"w": torch.ones(4)}, uncast, params)
     with pytest.raises(ValueError, match="needs the parameters"):
         opt.update({"w": torch.ones(4)}, uncast)
+
+
+def test_gradients_are_as_wide_as_the_policy_says():
+    """Also wider than the masters, also of leaves that are kept in full; narrower ones are a forgotten precision=."""
+    precision = fzero.Precision(torch.bfloat16, grad=torch.float64, full=wide_norm)
+    assert precision.gradients(torch.bfloat16) == (torch.float32, torch.float64)
+    assert precision.gradients(torch.float32) == (torch.float32, torch.float64)
+    opt, params = optim.master_weights(optim.sgd(0.1), precision), {"w": torch.ones(4), "n": torch.ones(3)}
+    state, params = opt.init(params), precision.cast(params)
+    loss = lambda p: (p["w"].sum() * p["n"].sum()).float()  # noqa: E731
+    _, grads = fzero.value_and_grad(loss, precision=precision)(params)
+    assert {x.dtype for x in tree.tensors(grads)} == {torch.float64}
+    opt.update(grads, state, params)
+    for path in ("w", "n"):
+        narrow = {**grads, path: grads[path].float()}
+        with pytest.raises(TypeError, match=rf"grads leaf '{path}' is torch\.float32, .*torch\.float64; take them"):
+            opt.update(narrow, state, params)
+
+
+def test_masters_of_integers_are_refused():
+    opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
+    with pytest.raises(TypeError, match=r"params leaf 'n' is torch\.int64 \[3\], which has no gradient"):
+        opt.init({"w": torch.ones(4), "n": torch.arange(3)})
 
 
 def test_masters_of_rounded_values_are_noted(caplog):

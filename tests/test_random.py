@@ -64,6 +64,21 @@ def test_what_is_no_key_is_refused(wrong):
             f(wrong)
 
 
+def test_what_is_no_number_is_refused():
+    k = random.key(0)
+    for wrong in (1.5, "a", torch.tensor(1), True, None):
+        with pytest.raises(TypeError, match=r"seed=.*expected an int"):
+            random.key(wrong)  # pyright: ignore[reportArgumentType]
+    for wrong in (1.5, True, None, torch.tensor(1.0), torch.ones(2, dtype=torch.int64), torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"expected an int, or an integer tensor of shape \[\]"):
+            random.fold_in(k, wrong)  # pyright: ignore[reportArgumentType]
+    for p in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="a probability is between 0 and 1"):
+            random.bernoulli(k, p)
+    assert random.key(2**64 + 3) == random.key(3)
+    assert random.fold_in(k, 7) == random.fold_in(k, torch.tensor(7, dtype=torch.int32))
+
+
 # ---------------------------------------------------------------- numbers
 
 SEQUENCES = {
@@ -86,6 +101,13 @@ def test_bits_are_balanced_and_neighbours_independent(name):
         counts = torch.bincount(a[1:] * 64 + a[:-1], minlength=4096).double()
         expected = a[1:].numel() / 4096
         assert abs(((counts - expected) ** 2 / expected).sum().item() - 4095) < 5 * math.sqrt(2 * 4095)
+
+
+def test_near_keys_do_not_draw_each_others_numbers_in_another_order():
+    """The counter is xored with the key: were that all, keys that differ in low bits had the same set of numbers."""
+    k = random.key(5)
+    for other in (k ^ 1, k ^ 255, k + 1):
+        assert torch.isin(bits(k, (4096,)), bits(other, (4096,))).sum() == 0
 
 
 def test_a_bit_of_the_key_changes_half_the_bits_of_a_draw():

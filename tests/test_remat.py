@@ -767,6 +767,41 @@ def test_a_seeded_block_draws_the_same_in_both_runs():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_block_that_seeds_itself_is_the_plain_one(k):
+    """Also in a later micro-batch, which draws for itself."""
+    x, params, key = torch.randn(8, 5, dtype=torch.float64), keyed_params(), fzero.random.key(3)
+    found = []
+    for wrapped in (fzero.remat, lambda f: f):
+
+        def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+            return x + fzero.random.seeded(lambda x: F.dropout(torch.tanh(x @ p["w"]), 0.3))(key, x)
+
+        run = wrapped(block)
+
+        def loss(params: Any, x: torch.Tensor, run: Any = run) -> torch.Tensor:
+            for p in params["blocks"]:
+                x = run(p, x)
+            return (x @ params["h"]).square().mean()
+
+        found.append(fzero.value_and_grad(loss, micro_batches=k)(params, x))
+    assert_trees_close(*found)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_of_any_probability_is_the_plain_one(p):
+    """At p = 1 all is 0, and so is the gradient: not 0 times infinity."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(x), p) + x
+
+    found = []
+    for f in (fzero.remat(block), block):
+        torch.manual_seed(0)
+        found.append(torch.func.grad_and_value(lambda x, f=f: f(x).square().sum())(torch.linspace(-1, 1, 16)))
+    assert_trees_close(*found)
+
+
 def test_seeded_blocks_draw_alike_in_every_world():
     opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
 

@@ -44,8 +44,8 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         `params = precision.cast(params)`.
 
     Raises:
-        TypeError: on update, if parameters or gradients have not the policy's dtypes: a cast was forgotten. Names the
-            path.
+        TypeError: on init, if a parameter is not a floating-point tensor; on update, if parameters or gradients have
+            not the policy's dtypes: a cast was forgotten. Names the path.
 
     Example:
         >>> from fzero import optim
@@ -70,7 +70,7 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         return tree.unflatten(structure, found)
 
     def init(params: Any) -> MasterState:
-        _note_rounded(params, precision)
+        _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
         return MasterState(stored(masters, precision.kept(params)), pair.init(masters))
 
@@ -122,12 +122,17 @@ def master_params(params: Any, opt_state: Any) -> Any:
     return tree.unflatten(structure, [p if m is None else m for p, m in zip(others, entries, strict=True)])
 
 
-def _note_rounded(params: Any, precision: Precision) -> None:
-    narrow = [
-        path
-        for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
-    ]
+def _check_params(params: Any, precision: Precision) -> None:
+    narrow = []
+    for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
+        if not isinstance(x, torch.Tensor):
+            continue
+        if not x.is_floating_point():
+            raise TypeError(
+                f"master_weights: params leaf {path!r} is {tree.show(x)}, which has no gradient: keep it in another "
+                "tree, such as the buffers"
+            )
+        narrow += [path] if x.dtype.itemsize < 4 else []
     if narrow:
         notice(
             f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are given in half precision already, so "

@@ -113,12 +113,15 @@ def bernoulli(
 
     Raises:
         TypeError: if `key` is no key.
+        ValueError: if a number `p` is no probability; a tensor is not looked into.
 
     Example:
         >>> from fzero import random
         >>> random.bernoulli(random.key(1), 0.6, (4,))
         tensor([False, False, False,  True])
     """
+    if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
+        raise ValueError(f"p={p}: a probability is between 0 and 1")
     dtype = p.dtype if isinstance(p, torch.Tensor) and p.dtype == torch.float64 else torch.float32
     return uniform(key, shape, dtype, device) < p
 

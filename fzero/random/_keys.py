@@ -64,16 +64,21 @@ def key(seed: int) -> torch.Tensor:
     """Make a key of a seed.
 
     Args:
-        seed: any int; keys of neighbouring seeds have nothing in common.
+        seed: an int, of which the lowest 64 bits count; keys of neighbouring seeds have nothing in common.
 
     Returns:
         An int64 tensor of shape []: a step takes it as an argument, and a checkpoint can hold it.
+
+    Raises:
+        TypeError: if `seed` is not an int.
 
     Example:
         >>> from fzero import random
         >>> random.uniform(random.key(0), (3,))
         tensor([0.6317, 0.1810, 0.4268])
     """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed={seed!r}: expected an int")
     return _mixed(torch.tensor(SECOND), _signed(seed))
 
 
@@ -88,7 +93,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         The key: another for each `data`.
 
     Raises:
-        TypeError: if `key` is no key.
+        TypeError: if `key` is no key, or `data` no integer.
 
     Example:
         >>> from fzero import random
@@ -97,6 +102,13 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         False
     """
     check_key(key)
+    if isinstance(data, torch.Tensor):
+        whole = not (data.ndim or data.is_floating_point() or data.is_complex() or data.dtype == torch.bool)
+    else:
+        whole = isinstance(data, int) and not isinstance(data, bool)
+    if not whole:
+        given = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
+        raise TypeError(f"data is {given}: expected an int, or an integer tensor of shape []")
     return _mixed(key + FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
 
 

@@ -62,6 +62,7 @@ def scaled_value_and_grad(
         A function like `fzero.value_and_grad`'s; gradients are in float32 at least.
 
     Raises:
+        TypeError: if `scale` is neither a number nor a tensor, such as the whole state that holds it.
         ValueError: if `scale` is not positive, or not 0-d; else as `fzero.value_and_grad` does.
 
     Example:
@@ -69,6 +70,9 @@ def scaled_value_and_grad(
         >>> scaled_value_and_grad(f, 1024.0)(torch.ones(1))
         (tensor(9.5367e-07), tensor([9.5367e-07]))
     """
+    if not isinstance(scale, torch.Tensor | float | int):
+        advice = "; give its scale, opt_state.scale" if hasattr(scale, "scale") else ""
+        raise TypeError(f"scale is a {type(scale).__name__}, expected a positive number, or a 0-d tensor{advice}")
     factor = torch.as_tensor(scale, dtype=torch.float32)
     if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
         raise ValueError(f"scale={scale!r}: expected a positive number, or a 0-d tensor")
