@@ -3,6 +3,7 @@
 from fzero import nn, optim, random, transforms, tree
 from fzero._batch_plan import BatchPlan, batch_plan
 from fzero._donated import DonatedError
+from fzero._profile import Profile, profile
 from fzero._record import Log, record
 from fzero.collectives import all_gather, pmean, psum, psum_scatter
 from fzero.exchange import all_to_all, broadcast, ppermute
@@ -40,6 +41,7 @@ __all__ = [
     "PerRank",
     "Plan",
     "Precision",
+    "Profile",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -64,6 +66,7 @@ __all__ = [
     "plan",
     "pmean",
     "ppermute",
+    "profile",
     "psum",
     "psum_invariant",
     "psum_scatter",

@@ -45,6 +45,7 @@ __all__ = [
     "inductor",
     "is_tracing",
     "line_of",
+    "profiling",
     "pytree",
     "quiet_vmap_fallback",
     "raise_priority",
@@ -70,6 +71,11 @@ def in_transform() -> bool:
     # not is_tracing(): torch.compiler.is_compiling() is the process's, and another thread may be tracing
     traced = get_proxy_mode() is not None or torch.compiler.is_dynamo_compiling()
     return traced or functorch.peek_interpreter_stack() is not None
+
+
+def profiling() -> bool:
+    """Tell whether torch's profiler is on."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def raise_priority(output: torch.Tensor, by: int = 1) -> None:

@@ -1,6 +1,10 @@
-"""One thread a worker, and one hypothesis profile for all tests."""
+"""One thread a worker and its children, and one hypothesis profile for all tests."""
 
 import os
+
+# before torch: Inductor would start processes of its own, which take longer to begin than our code to compile
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from hypothesis import HealthCheck, Phase, settings

@@ -37,7 +37,7 @@ def check_compiled(stage: int, n: int, opt: Any, backend: str, k: int = 1) -> No
     assert_trees_close(step.gather(list(other)), step.gather(list(state)))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_compiled_step_equals_eager(stage):
     """Everything at once: schedule, clipping, decay mask, micro-batches."""
     rate = optim.warmup_cosine(1e-2, 1, 10)
@@ -45,6 +45,7 @@ def test_compiled_step_equals_eager(stage):
     check_compiled(stage, 3, opt, "aot_eager", k=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_compiled_step_equals_eager_at_the_other_stages(stage):
     check_compiled(stage, 2, optim.sgd(0.1, momentum=0.9), "aot_eager")

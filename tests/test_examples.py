@@ -83,6 +83,7 @@ def test_hf_model(model, stage, simulate):
     assert held / whole == pytest.approx({2: 2 / 3, 3: 1 / 2}[stage], rel=0.01)  # of parameters and two moments
 
 
+@pytest.mark.slow
 def test_hf_model_on_two_processes_prints_the_same():
     words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
     launched = run(

@@ -23,7 +23,7 @@ FLOORS = [
     ["invariant", "exchange", "layout"],
     ["units", "flat", "spmd"],
     ["segments", "mesh", "precision"],
-    ["_checksum", "_batch_plan", "_module_init", "optim", "graph"],
+    ["_checksum", "_batch_plan", "_module_init", "_profile", "optim", "graph"],
     ["transforms"],
     ["_module_blocks"],
     ["nn"],

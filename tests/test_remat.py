@@ -816,11 +816,11 @@ def test_seeded_blocks_draw_alike_in_every_world():
         return optim.apply_updates(params, updates), opt_state, value
 
     found = []
-    for simulate, stage in itertools.product(("vmap", "lockstep"), (1, 3)):
+    for simulate, stage in (("vmap", 1), ("vmap", 3), ("lockstep", 3)):
         mesh = fzero.mesh(dp=2, simulate=simulate)
         for gather in (True, False):
             step = fzero.shard(functools.partial(train_step, gather=gather), stage, mesh)
-            for run in (step, fzero.jit(step, backend="fx")) if simulate == "vmap" else (step,):
+            for run in (step, fzero.jit(step, backend="fx")) if simulate == "vmap" and stage == 3 else (step,):
                 state = run.init(keyed_params(), opt)
                 for i in range(2):
                     *state, loss = run(*state, mesh.split(x), fzero.random.fold_in(fzero.random.key(0), i))

@@ -15,7 +15,8 @@ from tests.laws.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_pa
 from tests.laws.test_collectives import stacked
 
 CASES: Cases = {}
-case = into(CASES)
+SLOW: Cases = {}  # of them; only make test-all runs these
+case, slow_case = into(CASES), into(CASES, SLOW)
 SMALL = {name: x for name, x in ARRANGEMENTS.items() if torch.tensor(list(x[0].values())).prod() == 4}
 
 
@@ -73,7 +74,7 @@ def every_arrangement_equals_unsharded_training(_: fzero.Mesh) -> None:
         assert step.state_bytes(*state) == twin.state_bytes(*other)
 
 
-@case
+@slow_case
 def jitted_steps_equal_eager_ones(_: fzero.Mesh) -> None:
     opt = optim.chain(optim.clip_by_global_norm(0.1), optim.adam(1e-2, eps=1e-3))
     names = ("hybrid", "tensor parallel", "experts over dp, the rest over both")

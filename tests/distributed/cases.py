@@ -19,7 +19,8 @@ from tests.laws.test_collectives import COLLECTIVES, stacked
 from tests.test_random import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
-case = into(CASES)
+SLOW: Cases = {}  # of them; only make test-all runs these
+case, slow_case = into(CASES), into(CASES, SLOW)
 
 
 def own(mesh: fzero.Mesh, value: torch.Tensor) -> torch.Tensor:
@@ -278,6 +279,15 @@ def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.Mesh) -> None:
 
 @case
 def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
+    check_compiled(mesh, (1, 3))
+
+
+@slow_case
+def compiled_steps_of_the_other_stages_equal_eager_ones(mesh: fzero.Mesh) -> None:
+    check_compiled(mesh, (0, 2))
+
+
+def check_compiled(mesh: fzero.Mesh, stages: tuple[int, ...]) -> None:
     if mesh.size > 2:
         return
     params, opt = (
@@ -288,7 +298,7 @@ def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
     def loss(params: Any, batch: Any) -> torch.Tensor:
         return (torch.tanh(batch["x"] @ params["b"][0]["w"])[:, :3] * params["h"] - batch["y"]).square().mean()
 
-    for stage in range(4):
+    for stage in stages:
         torch.compiler.reset()
         step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=mesh)
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -11,9 +11,10 @@ Case = Callable[[fzero.Mesh], None]
 Cases = dict[str, Case]
 
 
-def into(cases: Cases) -> Callable[[Case], Case]:
+def into(*cases: Cases) -> Callable[[Case], Case]:
     def case(f: Case) -> Case:
-        cases[f.__name__] = f
+        for table in cases:
+            table[f.__name__] = f
         return f
 
     return case

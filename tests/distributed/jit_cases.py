@@ -69,11 +69,22 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> No
         jitted = fzero.jit(step, backend="inductor-whole", bucket_bytes=bucket_bytes)
         assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
         (entry,) = jitted._entries.values()
-        code: str = getattr(entry.run, "source_code")  # noqa: B009
+        code: str = getattr(entry.run, "compiled").source_code  # noqa: B009
         issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
         issued = [name for name in issued if name != "wait_tensor"]
         planned = [entry.plan.steps[c.position].operation.split(".")[1] for c in entry.plan.collectives]
         assert issued == planned and len(planned) >= 3, (issued, planned)
+
+
+@case
+def a_profile_counts_the_plans_collectives(mesh: fzero.Mesh) -> None:
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="inductor")
+    args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))
+    found = fzero.profile(step, *args, steps=2)
+    calls = {c.name: c.calls for c in found.kinds}
+    count = len(step.plan(*args).collectives)
+    assert min(calls["waits"], calls["collectives"]) >= count, (calls, count)  # a bucket has several waits
+    assert all(c.seconds > 0 for c in found.kinds if c.name != "compute"), found
 
 
 @case

@@ -20,24 +20,27 @@ def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "module,ranks",
-    [
-        (cases, 2),
-        (cases, 4),
-        (jit_cases, 2),
-        pytest.param(jit_cases, 4, marks=pytest.mark.slow),
-        (axes_cases, 4),
-        (training_cases, 2),
-        pytest.param(training_cases, 4, marks=pytest.mark.slow),
-    ],
-    ids=["core-2", "core-4", "jit-2", "jit-4", "axes-4", "training-2", "training-4"],
-)
-def test_gloo_processes(module, ranks):
-    done = launch(ranks, "-m", module.__name__)
+MODULES = {"core": cases, "jit": jit_cases, "axes": axes_cases, "training": training_cases}
+SLOW = [pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4") for name in ("core", "jit", "training")]
+
+
+@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("axes", 4), *SLOW])
+def test_gloo_processes(name, ranks):
+    module = MODULES[name]
+    check(ranks, module.__name__, [case for case in module.CASES if case not in getattr(module, "SLOW", ())])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,ranks", [("core", 2), ("axes", 4)])
+def test_slow_cases(name, ranks):
+    check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))
+
+
+def check(ranks: int, module: str, names: list[str]) -> None:
+    done = launch(ranks, "-m", module, *names)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     for rank in range(ranks):
-        for name in module.CASES:
+        for name in names:
             assert f"rank {rank}: {name}: ok" in done.stdout
 
 

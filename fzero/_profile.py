@@ -1,0 +1,207 @@
+"""profile: where the time of a step goes, measured."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fzero import tree
+
+__all__ = ["Cost", "Profile", "profile"]
+
+MARK = "fzero.profile: step"
+KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
+# What only moves or fills memory; by aten's names.
+COPIES = {
+    *("copy_", "clone", "cat", "stack", "contiguous", "_to_copy", "constant_pad_nd", "slice_scatter", "index_copy_"),
+    *("fill_", "zero_", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_full"),
+    *("split_with_sizes_copy", "_foreach_copy_", "as_strided_copy", "view_copy", "expand_copy", "slice_copy"),
+}
+
+
+class Cost(NamedTuple):
+    """The time of one kind of work, or of one operation, in a step.
+
+    Attributes:
+        name: "compute", "compiled" (code made by Inductor), "collectives" (to start them), "waits" (for them), "copies"
+            (and fills), "Python" (all that is between operations); or an operation.
+        kind: one of these; of an operation, the one that it is counted in.
+        seconds: in one step, of the thread that runs it, without what it calls.
+        calls: in one step.
+        device_seconds: of an accelerator's kernels, in one step; 0 if there is none.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    calls: float
+    device_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a step went, on this rank. Print it.
+
+    Attributes:
+        name: of the step.
+        seconds: of a step, the median, without the profiler.
+        profiled_seconds: of a step, the mean, with the profiler, which slows each operation a little.
+        kinds: the profiled time by kind of work; it adds up to `profiled_seconds`.
+        operations: by operation, the dearest first.
+    """
+
+    name: str
+    seconds: float
+    profiled_seconds: float
+    kinds: tuple[Cost, ...]
+    operations: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        device = any(c.device_seconds for c in self.kinds)
+        head = f"{self.name}: {self.seconds * 1e3:.2f} ms a step, {self.profiled_seconds * 1e3:.2f} with the profiler"
+        lines = [head, _line("", "ms", "share", "calls", "device ms" if device else "")]
+        lines += [self._row(c, device) for c in self.kinds]
+        lines += ["", "the dearest operations"]
+        lines += [self._row(c, device) for c in self.operations[:12]]
+        return "\n".join(lines)
+
+    def _row(self, cost: Cost, device: bool) -> str:
+        share = f"{cost.seconds / self.profiled_seconds:.1%}"
+        on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
+        return _line(cost.name, f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
+
+
+def profile(
+    step: Callable[..., Any],
+    *args: Any,
+    steps: int = 5,
+    warmup: int = 2,
+    trace: str | Path | None = None,
+    **kwargs: Any,
+) -> Profile:
+    """Run a step a few times with the same arguments, and say where its time goes.
+
+    Each run is given a copy of the arguments, so that donated ones stay yours; the copies are not timed. In a
+    distributed run every rank calls it, and each gets its own profile: what one waits for, another computes.
+
+    Args:
+        step: a function, a sharded step, or a jitted one.
+        *args: its arguments.
+        steps: how many runs are timed, and then as many profiled.
+        warmup: how many run before, to compile.
+        trace: a file to write the profiled runs to, for https://ui.perfetto.dev; with several processes each writes its
+            own, `trace.rank0.json` for `trace.json`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Profile`.
+
+    Raises:
+        ValueError: if `steps` or `warmup` is no number of runs.
+
+    Example:
+        >>> import fzero, torch
+        >>> found = fzero.profile(fzero.jit(lambda x: x @ x, backend="fx"), torch.ones(64, 64))
+        >>> [c.name for c in found.kinds]
+        ['compute', 'compiled', 'collectives', 'waits', 'copies', 'Python']
+        >>> next(c.calls for c in found.operations if c.name == "aten::mm")
+        1.0
+    """
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
+
+    def run() -> float:
+        mine, named = _copy(args), _copy(kwargs)
+        _ready()
+        start = time.perf_counter()
+        with torch.profiler.record_function(MARK):
+            out = step(*mine, **named)
+            _synchronize()
+        seconds = time.perf_counter() - start
+        del out
+        return seconds
+
+    for _ in range(warmup):
+        run()
+    seconds = statistics.median([run() for _ in range(steps)])
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            run()
+    if trace is not None:
+        profiler.export_chrome_trace(str(_of_rank(Path(trace))))
+    profiled, operations = _by_operation(profiler.events() or [], steps)
+    name = str(step) if hasattr(step, "step") else getattr(step, "__name__", type(step).__name__)
+    return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations)
+
+
+def _copy(values: Any) -> Any:
+    return tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+def _ready() -> None:
+    """Begin together: else the first collective also waits for whoever is late."""
+    _synchronize()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _of_rank(path: Path) -> Path:
+    if not (dist.is_available() and dist.is_initialized()):
+        return path
+    return path.with_name(f"{path.stem}.rank{dist.get_rank()}{path.suffix or '.json'}")
+
+
+def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
+    """Add up what ran inside the marks on their thread; return a step's seconds too."""
+    events = list(events)
+    marks = [e for e in events if e.name == MARK]
+    threads = {e.thread for e in marks}
+    spans = [(e.time_range.start, e.time_range.end) for e in marks]
+    found: dict[str, list[float]] = {}
+    for e in events:
+        if e.thread in threads and any(start <= e.time_range.start <= end for start, end in spans):
+            sums = found.setdefault(e.name, [0.0, 0.0, 0.0])
+            for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
+                sums[i] += value / 1e6 / steps
+    costs = [Cost(name, kind_of(name), s, calls, device) for name, (s, calls, device) in found.items()]
+    seconds = sum([end - start for start, end in spans]) / 1e6 / steps
+    return seconds, tuple(sorted([c for c in costs if c.name != MARK], key=lambda c: -max(c.seconds, c.device_seconds)))
+
+
+def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
+    kinds = []
+    for kind in KINDS[:-1]:
+        mine = [c for c in operations if c.kind == kind]
+        sums = [sum([getattr(c, name) for c in mine]) for name in ("seconds", "calls", "device_seconds")]
+        kinds.append(Cost(kind, kind, *sums))
+    rest = seconds - sum([c.seconds for c in kinds])
+    return (*kinds, Cost("Python", "Python", rest, 0.0))
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of work that an operation of this name, as the profiler shows it, is."""
+    space, _, op = name.partition("::")
+    if op == "wait_tensor":
+        return "waits"
+    if space in ("c10d", "_c10d_functional", "gloo", "nccl") or name.startswith(("gloo:", "nccl:", "record_param")):
+        return "collectives"
+    if space == "fzero" or name.startswith("Torch-Compiled Region"):
+        return "compiled"
+    return "copies" if op in COPIES else "compute"
+
+
+def _line(name: str, *cells: str) -> str:
+    return (f"  {name[:44]:<44}" + "".join([f"{cell:>11}" for cell in cells])).rstrip()
