@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(BIN)/python -m pip config list | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests test-all mutants docs format clean
+.PHONY: help train test lint types tests test-all bench mutants docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -36,6 +36,9 @@ tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 
 test-all: $(VENV)/dev.stamp ## lint, types and all tests, also those that "make test" leaves out
 	$(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
+
+bench: $(VENV)/bench.stamp ## compare with DDP, FSDP2 and DeepSpeed, two hours; ARGS="--models A" to choose
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -58,11 +58,12 @@ void restart() { peak = held.load(); }
 os.environ["PATH"] = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
 _counter = load_inline("fzero_allocator", SOURCE, functions=["install", "held_bytes", "most_bytes", "restart"])
 _counter.install()  # tensors made before keep their own way to be freed
+held_bytes, most_bytes, restart = _counter.held_bytes, _counter.most_bytes, _counter.restart
 
 
 def peak_bytes(f: Callable[[], Any]) -> int:
     """Return the most bytes that were held, above what was held before, while `f()` ran."""
-    before = _counter.held_bytes()
-    _counter.restart()
+    before = held_bytes()
+    restart()
     f()
-    return _counter.most_bytes() - before
+    return most_bytes() - before

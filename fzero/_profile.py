@@ -194,11 +194,11 @@ def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
 def kind_of(name: str) -> str:
     """Return the kind of work that an operation of this name, as the profiler shows it, is."""
     space, _, op = name.partition("::")
-    if op == "wait_tensor":
+    if op == "wait_tensor" or name == "fzero::wait":
         return "waits"
     if space in ("c10d", "_c10d_functional", "gloo", "nccl") or name.startswith(("gloo:", "nccl:", "record_param")):
         return "collectives"
-    if space == "fzero" or name.startswith("Torch-Compiled Region"):
+    if space == "fzero" or name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled"
     return "copies" if op in COPIES else "compute"
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed import distributed_c10d
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -41,6 +42,7 @@ __all__ = [
     "exchange",
     "fake_like",
     "functional",
+    "group_of",
     "in_transform",
     "inductor",
     "is_tracing",
@@ -71,6 +73,10 @@ def in_transform() -> bool:
     # not is_tracing(): torch.compiler.is_compiling() is the process's, and another thread may be tracing
     traced = get_proxy_mode() is not None or torch.compiler.is_dynamo_compiling()
     return traced or functorch.peek_interpreter_stack() is not None
+
+
+group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+"""Returns the process group of a name, as collectives are given it."""
 
 
 def profiling() -> bool:
@@ -231,7 +237,7 @@ def _line_of_traceback(error: BaseException) -> str:
     return next((line for line in reversed(lines) if not line.startswith((_TORCH, _FZERO, "<"))), "")
 
 
-def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bool) -> torch.fx.GraphModule:
+def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Record what `f(*fakes)` runs, a flat list of tensors to a flat list, as a graph of aten operations.
 
     make_fx, not Dynamo: it records what really ran, through every transform of torch.func and every
@@ -240,9 +246,6 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
     Raises:
         DataDependentError: if `f` reads the value of a tensor.
     """
-    if for_inductor:
-        importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    table = select_decomp_table() if for_inductor else None
 
     def with_lines(*xs: torch.Tensor) -> Any:
         with _Lines():
@@ -251,7 +254,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], for_inductor: bo
     try:
         # within the stand-ins' mode, so that nothing is computed and no random number drawn
         with preserve_node_meta(), _compiling(), _mode_of(fakes):
-            return make_fx(with_lines, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+            return make_fx(with_lines, _allow_non_fake_inputs=True)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
     except RuntimeError as error:
@@ -281,17 +284,22 @@ def storage_id(x: torch.Tensor) -> int:
 def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
 
+    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
+
     Returns:
         A function of a list of tensors, which it empties, so that arguments die as they are consumed.
     """
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
 
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    with torch.no_grad(), _mode_of(fakes):
+        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
+    output = next(n for n in apart.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(order), torch.no_grad():
-        return compile_fx.compile_fx_inner(gm, list(fakes), is_inference=True)  # pyright: ignore
+        return compile_fx.compile_fx_inner(apart, list(fakes), is_inference=True)  # pyright: ignore
 
 
 _EXCHANGES: dict[str, int] = {}
@@ -304,8 +312,6 @@ def exchange(mine: str, rank: int, size: int, name: str) -> list[str]:
     Raises:
         RuntimeError: if a rank gives none within `EXCHANGE_SECONDS`.
     """
-    from torch.distributed import distributed_c10d
-
     store = distributed_c10d._get_default_store()
     number = _EXCHANGES[name] = _EXCHANGES.get(name, 0) + 1
     keys = [f"fzero.jit/{name}/{number}/{r}" for r in range(size)]

@@ -16,6 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the ground up: a module imports only from the rows above its own (or, within a package, as the row is).
 FLOORS = [
     ["_torch", "_torch_levels", "_notice", "_donated"],
+    ["_direct"],
     ["tree", "world", "_record", "launch"],
     ["lockstep", "random"],
     ["spec", "linear_maps", "replicated"],

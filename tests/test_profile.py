@@ -50,7 +50,7 @@ def test_donated_arguments_stay_the_callers():
 def test_what_is_compiled_is_seen():
     found = fzero.profile(fzero.jit(lambda x: (x.sin() * 2, x.cos()), backend="inductor"), torch.ones(4096))
     compiled = next(c for c in found.kinds if c.name == "compiled")
-    assert compiled.calls == 1 and compiled.seconds > 0
+    assert compiled.calls >= 1 and compiled.seconds > 0  # our mark, and Inductor's own
 
 
 def test_a_trace_is_written(tmp_path: pathlib.Path):

@@ -166,7 +166,7 @@ def test_allow_in_graph_keeps_a_custom_backward_under_compile():
 
 def test_traces_keep_a_custom_backward_and_the_source_line():
     grad = torch.func.grad(lambda x: _Doubled.apply(x * 3).sum())
-    gm = _torch.trace(lambda x: [grad(x)], _torch.fake_like([torch.ones(2)]), for_inductor=False)
+    gm = _torch.trace(lambda x: [grad(x)], _torch.fake_like([torch.ones(2)]))
     assert gm(torch.ones(2))[0].tolist() == [6, 6]
     lines = {_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function"}
     assert lines and all(line.split(":")[0] == __file__ for line in lines)
@@ -174,13 +174,13 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
 
 def test_traced_code_knows_that_it_is_compiled_and_only_it():
     seen = []
-    _torch.trace(lambda x: seen.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]), False)
+    _torch.trace(lambda x: seen.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
     assert seen == [True] and not torch.compiler.is_compiling()
 
 
 def test_traces_compute_nothing():
     state = torch.get_rng_state()
-    _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]), for_inductor=False)
+    _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -191,7 +191,7 @@ def test_functionalisation_removes_writes_and_keeps_lines():
         return [y]
 
     fakes = _torch.fake_like([torch.ones(2)])
-    gm = _torch.functional(_torch.trace(f, fakes, for_inductor=False), fakes)
+    gm = _torch.functional(_torch.trace(f, fakes), fakes)
     assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
     assert gm(torch.ones(2))[0].tolist() == [6, 2]
     assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
@@ -211,7 +211,7 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
 
     fakes = _torch.fake_like([torch.ones(8, 8)])
-    compiled = _torch.inductor(_torch.trace(f, fakes, for_inductor=True), fakes)
+    compiled = _torch.inductor(_torch.trace(f, fakes), fakes)
     args = [torch.randn(8, 8)]
     expected, got = f(*args), compiled(args)
     assert args == []

@@ -11,7 +11,7 @@ from torch.fx import Graph
 from fzero.graph._cost import seconds
 from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph.ir import full_bytes, is_collective, is_reduction
-from fzero.graph.passes import bucket, donate, regather, schedule
+from fzero.graph.passes import bucket, donate, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["Candidate", "Knobs", "candidates", "choose"]
@@ -26,6 +26,7 @@ class Knobs(NamedTuple):
     bucket_bytes: int | str = "auto"
     max_reuse_bytes: float | str = "auto"
     memory_budget: int | None = None
+    recompute: bool | str = "auto"
 
 
 class Candidate(NamedTuple):
@@ -48,18 +49,27 @@ def candidates(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence
     """Schedule a traced graph in every way that the knobs leave open."""
     gathers = bool(parameter_gathers(graph))
     reduces = any(is_reduction(n) for n in graph.nodes)
-    reuses = _options(knobs.max_reuse_bytes, [0, math.inf]) if gathers else [math.inf]
+    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(graph), math.inf]) if gathers else [math.inf]
     ahead = _options(knobs.prefetch, [0, 1]) if gathers else [0]
     # in flight, gradients of two units are alive: only where there is a budget to say that they may be
     in_flight = [0, 1] if reduces and knobs.memory_budget is not None else [0]
+    kept = {again: recompute(graph) if again else graph for again in _options(knobs.recompute, [False, True])}
+    if len(kept) > 1 and len(kept[True].nodes) == len(graph.nodes):
+        del kept[True]  # there is nothing to compute again
     found = []
-    for reuse in reuses:
-        gathered = regather(graph, reuse)
+    for again, reuse in itertools.product(kept, reuses):
+        gathered = regather(kept[again], reuse)
         (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(gathered)])
         settled = donate(bucket(gathered, size), pairs, donated)
         for k, m in itertools.product(ahead, in_flight):
             scheduled = schedule(settled, k, m)
-            settings = {"max_reuse_bytes": reuse, "bucket_bytes": size, "prefetch": k, "in_flight": m}
+            settings = {
+                "recompute": again,
+                "max_reuse_bytes": reuse,
+                "bucket_bytes": size,
+                "prefetch": k,
+                "in_flight": m,
+            }
             found.append(Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled)))
     return found
 
@@ -91,6 +101,11 @@ def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
 def peak_bytes(graph: Graph) -> int:
     """Return the most bytes that are alive at any time of a scheduled graph, its arguments included."""
     return max(live_bytes(live_ranges(graph), len(graph.nodes)))
+
+
+def _small_bytes(graph: Graph) -> int:
+    """Return the size of units that may come between two uses of another: an eighth of the largest."""
+    return max([full_bytes(g) for g in parameter_gathers(graph)]) // 8
 
 
 def _bucket_bytes(graph: Graph) -> int:

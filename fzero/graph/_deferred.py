@@ -110,7 +110,7 @@ def defer(init: Callable[[], Any]) -> Deferred:
         return [x for x in found[0] if isinstance(x, torch.Tensor)]
 
     with _torch.TRACING, _watching_seeds() as reseeded:
-        graph = _torch.trace(flat, [], for_inductor=False)
+        graph = _torch.trace(flat, [])
     if reseeded:
         raise RuntimeError("it seeds a random generator again after drawing from it")
     leaves, structure = found

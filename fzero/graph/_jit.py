@@ -34,6 +34,7 @@ def jit(
     prefetch: int | str = "auto",
     bucket_bytes: int | str = "auto",
     max_reuse_bytes: float | str = "auto",
+    recompute: bool | str = "auto",
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -54,6 +55,8 @@ def jit(
         bucket_bytes: up to what size collectives of small units are joined; 0 for never.
         max_reuse_bytes: a gathered unit is let go, and gathered again, when more bytes than these of other units are
             used between two of its uses; 0 for always, `math.inf` for never.
+        recompute: whether what is cheap, such as an activation function, is computed again for the backward pass
+            instead of kept.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -86,11 +89,13 @@ def jit(
             continue
         if not isinstance(value, kinds) or isinstance(value, bool) or not number >= 0:
             raise ValueError(f'{name}={value!r}: expected a number, at least 0, or "auto"')
+    if not isinstance(recompute, bool) and recompute != "auto":
+        raise ValueError(f'recompute={recompute!r}: expected True, False or "auto"')
     if donate is not None:
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in donate):
             raise ValueError(f"donate={donate!r}: expected positions of arguments, counted from 0")
-    return Jitted(step, donate, backend, Knobs(prefetch, bucket_bytes, max_reuse_bytes, memory_budget))
+    return Jitted(step, donate, backend, Knobs(prefetch, bucket_bytes, max_reuse_bytes, memory_budget, recompute))
 
 
 @dataclass
@@ -238,7 +243,7 @@ class Jitted:
 
         labels = self._labels(call, args)
         with _torch.TRACING:
-            traced = trace(flat, _torch.fake_like(call.tensors), labels, for_inductor=self.backend != "fx")
+            traced = trace(flat, _torch.fake_like(call.tensors), labels)
         out, leaves, structure, positions = found.pop()
         donated = [i for i, p in enumerate(call.owners) if p in positions]
         into = call.pairs(positions, out, leaves)

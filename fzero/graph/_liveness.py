@@ -76,15 +76,15 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
-    """Find what is held beside values: by kernels, and by gloo, on CPUs, a copy of the full buffer until the wait."""
+    """Find what is held beside values: by kernels, and on CPUs by a reduction, what arrives from all ranks."""
     found = []
     for node, i in position.items():
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if is_wait(node) and values(node)[0].device.type == "cpu":
             start = start_of(node)
-            if is_collective(start) and wire(start) in ("all_gather", "reduce_scatter"):
-                found.append(Range(position[start], i, full_bytes(node), "buffers", "gloo's copy"))
+            if is_collective(start) and wire(start) == "reduce_scatter":
+                found.append(Range(position[start], i, full_bytes(node), "buffers", "the ranks' parts"))
     return found
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from fzero._direct import INSTEAD
 from fzero._torch import inductor, line_of, profiling
 from fzero.graph._pieces import Call, Segment, pieces
-from fzero.graph.ir import is_input
+from fzero.graph.ir import copied, is_input
 
 __all__ = ["BACKENDS", "Executable", "lower"]
 
@@ -33,6 +34,9 @@ def lower(graph: Graph, backend: str) -> Executable:
 
 def _fx(graph: Graph) -> Executable:
     """Run the graph's operations one by one, each value freed after its last use: the reference."""
+    graph = copied(graph)
+    for node in graph.nodes:
+        node.target = INSTEAD.get(node.target, node.target)
     forward = GraphModule({}, graph).forward
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -62,7 +66,7 @@ def _piecewise(graph: Graph) -> Executable:
     runs: list[tuple[Any, ...]] = []
     for i, step in enumerate(program.steps):
         if isinstance(step, Call):
-            runs.append((False, step.target, step.template, step.out, step.free))
+            runs.append((False, INSTEAD.get(step.target, step.target), step.template, step.out, step.free))
             continue
         if step.key not in compiled:
             compiled[step.key] = _compile(step.graph, step.fakes, f"step {i} of {len(program.steps)}")
@@ -82,13 +86,17 @@ def _piecewise(graph: Graph) -> Executable:
                     env[i] = value
                 value = None
             else:
-                env[out] = f(*ins(env)[0], **ins(env)[1])
+                env[out] = _applied(f, ins(env))
                 for i in free:
                     env[i] = None
         return [None if i is None else env[i] for i in results]
 
     run.segments, run.distinct = count, len(compiled)  # pyright: ignore
     return run
+
+
+def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+    return f(*given[0], **given[1])
 
 
 def _called(f: Executable, args: list[Any]) -> Sequence[Any]:

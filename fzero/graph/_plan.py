@@ -128,11 +128,10 @@ class Plan:
             f"+ {_size(self.added_bytes)}",
             f"{len(self.steps):,} operations, {self.flops / 1e9:,.2f} GFLOP; {len(self.collectives)} collectives move "
             f"{_size(moved)}; {self.seconds:.3g} s by the cost model",
-            "schedule: " + ", ".join(f"{k} {v:,}" for k, v in self.settings.items()),
+            "schedule: " + _shown(self.settings),
         ]
         return lines + [
-            f"  not kept: {_size(peak)}, {time:.3g} s with " + ", ".join(f"{k} {v:,}" for k, v in settings.items())
-            for settings, peak, time in self.rejected
+            f"  not kept: {_size(peak)}, {time:.3g} s with {_shown(settings)}" for settings, peak, time in self.rejected
         ]
 
     def _at_the_peak(self) -> list[str]:
@@ -233,6 +232,10 @@ def _size(count: float) -> str:
 def _short(line: str) -> str:
     """Leave of a source line's path the last two parts."""
     return os.sep.join(line.split(os.sep)[-2:]) if os.sep in line else line
+
+
+def _shown(settings: dict[str, Any]) -> str:
+    return ", ".join([f"{k} {v}" if isinstance(v, bool) else f"{k} {v:,}" for k, v in settings.items()])
 
 
 def _finite(settings: dict[str, Any]) -> dict[str, Any]:

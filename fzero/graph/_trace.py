@@ -22,16 +22,13 @@ class Traced(NamedTuple):
     constants: tuple[Any, ...]
 
 
-def trace(
-    f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence[dict[str, str]], for_inductor: bool
-) -> Traced:
+def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence[dict[str, str]]) -> Traced:
     """Record what `f(*fakes)`, a function to a flat list of tensors, runs.
 
     Args:
         f: a pure function.
         fakes: stand-ins of its arguments, without memory.
         labels: of each argument its `label`, `kind` and `block`, for the plan, for errors, and for where to cut.
-        for_inductor: whether to take operations apart as Inductor wants them; else they are those that run eagerly.
 
     Raises:
         RuntimeError: if `f` reads the value of a tensor in Python, or writes into an argument. Names the line.
@@ -39,7 +36,7 @@ def trace(
     """
     with _record.record() as log:
         try:
-            gm = _torch.trace(f, fakes, for_inductor)
+            gm = _torch.trace(f, fakes)
         except _torch.DataDependentError as error:
             raise RuntimeError(
                 f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "

@@ -262,7 +262,8 @@ def a_step_traces_with_make_fx(mesh: fzero.Mesh) -> None:
         names = [str(node.target) for node in graph.graph.nodes]
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             assert sum(name in target for target in names) == 4, (stage, names)
-        assert_trees_close(graph(*leaves), flat(*leaves), rtol=0)
+        # the graph's collectives are gloo's, which sums four buffers in its own order
+        assert_trees_close(graph(*leaves), flat(*leaves), rtol=0.0 if mesh.size == 2 else 1e-12)
 
 
 @case

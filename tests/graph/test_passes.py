@@ -12,16 +12,21 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 import fzero.graph._lower as lowering
+from fzero import _torch
 from fzero.graph._choose import peak_bytes
 from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._lower import lower
 from fzero.graph._pieces import Call, Program, Segment, pieces
+from fzero.graph._trace import trace
 from fzero.graph.ir import (
     full_bytes,
+    is_cheap,
     is_collective,
     is_input,
+    is_random,
     is_reduction,
     is_wait,
+    name_of,
     nbytes,
     results,
     sort,
@@ -29,7 +34,7 @@ from fzero.graph.ir import (
     values,
     wire,
 )
-from fzero.graph.passes import bucket, donate, regather, schedule
+from fzero.graph.passes import bucket, donate, recompute, regather, schedule
 from fzero.graph.passes._regather import family, parameter_gathers
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -62,13 +67,15 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
         "prefetch": draw(st.integers(0, 2)),
         "in_flight": draw(st.integers(0, 2)),
         "donate": draw(st.booleans()),
-        "passes": draw(st.sets(st.sampled_from(["regather", "bucket", "schedule"]), min_size=1)),
+        "passes": draw(st.sets(st.sampled_from(["recompute", "regather", "bucket", "schedule"]), min_size=1)),
     }
 
 
 def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     found: list[tuple[str, Any]] = []
+    if "recompute" in how["passes"]:
+        found.append(("recompute", lambda g: recompute(g, 1)))
     if "regather" in how["passes"]:
         found.append(("regather", lambda g: regather(g, how["reuse"])))
     if "bucket" in how["passes"]:
@@ -274,6 +281,42 @@ def test_regather_only_adds_gathers_of_inputs(make, reuse):
         assert lines(again) == lines(graph)
 
 
+@settings(max_examples=50)
+@given(samples())
+def test_recompute_only_adds_cheap_operations_that_draw_nothing(make):
+    graph = make().graph
+    again = recompute(graph, 1)
+    assert members(again) == members(graph)
+    before, after = Counter(str(n.target) for n in graph.nodes), Counter(str(n.target) for n in again.nodes)
+    assert before <= after
+    cheap = {str(n.target) for n in graph.nodes if is_cheap(n) and not is_random(n)}
+    assert {*(after - before)} <= cheap
+
+
+def mlp_step(*params: torch.Tensor) -> list[torch.Tensor]:
+    def loss(ws: Any) -> torch.Tensor:
+        x = torch.ones(64, 64)
+        for i, w in enumerate(ws):
+            x = torch.nn.functional.gelu(x @ w)
+            x = torch.nn.functional.dropout(x, 0.5) if i == 1 else x
+        return x.sum()
+
+    return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
+
+
+def test_an_activation_function_runs_again_and_what_is_dear_or_random_does_not():
+    sizes = [torch.ones(64, 64) for _ in range(6)]
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(6)]
+    graph = trace(mlp_step, _torch.fake_like(sizes), labels).graph
+    again = recompute(graph)
+    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    assert after["gelu"] > before["gelu"] == 6
+    for name in ("mm", *{name_of(n) for n in graph.nodes if is_random(n)}):
+        assert after[name] == before[name] > 0
+    assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
+    assert lines(recompute(graph, 1 << 20)) == lines(graph)
+
+
 def events(graph: Graph) -> list[tuple[int, str, int]]:
     """List the uses of gathered parameters, that are no results: where, which, of how many bytes."""
     index = {n: i for i, n in enumerate(graph.nodes)}
@@ -367,7 +410,7 @@ def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, do
 def test_live_bytes_are_what_a_run_holds(make, how):
     sample = make()
     graph = passed(sample, how)
-    ranges = [r for r in live_ranges(graph) if r.label != "gloo's copy"]
+    ranges = [r for r in live_ranges(graph) if r.label != "the ranks' parts"]
     count = len(sample.shapes)
     expected = live_bytes(ranges, len(graph.nodes))
     assert expected[count - 1 :] == measured(graph, sample.args(), sample.n)[count - 1 :]

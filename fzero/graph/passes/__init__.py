@@ -2,7 +2,8 @@
 
 from fzero.graph.passes._bucket import bucket
 from fzero.graph.passes._donate import donate
+from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule import schedule
 
-__all__ = ["bucket", "donate", "regather", "schedule"]
+__all__ = ["bucket", "donate", "recompute", "regather", "schedule"]

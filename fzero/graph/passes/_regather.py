@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import copied, is_gather, is_input, is_view, name_of, nbytes, values
 
-__all__ = ["parameter_gathers", "regather"]
+__all__ = ["again", "clusters", "family", "parameter_gathers", "regather"]
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:
@@ -80,8 +80,8 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         return False
 
     for wait in waits:
-        for cluster in _clusters(uses[wait], functools.partial(let_go, wait))[1:]:
-            _gather_again(graph, wait, views[wait], cluster, index)
+        for cluster in clusters(uses[wait], functools.partial(let_go, wait))[1:]:
+            again(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
@@ -92,27 +92,30 @@ def _events(uses: dict[Node, list[Node]], index: dict[Node, int]) -> list[tuple[
     return sorted(((index[use], wait) for wait in uses for use in uses[wait]), key=lambda e: (e[0], index[e[1]]))
 
 
-def _clusters(uses: list[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
+def clusters(uses: list[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
     """Split uses wherever two that follow one another are `apart`."""
-    clusters: list[list[Node]] = []
+    found: list[list[Node]] = []
     for use in uses:
-        if clusters and not apart(clusters[-1][-1], use):
-            clusters[-1].append(use)
+        if found and not apart(found[-1][-1], use):
+            found[-1].append(use)
         else:
-            clusters.append([use])
-    return clusters
+            found.append([use])
+    return found
 
 
-def _gather_again(graph: Graph, wait: Node, views: list[Node], cluster: list[Node], index: dict[Node, int]) -> None:
-    """Give the uses in `cluster` their own gather of the buffer that `wait` waits for."""
+def again(
+    graph: Graph, sources: list[Node], views: list[Node], cluster: list[Node], index: dict[Node, int]
+) -> list[Node]:
+    """Give the uses in `cluster` their own copy of what `sources` compute, and of its views; return the copies."""
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> None:
         copies[node] = graph.node_copy(node, lambda a: copies.get(a, a))
 
     with graph.inserting_before(cluster[0]):
-        for node in (wait.all_input_nodes[0], wait, *sorted(views[1:], key=index.__getitem__)):
+        for node in (*sources, *sorted(views[1:], key=index.__getitem__)):
             copy(node)
     for use in cluster:
         for old in views:
             use.replace_input_with(old, copies[old])
+    return list(copies.values())

@@ -1,0 +1,185 @@
+"""Measure all systems on these ranks: each row's memory and wire alone, then its time in rounds that interleave all.
+
+torchrun --nproc-per-node 2 -m benchmarks.peers.measure OUT.json [--models A B] [--micro-batches 1 4] [--systems fzero]
+
+All rows of a model live in one process group at once; a round lets each run a few steps, one after the other, and each
+round begins with another. So a slow moment of the machine falls on all. The peak is that of a counting allocator
+(benchmarks/allocator.py), from before the model is built: the least of 5 steps, of the rank that holds most.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
+
+import fzero
+from benchmarks.allocator import held_bytes, most_bytes, restart
+from benchmarks.peers.gpt import CONFIGS, Config
+from benchmarks.peers.systems import SYSTEMS, Setup, System, Train
+from benchmarks.peers.wire import Wire
+from fzero import tree
+
+__all__ = ["Row", "measure"]
+
+WARM, MEASURED, BATCHES = 2, 5, 4
+
+
+@dataclass
+class Row:
+    """One system on one model: bytes of a rank, seconds."""
+
+    system: str
+    stage: int
+    variant: str
+    model: str
+    micro_batches: int
+    ranks: int
+    state: int  # parameters and moments, by ZeRO's formula
+    peak: int = 0
+    build: float = 0.0  # seconds to make the step and run it once, compilation with it
+    sent: int = 0
+    collectives: int = 0
+    seconds: list[float] = field(default_factory=list)  # a step's, one a round
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step, the median of the rounds."""
+        return statistics.median(self.seconds)
+
+
+class Runner:
+    """A system that was built, and its batches."""
+
+    def __init__(self, train: Train, batches: list[torch.Tensor]) -> None:
+        self.train = train
+        self.batches = batches
+        self.steps = 0
+
+    def __call__(self) -> torch.Tensor:
+        batch = self.batches[self.steps % len(self.batches)]
+        self.steps += 1
+        return self.train(batch)
+
+
+def state_bytes(system: System, config: Config, ranks: int) -> int:
+    """Return what a rank holds between steps, by ZeRO's formula for float32 and Adam."""
+    psi = sum([x.numel() for x in tree.tensors(config.params())])
+    if system.name == "FSDP2" or system.stage == 3:
+        return 12 * psi // ranks
+    return 12 * psi if system.stage == 0 else 4 * psi + 8 * psi // ranks
+
+
+def settle() -> None:
+    """Wait until nobody frees any more: gloo's threads do it late."""
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.1)
+    dist.barrier()
+
+
+def over_ranks(value: float) -> float:
+    """Return the largest of the ranks' values."""
+    x = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def alone(system: System, row: Row, setup: Setup) -> Runner:
+    """Build a system, and measure what does not need the others."""
+    batches = setup.config.batches(setup.micro_batches, setup.mesh.rank, BATCHES)
+    settle()
+    before, start = held_bytes(), time.perf_counter()
+    with fresh_cache():
+        runner = Runner(system.build(setup), batches)
+        row.losses.append(mean(runner()))
+    row.build = over_ranks(time.perf_counter() - start)
+    row.losses += [mean(runner()) for _ in range(WARM)]
+    peaks = []
+    for _ in range(MEASURED):
+        settle()
+        restart()
+        loss = runner()
+        peaks.append(most_bytes() - before)
+        row.losses.append(mean(loss))
+    row.peak = int(over_ranks(min(peaks)))
+    with Wire() as wire:
+        runner()
+    row.sent, row.collectives = wire.bytes, round(wire.collectives)
+    return runner
+
+
+def mean(loss: torch.Tensor) -> float:
+    """Return the mean of a loss over the ranks."""
+    total = loss.detach().double().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def together(runners: dict[str, Runner], rows: dict[str, Row], rounds: int, steps: int) -> None:
+    """Time all in interleaved rounds; each round begins with another."""
+    keys = list(runners)
+    for i in range(rounds + 1):
+        start = i * max(1, len(keys) // (rounds + 1)) % len(keys)
+        for key in keys[start:] + keys[:start]:
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(steps):
+                runners[key]()
+            dist.barrier()
+            if i:  # the first round warms up
+                rows[key].seconds.append(over_ranks(time.perf_counter() - begun) / steps)
+
+
+def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.Mesh, rounds: int) -> list[Row]:
+    """Measure these systems on one model."""
+    config, rows, runners = CONFIGS[model], {}, {}
+    for system in systems:
+        row = Row(
+            *(system.name, system.stage, system.variant, model, micro_batches, mesh.size),
+            state=state_bytes(system, config, mesh.size),
+        )
+        rows[system.key] = row
+        runners[system.key] = alone(system, row, Setup(config, micro_batches, mesh))
+        if mesh.rank == 0:
+            shown = f"peak {row.peak / 1e6:.2f} MB, first step {row.build:.1f} s, {row.collectives} collectives"
+            print(f"{model} x{micro_batches}, {mesh.size} ranks, {system.key}: {shown}", file=sys.stderr, flush=True)
+    together(runners, rows, rounds, steps=2)
+    return list(rows.values())
+
+
+def main() -> None:
+    """Measure, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=CONFIGS)
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--systems", nargs="+", default=[""], help="rows whose name begins with one of these")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--eager-peers", action="store_true", help="leave out the rows with torch.compile")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    mesh = fzero.mesh(simulate=False, dp=-1)
+    systems = [s for key, s in SYSTEMS.items() if key.startswith(tuple(args.systems))]
+    systems = [s for s in systems if not (args.eager_peers and s.variant.endswith("-compile"))]
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        for k in args.micro_batches:
+            rows += [asdict(row) for row in measure(model, k, systems, mesh, args.rounds)]
+            gc.collect()
+            if mesh.rank == 0:
+                args.out.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

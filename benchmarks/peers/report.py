@@ -1,0 +1,221 @@
+"""Judge the measured rows, and write the table and the picture.
+
+python -m benchmarks.peers.report ROWS.json ... [--write]
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers.measure import Row
+from benchmarks.report import machine, table
+
+__all__ = ["check_losses", "verdicts", "write"]
+
+RESULTS = Path(__file__).parents[1] / "results"
+COLORS = {"fzero": "tab:blue", "DDP": "tab:gray", "ZeroRedundancyOptimizer": "tab:olive"}
+COLORS |= {"FSDP2": "tab:orange", "DeepSpeed": "tab:red"}
+HEAD = ["system", "stage", "variant", "ms a step", "min to max", "peak MB", "above state", "sent MB", "collectives"]
+HEAD += ["first step s"]
+
+
+class Verdict(NamedTuple):
+    """A goal of the issue, and what was measured: a ratio that should not be above its limit."""
+
+    where: str
+    goal: str
+    ratio: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is met."""
+        return self.ratio <= self.limit
+
+
+class Group:
+    """The rows of one model, number of micro-batches, and number of ranks."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        first = rows[0]
+        self.name = f"{first.model}, {first.micro_batches} micro-batches, {first.ranks} ranks"
+        self.model, self.micro_batches = first.model, first.micro_batches
+
+    def best(self, what: Callable[[Row], float], system: str, stage: int, variant: str = "") -> float:
+        """Return the least of the system's rows of this stage, whose variant begins so; nan if there is none."""
+        rows = [r for r in self.rows if r.system == system and r.stage == stage and r.variant.startswith(variant)]
+        return min([what(r) for r in rows], default=math.nan)
+
+
+def peak(row: Row) -> float:
+    """Return bytes."""
+    return row.peak
+
+
+def above(row: Row) -> float:
+    """Return bytes above ZeRO's formula for the state."""
+    return row.peak - row.state
+
+
+def seconds(row: Row) -> float:
+    """Return the median time of a step."""
+    return row.median
+
+
+def groups(rows: Iterable[Row]) -> Iterator[Group]:
+    """Yield the rows that are compared with each other."""
+
+    def key(row: Row) -> Any:
+        return row.model, row.micro_batches, row.ranks
+
+    for _, mine in itertools.groupby(sorted(rows, key=key), key):
+        yield Group(list(mine))
+
+
+def check_losses(rows: Iterable[Row]) -> None:
+    """Check that all systems trained alike.
+
+    Raises:
+        ValueError: if the losses of a row are not those of the others. Names both.
+    """
+    for group in groups(rows):
+        first = group.rows[0]
+        for row in group.rows[1:]:
+            for step, (a, b) in enumerate(zip(first.losses, row.losses, strict=True)):
+                if not math.isclose(a, b, rel_tol=2e-4):
+                    raise ValueError(
+                        f"{group.name}: at step {step} {row.system}-{row.stage}-{row.variant} has loss {b}, and "
+                        f"{first.system}-{first.stage}-{first.variant} {a}: they do not train the same model"
+                    )
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """Compare the jitted step (Inductor) with the best that each peer offers: each goal, on each model."""
+    found = []
+    for g in groups(rows):
+
+        def ours(what: Callable[[Row], float], stage: int, g: Group = g) -> float:
+            return g.best(what, "fzero", stage, "inductor")
+
+        fsdp3, fsdp2 = ("FSDP2", 3, "reshard"), ("FSDP2", 2, "keep")
+        zero1, ddp = ("ZeroRedundancyOptimizer", 1), ("DDP", 0)
+        goals: list[tuple[str, Callable[[Row], float], int, tuple[Any, ...], float]] = [
+            ("peak: stage 3 / FSDP2", peak, 3, fsdp3, 0.8 if g.model == "B" else 0.9),
+            ("peak: stage 2 / FSDP2 (keep)", peak, 2, fsdp2, 1.0),
+            ("peak: stage 2 / DeepSpeed ZeRO-2", peak, 2, ("DeepSpeed", 2), 1.0),
+            ("peak: stage 1 / ZeroRedundancyOptimizer", peak, 1, zero1, 1.0),
+            ("peak: stage 1 / DeepSpeed ZeRO-1", peak, 1, ("DeepSpeed", 1), 1.0),
+            ("peak: stage 0 / DDP", peak, 0, ddp, 1.0),
+            ("time: stage 3 / FSDP2", seconds, 3, fsdp3, 0.75),
+            ("time: stage 3 / DeepSpeed ZeRO-3", seconds, 3, ("DeepSpeed", 3), 0.6),
+            ("time: stage 2 / FSDP2 (keep)", seconds, 2, fsdp2, 0.85),
+            ("time: stage 2 / DeepSpeed ZeRO-2", seconds, 2, ("DeepSpeed", 2), 1.0),
+            ("time: stage 1 / ZeroRedundancyOptimizer", seconds, 1, zero1, 1.0),
+            ("time: stage 1 / DeepSpeed ZeRO-1", seconds, 1, ("DeepSpeed", 1), 1.0),
+            ("time: stage 0 / DDP", seconds, 0, ddp, 1.05),
+        ]
+        if g.model == "B":
+            goals.insert(1, ("above state: stage 3 / FSDP2", above, 3, fsdp3, 0.65))
+        found += [Verdict(g.name, name, ours(f, i) / g.best(f, *peer), limit) for name, f, i, peer, limit in goals]
+        for stage in (1, 2, 3):
+            ratio = ours(peak, stage) / ours(peak, stage - 1)
+            found.append(Verdict(g.name, f"peak: stage {stage} / stage {stage - 1}", ratio, 1.0))
+        if g.micro_batches == 1:
+            found.append(Verdict(g.name, "time: stage 2 / stage 1", ours(seconds, 2) / ours(seconds, 1), 1.05))
+    return [v for v in found if not math.isnan(v.ratio)]
+
+
+def cells(row: Row) -> list[str]:
+    """Return the row of the table."""
+    spread = f"{min(row.seconds) * 1e3:,.1f} to {max(row.seconds) * 1e3:,.1f}"
+    return [
+        *(row.system, str(row.stage), row.variant, f"{row.median * 1e3:,.1f}", spread),
+        *(f"{row.peak / 1e6:,.2f}", f"{(row.peak - row.state) / 1e6:,.2f}", f"{row.sent / 1e6:,.2f}"),
+        *(f"{row.collectives:,}", f"{row.build:.1f}"),
+    ]
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Draw time against peak, one dot a row."""
+    from matplotlib.figure import Figure
+
+    panels = list(groups(rows))
+    columns = min(4, len(panels))
+    down = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.6 * down), layout="constrained")
+    for i, group in enumerate(panels):
+        axes = figure.add_subplot(down, columns, i + 1)
+        for row in group.rows:
+            marker = {"eager": "x", "fx": "+"}.get(row.variant, "o")
+            axes.plot(row.peak / 1e6, row.median * 1e3, marker, color=COLORS[row.system], markersize=6)
+            label = f"{row.stage}" + ("c" if row.variant.endswith("-compile") else "")
+            axes.annotate(label, (row.peak / 1e6, row.median * 1e3), xytext=(4, 3), textcoords="offset points", size=7)
+        axes.set(title=group.name, xlabel="peak of a rank, MB", ylabel="ms a step", xlim=(0, None), ylim=(0, None))
+    for name, color in COLORS.items():
+        figure.axes[0].plot([], [], "o", color=color, label=name)
+    figure.axes[0].legend(fontsize=7)
+    figure.suptitle("One dot a row, labelled by its stage. fzero: o Inductor, + fx, x eager. c: with torch.compile")
+    figure.savefig(path, dpi=110)
+
+
+def write(rows: list[Row], command: str, versions: str, folder: Path | None) -> None:
+    """Print the tables, and with a folder keep them there."""
+    judged = verdicts(rows)
+    met = sum(v.met for v in judged)
+    parts = [
+        "# Against the peers",
+        f"`{command}`, on {machine()}, {versions}.",
+        "A step's time is the median of interleaved rounds; its peak the least of 5 steps by a counting allocator, "
+        "from before the model is built, of the rank that holds most; `above state` without parameters and "
+        "moments, by ZeRO's formula; `sent` the full buffers of collectives, an all_reduce twice. All rows train "
+        "alike: their losses agree within 2e-4.",
+        f"![time against peak](peers.png)\n\n## Goals: {met} of {len(judged)} met",
+        table(
+            ["model", "what", "ratio", "goal", ""],
+            [[v.where, v.goal, f"{v.ratio:.3f}", f"{v.limit:g}", "met" if v.met else "missed"] for v in judged],
+        ),
+    ]
+    for group in groups(rows):
+        parts += [f"## {group.name}", table(HEAD, [cells(r) for r in group.rows])]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        (folder / "peers.md").write_text(text)
+        (folder / "peers.json").write_text(json.dumps([r.__dict__ for r in rows], indent=1) + "\n")
+        picture(rows, folder / "peers.png")
+
+
+def versions() -> str:
+    """Name the peers' versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("deepspeed",):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def main() -> None:
+    """Read the rows, check and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results/")
+    parser.add_argument("--command", default="make bench")
+    args = parser.parse_args()
+    rows = [Row(**row) for path in args.rows for row in json.loads(path.read_text())]
+    check_losses(rows)
+    write(rows, args.command, versions(), RESULTS if args.write else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

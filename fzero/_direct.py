@@ -1,0 +1,103 @@
+"""all_gather and reduce_scatter on gloo as messages from rank to rank, which take half the time of gloo's own.
+
+gloo's all_gather copies its buffer, and its reduce_scatter sums whole buffers (benchmarks/NOTES.md). Here each rank
+sends each other one its part, into the place where it belongs, and sums in the order of ranks: bit for bit what a
+simulated mesh computes, on any number of ranks. Other backends, and what is traced, keep torch's collectives.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fzero._torch import c10d, group_of, profiling
+
+__all__ = ["INSTEAD", "all_gather", "reduce_scatter", "wait"]
+
+FIRST_TAG, TAGS = 1 << 20, 1 << 20  # of our messages, which so meet no other's
+_NUMBERS: dict[str, Iterator[int]] = {}  # of each group's exchanges: ranks run them in one order
+
+
+class Sent(NamedTuple):
+    """Messages on their way.
+
+    Attributes:
+        parts: what arrives, [n, m], one row a rank.
+        works: one for each message.
+        operand: what they are sent from.
+        sums: whether the rows are to be summed.
+    """
+
+    parts: torch.Tensor
+    works: list[Any]
+    operand: torch.Tensor
+    sums: bool
+
+
+def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
+    """Start to concatenate the ranks' tensors along dimension 0; `wait` gives the result."""
+    if not _is_gloo(x, group):
+        return c10d.all_gather_into_tensor(x, ranks, group)
+    parts = x.new_empty((ranks, *x.shape))
+    return _exchange(parts, [x] * ranks, x, group, sums=False)
+
+
+def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
+    """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
+    if op != "sum" or not _is_gloo(x, group):
+        return c10d.reduce_scatter_tensor(x, op, ranks, group)
+    mine = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:])
+    return _exchange(torch.empty_like(mine), mine.unbind(), mine, group, sums=True)
+
+
+def wait(sent: Any) -> torch.Tensor:
+    """Wait for a collective, ours or torch's, and return its result."""
+    if not isinstance(sent, Sent):
+        return c10d.wait_tensor(sent)
+    with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
+        while sent.works:  # once each: gloo would wait for a second message
+            sent.works.pop().wait()
+    return sent.parts.sum(0, dtype=sent.parts.dtype) if sent.sums else sent.parts.flatten(0, 1)
+
+
+def _exchange(
+    parts: torch.Tensor, sends: Sequence[torch.Tensor], operand: torch.Tensor, group: str, sums: bool
+) -> Sent:
+    """Send row r of `sends` to rank r, whose own arrives in row r of `parts`."""
+    process_group: Any = group_of(group)
+    rank, ranks = dist.get_rank(process_group), len(sends)
+    # each exchange has a tag of its own, so that no other message, of a user's, is taken for one of them
+    tag = FIRST_TAG + next(_NUMBERS.setdefault(group, itertools.count())) % TAGS
+    works = []
+    for i in range(1, ranks):  # to the next first, so that not all send to one
+        to, source = (rank + i) % ranks, (rank - i) % ranks
+        works.append(dist.irecv(parts[source], group=process_group, group_src=source, tag=tag))
+        works.append(dist.isend(sends[to], group=process_group, group_dst=to, tag=tag))
+    parts[rank].copy_(sends[rank])
+    return Sent(parts, works, operand, sums)
+
+
+def _is_gloo(x: torch.Tensor, group: str) -> bool:
+    return x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
+
+
+def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Start a collective for each tensor of a list."""
+
+    def starts(xs: Sequence[torch.Tensor], *options: Any) -> list[Any]:
+        return [start(x, *options) for x in xs]
+
+    return starts
+
+
+# What an executor runs in place of torch's operations.
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    c10d.all_gather_into_tensor.default: all_gather,
+    c10d.reduce_scatter_tensor.default: reduce_scatter,
+    c10d.all_gather_into_tensor_coalesced.default: _each(all_gather),
+    c10d.reduce_scatter_tensor_coalesced.default: _each(reduce_scatter),
+    c10d.wait_tensor.default: wait,
+}

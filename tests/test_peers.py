@@ -1,0 +1,50 @@
+"""The comparison with other systems, tiny: it must not rot. DeepSpeed is measured where it is installed."""
+
+import json
+import pathlib
+
+import pytest
+
+from benchmarks.peers.measure import Row
+from benchmarks.peers.report import cells, check_losses, verdicts
+from tests.distributed.test_gloo import launch
+
+
+def row(system: str, stage: int, variant: str, seconds: float, peak: int, loss: float = 1.0) -> Row:
+    return Row(system, stage, variant, "B", 1, 2, state=100, peak=peak, seconds=[seconds], losses=[loss])
+
+
+def test_goals_are_ratios_to_the_best_of_a_peer():
+    rows = [row("fzero", 3, "inductor", 2.0, 160), row("fzero", 3, "fx", 1.0, 1), row("FSDP2", 3, "reshard", 3.0, 300)]
+    rows.append(row("FSDP2", 3, "reshard-compile", 2.5, 200))
+    found = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
+    assert found["peak: stage 3 / FSDP2"] == (0.8, True)
+    assert found["above state: stage 3 / FSDP2"] == (0.6, True)
+    assert found["time: stage 3 / FSDP2"] == (0.8, False)
+    assert len(found) == 3  # nothing is said of what was not measured
+
+
+def test_rows_that_train_otherwise_are_refused():
+    rows = [row("fzero", 3, "fx", 1.0, 1), row("DDP", 0, "", 1.0, 1, loss=1.001)]
+    with pytest.raises(ValueError, match=r"at step 0 DDP-0- has loss 1\.001, and fzero-3-fx 1\.0"):
+        check_losses([rows[0], rows[1]])
+    check_losses(rows[:1])
+
+
+def test_a_tiny_run(tmp_path: pathlib.Path):
+    """What is sent is what design section 1 says, also in the peers' rows; memory falls with the stage."""
+    pytest.importorskip("ninja")
+    systems = ["fzero-0-fx", "fzero-2-fx", "fzero-3-fx", "DDP", "Zero", "FSDP2-2-keep", "FSDP2-3-reshard"]
+    options = ["--models", "tiny", "--micro-batches", "2", "--rounds", "2", "--systems", *systems]
+    out = tmp_path / "rows.json"
+    done = launch(2, "-m", "benchmarks.peers.measure", str(out), *options, "--eager-peers")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {f"{r['system']}-{r['stage']}": Row(**r) for r in json.loads(out.read_text())}
+    assert len(rows) == 7
+    check_losses(rows.values())
+    peaks = [rows[f"fzero-{stage}"].peak for stage in (0, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True) and all(r.peak > r.state for r in rows.values())
+    psi = rows["fzero-0"].state // 3  # bytes of the parameters
+    for name, times in (("fzero-0", 2), ("fzero-2", 3), ("DDP-0", 2), ("FSDP2-3", 6)):
+        assert rows[name].sent == pytest.approx(times * psi, rel=0.02), name
+    assert all(len(cells(r)) == 10 and len(r.seconds) == 2 for r in rows.values())
