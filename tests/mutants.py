@@ -422,6 +422,30 @@ MUTANTS = [
         "return scope._replace(micro_batch=0, axes=",
         REMAT,
     ),
+    # messages on gloo, and what runs again
+    Mutant(
+        "a message goes to the rank behind",
+        "_direct.py",
+        "(rank + i) % ranks, (rank - i)",
+        "(rank - i) % ranks, (rank - i)",
+        ("tests/distributed",),
+    ),
+    Mutant("a wait for two messages", "_direct.py", "while sent.works:", "for _ in range(2):", ("tests/distributed",)),
+    Mutant(
+        "parts are not summed",
+        "_direct.py",
+        "sent.parts.sum(0, dtype=sent.parts.dtype)",
+        "sent.parts[0]",
+        ("tests/distributed",),
+    ),
+    Mutant("draws run again", "graph/passes/_recompute.py", " and not is_random(node)", "", GRAPH),
+    Mutant(
+        "matrix products run again",
+        "graph/passes/_recompute.py",
+        "known and not moves and is_cheap(node)",
+        "known and not moves",
+        GRAPH,
+    ),
     Mutant("the key enters a draw once", "random/_keys.py", "second=_mixed(key + SECOND, 0)", "second=0", RANDOM),
     Mutant(
         "narrow gradients will do",

@@ -170,7 +170,7 @@ def write(rows: list[Row], command: str, versions: str, folder: Path | None) -> 
     met = sum(v.met for v in judged)
     parts = [
         "# Against the peers",
-        f"`{command}`, on {machine()}, {versions}.",
+        f"Measured by `{command}`, on {machine()}, {versions}.",
         "A step's time is the median of interleaved rounds; its peak the least of 5 steps by a counting allocator, "
         "from before the model is built, of the rank that holds most; `above state` without parameters and "
         "moments, by ZeRO's formula; `sent` the full buffers of collectives, an all_reduce twice. All rows train "

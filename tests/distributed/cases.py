@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero import PerRank, Shard, optim, tree
+from fzero import PerRank, Shard, _direct, optim, tree
 from fzero.layout import is_box
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
@@ -52,6 +52,21 @@ def collectives_equal_the_simulation(mesh: fzero.Mesh) -> None:
                 expected = own(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
                 # bitwise on two ranks; gloo sums in its own order on more
                 torch.testing.assert_close(got, expected, rtol=0 if n == 2 else 1e-12, atol=0 if n == 2 else 1e-12)
+
+
+@case
+def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
+    """Several at once, of several shapes, waited for in another order and twice; sums are in the order of ranks."""
+    n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        g = torch.Generator().manual_seed(0)
+        data = [(10 * torch.randn(n, n * m, 3, generator=g)).to(dtype) for m in (1, 5, 2000)]
+        sums = [_direct.reduce_scatter(x[mesh.rank], "sum", n, group) for x in data]
+        gathers = [_direct.all_gather(x[mesh.rank], n, group) for x in data]
+        for x, scattered, gathered in reversed(list(zip(data, sums, gathers, strict=True))):
+            for _ in range(2):
+                assert torch.equal(_direct.wait(gathered), x.flatten(0, 1))
+                assert torch.equal(_direct.wait(scattered), x.sum(0, dtype=dtype).chunk(n)[mesh.rank])
 
 
 @case
