@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
-from benchmarks.peers.measure import Row
 from benchmarks.peers.report import cells, check_losses, verdicts
+from benchmarks.peers.row import Row
 from tests.distributed.test_gloo import launch
 
 

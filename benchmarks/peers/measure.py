@@ -10,10 +10,9 @@ round begins with another. So a slow moment of the machine falls on all. The pea
 import argparse
 import gc
 import json
-import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +23,14 @@ from torch._inductor.utils import fresh_cache
 import fzero
 from benchmarks.allocator import held_bytes, most_bytes, restart
 from benchmarks.peers.gpt import CONFIGS, Config
+from benchmarks.peers.row import Row
 from benchmarks.peers.systems import SYSTEMS, Setup, System, Train
 from benchmarks.peers.wire import Wire
 from fzero import tree
 
-__all__ = ["Row", "measure"]
+__all__ = ["measure"]
 
 WARM, MEASURED, BATCHES = 2, 5, 4
-
-
-@dataclass
-class Row:
-    """One system on one model: bytes of a rank, seconds."""
-
-    system: str
-    stage: int
-    variant: str
-    model: str
-    micro_batches: int
-    ranks: int
-    state: int  # parameters and moments, by ZeRO's formula
-    peak: int = 0
-    build: float = 0.0  # seconds to make the step and run it once, compilation with it
-    sent: int = 0
-    collectives: int = 0
-    seconds: list[float] = field(default_factory=list)  # a step's, one a round
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """Seconds of a step, the median of the rounds."""
-        return statistics.median(self.seconds)
 
 
 class Runner:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers.measure import Row
+from benchmarks.peers.row import Row
 from benchmarks.report import machine, table
 
 __all__ = ["check_losses", "verdicts", "write"]

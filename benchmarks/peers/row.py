@@ -1,0 +1,30 @@
+"""What is measured of one system on one model; apart from what measures it, which replaces the process's allocator."""
+
+import statistics
+from dataclasses import dataclass, field
+
+__all__ = ["Row"]
+
+
+@dataclass
+class Row:
+    """One system on one model: bytes of a rank, seconds."""
+
+    system: str
+    stage: int
+    variant: str
+    model: str
+    micro_batches: int
+    ranks: int
+    state: int  # parameters and moments, by ZeRO's formula
+    peak: int = 0
+    build: float = 0.0  # seconds to make the step and run it once, compilation with it
+    sent: int = 0
+    collectives: int = 0
+    seconds: list[float] = field(default_factory=list)  # a step's, one a round
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step, the median of the rounds."""
+        return statistics.median(self.seconds)
