@@ -141,7 +141,9 @@ def sizes_of(args: Any, mesh: fzero.Mesh) -> fzero.BatchPlan:
 
 
 def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
-    on_device = lambda x: x.to("cuda" if torch.cuda.is_available() else "cpu")  # noqa: E731
+    def on_device(x: Any) -> Any:
+        return x.to("cuda" if torch.cuda.is_available() else "cpu")
+
     record = recorder(args.tensorboard if mesh.rank == 0 else None)
     torch.manual_seed(0)  # the same model on every rank
     model, tokenizer = build(args)

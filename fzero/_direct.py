@@ -9,16 +9,18 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fzero._torch import c10d, group_of, profiling
+from fzero._torch import c10d, group_of, is_tracing, profiling
 
 __all__ = ["INSTEAD", "all_gather", "reduce_scatter", "wait"]
 
 FIRST_TAG, TAGS = 1 << 20, 1 << 20  # of our messages, which so meet no other's
-_NUMBERS: dict[str, Iterator[int]] = {}  # of each group's exchanges: ranks run them in one order
+# of each process group's exchanges: ranks run them in one order
+_NUMBERS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
 
 
 class Sent(NamedTuple):
@@ -39,7 +41,7 @@ class Sent(NamedTuple):
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     """Start to concatenate the ranks' tensors along dimension 0; `wait` gives the result."""
-    if not _is_gloo(x, group):
+    if not _applies(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
     parts = x.new_empty((ranks, *x.shape))
     return _exchange(parts, [x] * ranks, x, group, sums=False)
@@ -47,7 +49,7 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
 
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
-    if op != "sum" or not _is_gloo(x, group):
+    if op != "sum" or not _applies(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
     mine = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:])
     return _exchange(torch.empty_like(mine), mine.unbind(), mine, group, sums=True)
@@ -70,7 +72,7 @@ def _exchange(
     process_group: Any = group_of(group)
     rank, ranks = dist.get_rank(process_group), len(sends)
     # each exchange has a tag of its own, so that no other message, of a user's, is taken for one of them
-    tag = FIRST_TAG + next(_NUMBERS.setdefault(group, itertools.count())) % TAGS
+    tag = FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % TAGS
     works = []
     for i in range(1, ranks):  # to the next first, so that not all send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks
@@ -80,8 +82,9 @@ def _exchange(
     return Sent(parts, works, operand, sums)
 
 
-def _is_gloo(x: torch.Tensor, group: str) -> bool:
-    return x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
+def _applies(x: torch.Tensor, group: str) -> bool:
+    """Tell whether messages take a collective's place: on gloo, and not in a trace, which records the collective."""
+    return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
 
 
 def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero import _direct, tree
-from fzero._torch import c10d, is_tracing
+from fzero._torch import c10d
 from fzero.linear_maps import Meta, Params, Row, add_row, apply
 from fzero.world import Axis, AxisName, axis_size, joint, resolve
 
@@ -34,8 +34,6 @@ def group_all_gather(x: torch.Tensor, meta: Meta, dim: int) -> torch.Tensor:
     x = x.movedim(dim, 0).contiguous()
     if x.numel() == 0:
         return x.new_empty((meta[2] * x.shape[0], *x.shape[1:])).movedim(0, dim)
-    if is_tracing():
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(x, meta[2], meta[1])).movedim(0, dim)
     return _direct.wait(_direct.all_gather(x, meta[2], meta[1])).movedim(0, dim)
 
 
@@ -44,8 +42,6 @@ def group_psum_scatter(x: torch.Tensor, meta: Meta, dim: int) -> torch.Tensor:
     x = x.movedim(dim, 0).contiguous()
     if x.numel() == 0:
         return x.new_empty((x.shape[0] // meta[2], *x.shape[1:])).movedim(0, dim)
-    if is_tracing():
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", meta[2], meta[1])).movedim(0, dim)
     return _direct.wait(_direct.reduce_scatter(x, "sum", meta[2], meta[1])).movedim(0, dim)
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,13 +165,13 @@ def picture(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write(rows: list[Row], command: str, versions: str, folder: Path | None) -> None:
+def write(rows: list[Row], command: str, folder: Path | None) -> None:
     """Print the tables, and with a folder keep them there."""
     judged = verdicts(rows)
     met = sum(v.met for v in judged)
     parts = [
         "# Against the peers",
-        f"Measured by `{command}`, on {machine()}, {versions}.",
+        f"Measured by `{command}`, on {machine()}, {deepspeed()}.",
         "A step's time is the median of interleaved rounds; its peak the least of 5 steps by a counting allocator, "
         "from before the model is built, of the rank that holds most; `above state` without parameters and "
         "moments, by ZeRO's formula; `sent` the full buffers of collectives, an all_reduce twice. All rows train "
@@ -192,17 +193,12 @@ def write(rows: list[Row], command: str, versions: str, folder: Path | None) -> 
         picture(rows, folder / "peers.png")
 
 
-def versions() -> str:
-    """Name the peers' versions."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = []
-    for name in ("deepspeed",):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+def deepspeed() -> str:
+    """Name DeepSpeed's version; the other peers are torch's."""
+    try:
+        return f"deepspeed {version('deepspeed')}"
+    except PackageNotFoundError:
+        return "no deepspeed"
 
 
 def main() -> None:
@@ -214,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [Row(**row) for path in args.rows for row in json.loads(path.read_text())]
     check_losses(rows)
-    write(rows, args.command, versions(), RESULTS if args.write else None)
+    write(rows, args.command, RESULTS if args.write else None)
 
 
 if __name__ == "__main__":

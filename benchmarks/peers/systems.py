@@ -15,6 +15,7 @@ from torch import nn
 import fzero
 from benchmarks.peers.gpt import Config, Gpt, gpt_loss
 from fzero import optim
+from tests.helpers import train_step_for
 
 __all__ = ["SYSTEMS", "Setup", "System", "Train"]
 
@@ -47,12 +48,7 @@ class System(NamedTuple):
 def _fzero(stage: int, backend: str) -> System:
     def build(setup: Setup) -> Train:
         opt = optim.adamw(1e-3)
-
-        def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-            loss, grads = fzero.value_and_grad(gpt_loss, micro_batches=setup.micro_batches)(params, batch)
-            updates, opt_state = opt.update(grads, opt_state, params)
-            return optim.apply_updates(params, updates), opt_state, loss
-
+        train_step = train_step_for(gpt_loss, opt, micro_batches=setup.micro_batches)
         step = fzero.shard(train_step, stage=stage, mesh=setup.mesh)
         step = step if backend == "eager" else fzero.jit(step, backend=backend)
         state = [*step.init(setup.config.params, opt)]

@@ -215,6 +215,17 @@ def is_cheap(node: Node) -> bool:
     return torch.Tag.pointwise in target.tags and not is_random(node)
 
 
+def feeding_work(graph: Graph) -> set[Node]:
+    """List all that is not cheap, such as matrix products, and what it depends on."""
+    found: set[Node] = set()
+    for n in reversed(graph.nodes):
+        if n.op == "call_function" and not is_cheap(n):
+            found.add(n)
+        if n in found:
+            found.update(n.all_input_nodes)
+    return found
+
+
 # ---------------------------------------------------------------- new graphs from old
 
 

@@ -11,6 +11,7 @@ from fzero._torch import OpOverload
 from fzero.graph.ir import (
     COPY,
     copied,
+    feeding_work,
     is_cheap,
     is_collective,
     is_input,
@@ -49,7 +50,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     made = [0, *itertools.accumulate(_bytes_made(n) for n in graph.nodes)]
-    work = _feeds_work(graph)
+    work = feeding_work(graph)
     # what is used last is seen first, so that what it is made of sees that it is used again
     for node in reversed(list(graph.nodes)):
         if not _repeats(node):
@@ -79,17 +80,6 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
 
 def _bytes_made(node: Node) -> int:
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
-
-
-def _feeds_work(graph: Graph) -> set[Node]:
-    """List what a matrix product, or other work that is not cheap, depends on, and that work."""
-    found: set[Node] = set()
-    for n in reversed(graph.nodes):
-        if n.op == "call_function" and not is_cheap(n):
-            found.add(n)
-        if n in found:
-            found.update(n.all_input_nodes)
-    return found
 
 
 def _repeats(node: Node) -> bool:

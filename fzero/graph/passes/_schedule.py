@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from fzero.graph.ir import (
     COPY,
     FACTORIES,
+    feeding_work,
     is_cheap,
     is_gather,
     is_input,
@@ -61,12 +62,7 @@ def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
         movable = is_cheap(n) and not is_reduction(n) and n.target is not COPY
         if movable and all(is_input(a) or a in from_inputs for a in n.all_input_nodes):
             from_inputs.add(n)
-    feeds_work: set[Node] = set()
-    for n in reversed(nodes):
-        if not is_cheap(n):
-            feeds_work.add(n)
-        if n in feeds_work:
-            feeds_work.update(n.all_input_nodes)
+    feeds_work = feeding_work(graph)
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in from_inputs:
