@@ -1,8 +1,9 @@
 """all_gather and reduce_scatter on gloo as messages from rank to rank, which take half the time of gloo's own.
 
 gloo's all_gather copies its buffer, and its reduce_scatter sums whole buffers (benchmarks/NOTES.md). Here each rank
-sends each other one its part, into the place where it belongs, and sums in the order of ranks: bit for bit what a
-simulated mesh computes, on any number of ranks. Other backends, and what is traced, keep torch's collectives.
+sends each other one its part, into the place where it belongs, and sums in the order of ranks, as a simulated mesh
+does: bit for bit on up to four ranks, beyond which torch's `sum` groups its rows. Other backends, and what is traced,
+keep torch's collectives.
 """
 
 import contextlib
@@ -27,59 +28,77 @@ class Sent(NamedTuple):
     """Messages on their way.
 
     Attributes:
-        parts: what arrives, [n, m], one row a rank.
         works: one for each message.
-        operand: what they are sent from.
-        sums: whether the rows are to be summed.
+        finish: makes the result of what has arrived. It holds what is sent, which must live as long.
+        result: the result, once there is one.
     """
 
-    parts: torch.Tensor
     works: list[Any]
-    operand: torch.Tensor
-    sums: bool
+    finish: Callable[[], torch.Tensor]
+    result: list[torch.Tensor]
 
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     """Start to concatenate the ranks' tensors along dimension 0; `wait` gives the result."""
     if not _applies(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
-    parts = x.new_empty((ranks, *x.shape))
-    return _exchange(parts, [x] * ranks, x, group, sums=False)
+    whole, rank = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group))
+    works = _exchange([x] * ranks, list(whole), rank, group)
+    whole[rank].copy_(x)
+    return Sent(works, lambda x=x: whole.flatten(0, 1), [])
 
 
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
     if op != "sum" or not _applies(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
-    mine = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:])
-    return _exchange(torch.empty_like(mine), mine.unbind(), mine, group, sums=True)
+    mine = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
+    rank = dist.get_rank(group_of(group))
+    # a tensor each, which dies by itself; its own part needs none
+    rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(mine)]
+    return Sent(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank), [])
 
 
 def wait(sent: Any) -> torch.Tensor:
     """Wait for a collective, ours or torch's, and return its result."""
     if not isinstance(sent, Sent):
         return c10d.wait_tensor(sent)
+    if sent.result:
+        return sent.result[0]
     with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
         while sent.works:  # once each: gloo would wait for a second message
             sent.works.pop().wait()
-    return sent.parts.sum(0, dtype=sent.parts.dtype) if sent.sums else sent.parts.flatten(0, 1)
+    sent.result.append(sent.finish())
+    return sent.result[0]
 
 
-def _exchange(
-    parts: torch.Tensor, sends: Sequence[torch.Tensor], operand: torch.Tensor, group: str, sums: bool
-) -> Sent:
-    """Send row r of `sends` to rank r, whose own arrives in row r of `parts`."""
+def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank: int, group: str) -> list[Any]:
+    """Start to send entry r of `sends` to rank r, whose own arrives in entry r of `rows`; ours is left alone."""
     process_group: Any = group_of(group)
-    rank, ranks = dist.get_rank(process_group), len(sends)
+    ranks = len(sends)
     # each exchange has a tag of its own, so that no other message, of a user's, is taken for one of them
     tag = FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % TAGS
     works = []
     for i in range(1, ranks):  # to the next first, so that not all send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks
-        works.append(dist.irecv(parts[source], group=process_group, group_src=source, tag=tag))
+        works.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
         works.append(dist.isend(sends[to], group=process_group, group_dst=to, tag=tag))
-    parts[rank].copy_(sends[rank])
-    return Sent(parts, works, operand, sums)
+    return works
+
+
+def _summed(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Sum in the order of ranks, in the memory of a row that arrived; half precision is rounded once."""
+    if len(rows) == 1:
+        return rows[0].clone()
+    if len(rows) > 2 and rows[0].dtype in (torch.bfloat16, torch.float16):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total += row
+        return total.to(rows[0].dtype)
+    total = torch.add(rows[0], rows[1], out=rows[0 if rank else 1])
+    for row in rows[2:]:
+        total += row
+    return total
 
 
 def _applies(x: torch.Tensor, group: str) -> bool:

@@ -434,8 +434,8 @@ MUTANTS = [
     Mutant(
         "parts are not summed",
         "_direct.py",
-        "sent.parts.sum(0, dtype=sent.parts.dtype)",
-        "sent.parts[0]",
+        "lambda: _summed(rows, rank)",
+        "lambda: rows[0]",
         ("tests/distributed",),
     ),
     Mutant("draws run again", "graph/passes/_recompute.py", " and not is_random(node)", "", GRAPH),
@@ -445,6 +445,27 @@ MUTANTS = [
         "known and not moves and is_cheap(node)",
         "known and not moves",
         GRAPH,
+    ),
+    Mutant(
+        "a buffer that others read is summed in place",
+        "graph/passes/_in_place.py",
+        "readers[s] == [node] and ",
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "an argument is summed in place",
+        "graph/passes/_in_place.py",
+        ' and lent.born[s].op == "call_function"',
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "a sum is written over what is sent",
+        "_direct.py",
+        "out=rows[0 if rank else 1]",
+        "out=rows[rank]",
+        ("tests/distributed",),
     ),
     Mutant("the key enters a draw once", "random/_keys.py", "second=_mixed(key + SECOND, 0)", "second=0", RANDOM),
     Mutant(

@@ -11,18 +11,19 @@ from torch.fx import Graph
 from fzero.graph._cost import seconds
 from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph.ir import full_bytes, is_collective, is_reduction
-from fzero.graph.passes import bucket, donate, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["Candidate", "Knobs", "candidates", "choose"]
 
-SLACK = 1.02  # without a budget, what a faster schedule may take of the smallest peak
+SLACK = 1.03  # without a budget, what a faster schedule may take of the smallest peak
 
 
 class Knobs(NamedTuple):
     """What the user asks of the schedule; "auto" leaves it to the cost model."""
 
     prefetch: int | str = "auto"
+    in_flight: int | str = "auto"
     bucket_bytes: int | str = "auto"
     max_reuse_bytes: float | str = "auto"
     memory_budget: int | None = None
@@ -48,30 +49,35 @@ class Candidate(NamedTuple):
 def candidates(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int], knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open."""
     gathers = bool(parameter_gathers(graph))
-    reduces = any(is_reduction(n) for n in graph.nodes)
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(graph), math.inf]) if gathers else [math.inf]
     ahead = _options(knobs.prefetch, [0, 1]) if gathers else [0]
-    # in flight, gradients of two units are alive: only where there is a budget to say that they may be
-    in_flight = [0, 1] if reduces and knobs.memory_budget is not None else [0]
+    (flying,) = _options(knobs.in_flight, [0])
     kept = {again: recompute(graph) if again else graph for again in _options(knobs.recompute, [False, True])}
     if len(kept) > 1 and len(kept[True].nodes) == len(graph.nodes):
         del kept[True]  # there is nothing to compute again
-    found = []
+    found: list[tuple[Graph, Candidate]] = []
     for again, reuse in itertools.product(kept, reuses):
         gathered = regather(kept[again], reuse)
         (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(gathered)])
-        settled = donate(bucket(gathered, size), pairs, donated)
-        for k, m in itertools.product(ahead, in_flight):
-            scheduled = schedule(settled, k, m)
-            settings = {
-                "recompute": again,
-                "max_reuse_bytes": reuse,
-                "bucket_bytes": size,
-                "prefetch": k,
-                "in_flight": m,
-            }
-            found.append(Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled)))
-    return found
+        settled = in_place(donate(bucket(gathered, size), pairs, donated))
+        settings = {"recompute": again, "max_reuse_bytes": reuse, "bucket_bytes": size}
+        found += [(settled, _candidate(settled, {**settings, "prefetch": k, "in_flight": flying})) for k in ahead]
+    first = [c for _, c in found]
+    if knobs.in_flight != "auto" or not any(is_reduction(n) for n in graph.nodes):
+        return first
+    # in flight, gradients of two units are alive: what does not fit already need not be tried
+    limit = _limit(first, knobs.memory_budget)
+    return first + [_candidate(g, {**c.settings, "in_flight": 1}) for g, c in found if c.peak_bytes <= limit]
+
+
+def _candidate(graph: Graph, settings: dict[str, Any]) -> Candidate:
+    scheduled = schedule(graph, settings["prefetch"], settings["in_flight"])
+    return Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled))
+
+
+def _limit(found: Sequence[Candidate], budget: int | None) -> float:
+    """Return how many bytes a schedule may take."""
+    return budget if budget is not None else SLACK * min(c.peak_bytes for c in found)
 
 
 def _options(knob: Any, auto: list[Any]) -> list[Any]:
@@ -82,10 +88,9 @@ def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
     """Return the index of the candidate to keep.
 
     With a budget (bytes): the fastest that fits, else the smallest, with a warning. Without: the fastest of those
-    within 2% of the smallest, so that a stage keeps its promise of memory.
+    within 3% of the smallest, so that a stage keeps its promise of memory.
     """
-    smallest = min(c.peak_bytes for c in found)
-    limit = budget if budget is not None else SLACK * smallest
+    smallest, limit = min(c.peak_bytes for c in found), _limit(found, budget)
     fits = [i for i, c in enumerate(found) if c.peak_bytes <= limit]
     if not fits:
         warnings.warn(

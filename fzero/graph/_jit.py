@@ -32,6 +32,7 @@ def jit(
     backend: str = "inductor",
     memory_budget: int | None = None,
     prefetch: int | str = "auto",
+    in_flight: int | str = "auto",
     bucket_bytes: int | str = "auto",
     max_reuse_bytes: float | str = "auto",
     recompute: bool | str = "auto",
@@ -50,8 +51,9 @@ def jit(
         backend: "inductor" compiles each distinct segment between collectives once; "inductor-whole" the graph as a
             whole; "fx" runs torch's own operations one by one, bit for bit as the eager step does.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. The fastest schedule that fits,
-            by the cost model, is kept. By default the fastest of those within 2% of the smallest.
+            by the cost model, is kept. By default the fastest of those within 3% of the smallest.
         prefetch: how many gathers of parameters start ahead of the one in use.
+        in_flight: how many reductions may be on their way while work goes on. Each holds a unit's gradients.
         bucket_bytes: up to what size collectives of small units are joined; 0 for never.
         max_reuse_bytes: a gathered unit is let go, and gathered again, when more bytes than these of other units are
             used between two of its uses; 0 for always, `math.inf` for never.
@@ -80,6 +82,7 @@ def jit(
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     for name, value, kinds in (
         ("prefetch", prefetch, int),
+        ("in_flight", in_flight, int),
         ("bucket_bytes", bucket_bytes, int),
         ("max_reuse_bytes", max_reuse_bytes, int | float),
         ("memory_budget", "auto" if memory_budget is None else memory_budget, int | float),
@@ -95,7 +98,8 @@ def jit(
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in donate):
             raise ValueError(f"donate={donate!r}: expected positions of arguments, counted from 0")
-    return Jitted(step, donate, backend, Knobs(prefetch, bucket_bytes, max_reuse_bytes, memory_budget, recompute))
+    knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute)
+    return Jitted(step, donate, backend, knobs)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
@@ -19,6 +20,7 @@ from fzero.graph.ir import (
     is_view,
     is_wait,
     name_of,
+    nbytes,
     start_of,
     storages,
     users_through_views,
@@ -76,7 +78,10 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
-    """Find what is held beside values: by kernels, and on CPUs by a reduction, what arrives from all ranks."""
+    """Find what is held beside values: by kernels, and on CPUs by a reduce_scatter (`_direct`), what arrives.
+
+    Of n ranks' parts its own is in the operand, and one that arrives becomes the result.
+    """
     found = []
     for node, i in position.items():
         if extra := workspace_bytes(node):
@@ -84,7 +89,11 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
         if is_wait(node) and values(node)[0].device.type == "cpu":
             start = start_of(node)
             if is_collective(start) and wire(start) == "reduce_scatter":
-                found.append(Range(position[start], i, full_bytes(node), "buffers", "the ranks' parts"))
+                others = full_bytes(node) - 2 * nbytes(*values(node))
+                if others > 0:
+                    found.append(Range(position[start], i, others, "buffers", "the ranks' parts"))
+                    if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # a sum in float32, and the result
+                        found.append(Range(i, i, 3 * nbytes(*values(node)), "buffers", "their sum"))
     return found
 
 

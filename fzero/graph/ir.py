@@ -1,6 +1,7 @@
 """Reading a flat graph of aten operations: where its values lie, what communicates, and what may move.
 
-The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input.
+The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input, and
+all_reduces in place, of what nothing else reads.
 Nodes carry `meta["val"]`, stand-ins without memory of what they compute, and may carry `meta["unit"]`, whose
 collective it is, `meta["label"]`, an input's name, and `meta["kind"]`, what the input is.
 """
@@ -28,6 +29,8 @@ REDUCTIONS = (
     c10d.reduce_scatter_tensor_coalesced.default,
     c10d.all_reduce.default,
     c10d.all_reduce_coalesced.default,
+    c10d.all_reduce_.default,
+    c10d.all_reduce_coalesced_.default,
 )
 EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default

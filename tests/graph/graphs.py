@@ -384,6 +384,11 @@ class World:
         total = x * self.n  # torch's own copies the operand before it starts
         return self.start(lambda _: total, x, held)
 
+    def all_reduce_(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        total = x * self.n
+        self.flying[x.data_ptr()] = (x.fill_(torch.nan), lambda: total, [x])
+        return x
+
     def targets(self) -> dict[Any, Callable[..., Any]]:
         return {
             c10d.wait_tensor.default: self.wait,
@@ -396,6 +401,8 @@ class World:
                 self.start(self.scattered, x, xs) for x in xs
             ],
             c10d.all_reduce.default: self.all_reduce,
+            c10d.all_reduce_.default: self.all_reduce_,
+            c10d.all_reduce_coalesced_.default: lambda xs, op, g: [self.all_reduce_(x, op, g) for x in xs],
             c10d.all_reduce_coalesced.default: lambda xs, op, g: [self.all_reduce(x, op, g, xs) for x in xs],
         }
 

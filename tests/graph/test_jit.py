@@ -498,6 +498,7 @@ def test_bad_arguments():
     [
         ({"backend": "xla"}, "backend='xla': expected one of 'inductor', 'fx', 'inductor-whole'"),
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"in_flight": 0.5}, "in_flight=0.5"),
         ({"recompute": "yes"}, "recompute='yes'"),
         ({"bucket_bytes": "big"}, "bucket_bytes='big'"),
         ({"memory_budget": -5}, "memory_budget=-5"),

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 import fzero.graph._lower as lowering
 from fzero import _torch
+from fzero._torch import c10d
 from fzero.graph._choose import peak_bytes
 from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._lower import lower
@@ -25,6 +26,7 @@ from fzero.graph.ir import (
     is_input,
     is_random,
     is_reduction,
+    is_view,
     is_wait,
     name_of,
     nbytes,
@@ -34,7 +36,7 @@ from fzero.graph.ir import (
     values,
     wire,
 )
-from fzero.graph.passes import bucket, donate, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import family, parameter_gathers
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -67,7 +69,9 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
         "prefetch": draw(st.integers(0, 2)),
         "in_flight": draw(st.integers(0, 2)),
         "donate": draw(st.booleans()),
-        "passes": draw(st.sets(st.sampled_from(["recompute", "regather", "bucket", "schedule"]), min_size=1)),
+        "passes": draw(
+            st.sets(st.sampled_from(["recompute", "regather", "bucket", "in_place", "schedule"]), min_size=1)
+        ),
     }
 
 
@@ -82,6 +86,8 @@ def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         found.append(("bucket", lambda g: bucket(g, how["bucket_bytes"])))
     if how["donate"]:
         found.append(("donate", lambda g: donate(g, sample.pairs, sample.donated)))
+    if "in_place" in how["passes"]:
+        found.append(("in_place", in_place))
     if "schedule" in how["passes"]:
         found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"])))
     return found
@@ -257,8 +263,11 @@ def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make,
 def test_neighbours_are_joined():
     sample = build_chain(Chain(2, (4, 4, 4, 4), 3, 3, False, False, True, False, False, False))
     joined = bucket(sample.graph, 1 << 20)
-    counts = Counter(str(n.target) for n in joined.nodes if is_collective(n))
-    assert [counts[str(t)] for t in graphs.World(2, False).targets() if "wait" not in str(t)] == [0, 1, 0, 1, 1, 0]
+    assert Counter(n.target for n in joined.nodes if is_collective(n)) == {
+        c10d.all_gather_into_tensor_coalesced.default: 1,
+        c10d.reduce_scatter_tensor_coalesced.default: 1,
+        c10d.all_reduce.default: 1,
+    }
 
 
 def test_collectives_of_two_groups_stay_apart():
@@ -315,6 +324,39 @@ def test_an_activation_function_runs_again_and_what_is_dear_or_random_does_not()
         assert after[name] == before[name] > 0
     assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
     assert lines(recompute(graph, 1 << 20)) == lines(graph)
+
+
+@settings(max_examples=50)
+@given(samples(), st.booleans())
+def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(make, donated):
+    sample = make()
+    before = donate(sample.graph, sample.pairs, sample.donated) if donated else sample.graph
+    after = in_place(before)
+    assert in_place(after).python_code("self").src == after.python_code("self").src
+    lent, given = storages(before), {s for n in before.nodes if is_input(n) for s in storages(before).of[n]}
+    for old, new in zip(before.nodes, after.nodes, strict=True):
+        if old.target is c10d.all_reduce.default:
+            (s,) = lent.of[old.all_input_nodes[0]]
+            readers = [n for n in before.nodes if s in lent.read_by(n) and not is_view(n)]
+            mine = s not in given and readers == [old]
+            assert (new.target is c10d.all_reduce_.default) == mine
+        else:
+            assert new.target is old.target
+
+
+def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_used_again_not():
+    b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    (x,) = b.inputs
+    fresh, kept = b(graphs.aten.tanh.default, x), b(graphs.aten.exp.default, x)
+    graph = in_place(b.done([b.all_reduce(fresh), b.all_reduce(kept), kept, b.all_reduce(x)]))
+    expected = [c10d.all_reduce_.default, c10d.all_reduce.default, c10d.all_reduce.default]
+    assert [n.target for n in graph.nodes if is_collective(n)] == expected
+
+
+def test_in_place_spares_a_buffer():
+    b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    graph = b.done([b(graphs.aten.sum.default, b.all_reduce(b(graphs.aten.tanh.default, *b.inputs)))])
+    assert (peak_bytes(graph), peak_bytes(in_place(graph))) == (48, 36)
 
 
 def events(graph: Graph) -> list[tuple[int, str, int]]:

@@ -130,13 +130,13 @@ def test_a_budget_buys_speed_and_a_small_one_warns():
 
 
 def test_the_knobs_are_obeyed():
-    plan = planned("A", 3, prefetch=1, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
+    plan = planned("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
     assert plan.settings == {
         "recompute": False,
         "max_reuse_bytes": 10**9,
         "bucket_bytes": 10**6,
         "prefetch": 1,
-        "in_flight": 0,
+        "in_flight": 2,
     }
     assert plan.rejected == ()
     assert any(" + " in c.unit for c in plan.collectives)

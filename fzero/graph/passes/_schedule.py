@@ -184,7 +184,8 @@ class _Scheduler:
         for write in self.blocked.get(node, ()):
             self.missing[write] -= 1
             ready += [] if self.missing[write] else [write]
-        return sorted(ready, key=self.index.__getitem__, reverse=True)
+        # the first to run comes last: a write, which ends its source, before what goes on
+        return sorted(ready, key=lambda n: (n.target is not COPY, self.index[n]), reverse=True)
 
 
 def _leaves_second(work: list[Node]) -> list[Node]:

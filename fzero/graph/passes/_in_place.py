@@ -1,0 +1,50 @@
+"""in_place: an all_reduce of a buffer that nothing else reads happens in that buffer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from fzero._torch import c10d
+from fzero.graph.ir import copied, is_view, storages, values
+
+__all__ = ["in_place"]
+
+IN_PLACE = {
+    c10d.all_reduce.default: c10d.all_reduce_.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce_coalesced_.default,
+}
+
+
+def in_place(graph: Graph) -> Graph:
+    """Let all_reduces overwrite their operands, where these are no arguments and have no other reader.
+
+    Torch's functional all_reduce copies its operand first: a unit's gradients, once more.
+
+    Args:
+        graph: a flat graph.
+
+    Returns:
+        A graph with the same results.
+    """
+    graph = copied(graph)
+    lent = storages(graph)
+    readers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for s in [] if is_view(node) else dict.fromkeys(lent.read_by(node)):
+            readers.setdefault(s, []).append(node)
+    for node in graph.nodes:
+        if node.target not in IN_PLACE:
+            continue
+        operands = node.all_input_nodes
+        theirs = [lent.of[a][0] for a in operands]
+        alone = all(readers[s] == [node] and lent.born[s].op == "call_function" for s in theirs)
+        if alone and len(set(theirs)) == len(theirs) and _dense(operands):
+            node.target = IN_PLACE[node.target]
+            is_one = isinstance(node.meta["val"], torch.Tensor)
+            node.meta["val"] = operands[0].meta["val"] if is_one else [a.meta["val"] for a in operands]
+    return graph
+
+
+def _dense(operands: Sequence[Node]) -> bool:
+    return all(x.is_contiguous() for a in operands for x in values(a))
