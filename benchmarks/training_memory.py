@@ -3,10 +3,10 @@
 python benchmarks/training_memory.py [--write]
 
 Stages 0 to 3, 1 and 4 micro-batches. Adam with float32 masters, gradients summed in bfloat16: ZeRO's 16 bytes. The rank
-is this process in a world of 8 of which the others do not exist (torch's "fake" backend, which sends nothing), on the
-backend "fx"; the counting allocator (benchmarks/allocator.py) measures a step. The formula is the design's: the step's
-arguments, the gradients that the update is given, and at stage 1 with several micro-batches their whole accumulator.
-`--write` keeps the tables in training_memory.md; three minutes.
+is this process in a world of 8 of which the others do not exist (benchmarks/one_rank.py), on the backend "fx"; the
+counting allocator (benchmarks/allocator.py) measures a step. The formula is the design's: the step's arguments, the
+gradients that the update is given, and at stage 1 with several micro-batches their whole accumulator. `--write` keeps
+the tables in training_memory.md; three minutes.
 """
 
 import itertools
@@ -15,18 +15,15 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import fzero
 from benchmarks.allocator import peak_bytes
+from benchmarks.one_rank import alone, state_of
 from benchmarks.report import publish, table
 from examples.train_gpt import init, loss_fn
-from fzero import Shard, optim, tree
-from fzero.graph import _agree
-from fzero.layout import is_box
+from fzero import optim, tree
 
 RANKS, MB, BATCH = 8, 1e6, 4
 MODEL = {"layers": 8, "heads": 8, "width": 256, "context": 256}
@@ -52,15 +49,6 @@ class Row(NamedTuple):
         return [self.micro_batches, remat, self.stage, *[f"{x / MB:,.1f}" for x in shown], apart]
 
 
-def own(values: Any) -> Any:
-    """Take rank 0's part of what a simulation holds for all ranks."""
-
-    def first(x: Any) -> Any:
-        return Shard(x.data[0].clone(), x.uid) if isinstance(x, Shard) else x
-
-    return tree.map(first, values, is_leaf=is_box)
-
-
 def measure(k: int, remat: bool, stage: int, mesh: fzero.Mesh) -> Row:
     """Plan a step, and run it."""
     opt = optim.master_weights(optim.scale_by_adam(), PRECISION)
@@ -74,8 +62,7 @@ def measure(k: int, remat: bool, stage: int, mesh: fzero.Mesh) -> Row:
         return optim.apply_updates(params, updates), opt_state, value
 
     step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
-    simulated = step.on(fzero.mesh(simulate=True, dp=RANKS))
-    state = [own(x) for x in simulated.init(init(MODEL), opt)]
+    state = state_of(step, init(MODEL), opt)
     psi = sum(x.numel() for x in tree.tensors(init(MODEL)))
     batch = mesh.local(torch.randint(256, (BATCH * k, MODEL["context"] + 1)))
     jitted = fzero.jit(step, backend="fx")
@@ -93,13 +80,11 @@ def measure(k: int, remat: bool, stage: int, mesh: fzero.Mesh) -> Row:
 def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
-    _agree.exchange = lambda mine, rank, size, name: [mine] * size  # the ranks that do not exist trace the same step
-    mesh = fzero.mesh(simulate=False, dp=RANKS)
     rows = []
-    for k, remat, stage in itertools.product((1, 4), (False, True), range(4)):
-        rows.append(measure(k, remat, stage, mesh))
-        print(rows[-1], file=sys.stderr, flush=True)
+    with alone(RANKS) as mesh:
+        for k, remat, stage in itertools.product((1, 4), (False, True), range(4)):
+            rows.append(measure(k, remat, stage, mesh))
+            print(rows[-1], file=sys.stderr, flush=True)
     verdicts = []
     for (k, remat), group in itertools.groupby(rows, lambda r: r[:2]):
         peaks = list(group)
@@ -120,7 +105,6 @@ def main() -> None:
         table(["what", "MB", "goal"], verdicts),
     ]
     publish(__file__, "python benchmarks/training_memory.py", parts, "--write" in sys.argv)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

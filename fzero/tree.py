@@ -57,6 +57,11 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
     )
 
 
+def identity(x: Any) -> Any:
+    """Return a key that tells an object from others: its id, or itself for torch.compile, which guards on ids."""
+    return x if isinstance(x, torch.Tensor) and torch.compiler.is_compiling() else id(x)
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """List the tensors of a tree."""
     return [x for x in flatten(tree)[0] if isinstance(x, torch.Tensor)]
@@ -85,13 +90,13 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
     """
     leaves, structure = flatten(tree, is_leaf)
     columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
-    done: dict[tuple[int, ...], Any] = {}
+    done: dict[tuple[Any, ...], Any] = {}
     out = []
     for xs in zip(leaves, *columns, strict=True):
         if not isinstance(xs[0], torch.Tensor):
             out.append(None if xs[0] is None else f(*xs))
             continue
-        key = tuple([id(x) for x in xs])
+        key = tuple([identity(x) for x in xs])
         if key not in done:
             done[key] = f(*xs)
         out.append(done[key])

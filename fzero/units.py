@@ -76,23 +76,24 @@ def cut(
     rules = rules_in_scope() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
-    owner: dict[int, tuple[_Key, int]] = {}  # id of a leaf -> its unit, and index there
-    seen: set[int] = set()
+    owner: dict[Any, tuple[_Key, int]] = {}  # identity of a leaf -> its unit, and index there
+    seen: set[Any] = set()
     split: dict[int, dict[str, int]] = {}  # position -> axis -> dimension
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in seen:
+        if not isinstance(leaf, torch.Tensor) or tree.identity(leaf) in seen:
             continue
-        seen.add(id(leaf))
+        seen.add(tree.identity(leaf))
         split[position] = _split_of(path, leaf, rules)
         if not leaf.is_floating_point():
             continue
         key = _key_of(path, leaf, split[position], axes, rules, rest)
         if key is not None:
             unit = members.setdefault(key, [])
-            owner[id(leaf)] = (key, len(unit))
+            owner[tree.identity(leaf)] = (key, len(unit))
             unit.append(position)
     units = {key: _unit(key, axes, paths, leaves, at, split, reduce) for key, at in members.items()}
-    entries = [Slot(units[owner[id(x)][0]].uid, owner[id(x)][1]) if id(x) in owner else x for x in leaves]
+    places = [owner.get(tree.identity(x)) for x in leaves]
+    entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]
     return Cut(entries, list(units.values()), structure)
 
 

@@ -101,7 +101,7 @@ MUTANTS = [
         "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
     ),
     Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "units.py", "or id(leaf) in seen", "or False"),
+    Mutant("untie a leaf", "units.py", "or tree.identity(leaf) in seen", "or False"),
     Mutant("skip the all_reduce of stage 0", "transforms/_all_reduce.py", "x.sum(0, dtype=flat", "x[0].to(dtype=flat"),
     Mutant("forget leaves that no rule names", "transforms/_opened.py", 'rest="replicated"', "rest=None"),
     Mutant("an inner vmap is the axis", "linear_maps.py", "if in_dims[0] is None:", "if False:"),

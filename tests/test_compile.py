@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import fzero
 from fzero import optim
@@ -69,3 +70,25 @@ def test_a_result_that_differs_by_rank_is_an_error_while_compiling():
     program = torch.compile(mesh.spmd(lambda x: {"loss": x.sum()}), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"result leaf 'loss' differs by rank"):
         program(mesh.split(torch.ones(4)))
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 3])
+def test_a_training_loop_compiles_once(stage):
+    """Each step's parameters are new tensors: nothing may depend on which they are."""
+    torch.compiler.reset()
+    counter, mesh, opt = CompileCounter(), fzero.mesh(dp=2), optim.adam(1e-2, eps=1e-3)
+    step, state, batch = train_step_for(loss, opt), (PARAMS, opt.init(PARAMS)), mlp_batch(4)
+    if stage is not None:
+        step = fzero.shard(step, stage=stage, mesh=mesh)
+        state, batch = step.init(PARAMS, opt), mesh.split(batch)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for _ in range(3):
+        *state, _ = compiled(*state, batch)
+    assert counter.frame_count == 1
+
+
+def test_tied_leaves_are_one_leaf_while_compiling():
+    w = torch.ones(3)
+    compiled = torch.compile(lambda t: fzero.tree.map(lambda x: x + 1, t), fullgraph=True, backend="eager")
+    tied, apart = compiled({"a": w, "b": w}), compiled({"a": w, "b": w.clone()})
+    assert tied["a"] is tied["b"] and apart["a"] is not apart["b"]

@@ -1,6 +1,6 @@
 """Measure all systems on these ranks: each row's memory and wire alone, then its time in rounds that interleave all.
 
-torchrun --nproc-per-node 2 -m benchmarks.peers.measure OUT.json [--models A B] [--micro-batches 1 4] [--systems fzero]
+torchrun --nproc-per-node 2 -m benchmarks.peers.measure OUT.json [options]
 
 All rows of a model live in one process group at once; a round lets each run a few steps, one after the other, and each
 round begins with another. So a slow moment of the machine falls on all. The peak is that of a counting allocator
@@ -23,8 +23,9 @@ from torch._inductor.utils import fresh_cache
 import fzero
 from benchmarks.allocator import held_bytes, most_bytes, restart
 from benchmarks.peers.gpt import CONFIGS, Config
+from benchmarks.peers.options import chosen, measured_options
 from benchmarks.peers.row import Row
-from benchmarks.peers.systems import SYSTEMS, Setup, System, Train
+from benchmarks.peers.systems import Setup, System, Train
 from benchmarks.peers.wire import Wire
 from fzero import tree
 
@@ -137,16 +138,11 @@ def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=CONFIGS)
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--systems", nargs="+", default=[""], help="rows whose name begins with one of these")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--eager-peers", action="store_true", help="leave out the rows with torch.compile")
+    measured_options(parser)
     args = parser.parse_args()
+    systems = chosen(args.systems, args.eager_peers)
     torch.set_num_threads(1)
     mesh = fzero.mesh(simulate=False, dp=-1)
-    systems = [s for key, s in SYSTEMS.items() if key.startswith(tuple(args.systems))]
-    systems = [s for s in systems if not (args.eager_peers and s.variant.endswith("-compile"))]
     rows: list[dict[str, Any]] = []
     for model in args.models:
         for k in args.micro_batches:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.gpt import CONFIGS
 from benchmarks.peers.row import Row
 from benchmarks.report import machine, table
 
@@ -21,12 +22,17 @@ __all__ = ["check_losses", "verdicts", "write"]
 RESULTS = Path(__file__).parents[1] / "results"
 COLORS = {"fzero": "tab:blue", "DDP": "tab:gray", "ZeroRedundancyOptimizer": "tab:olive"}
 COLORS |= {"FSDP2": "tab:orange", "DeepSpeed": "tab:red"}
+ABOUT = {
+    name: f"{name} is a GPT of width {c.width}, {c.layers} layers, and {c.batch} x {c.context} tokens a rank and "
+    "micro-batch, in float32."
+    for name, c in CONFIGS.items()
+}
 HEAD = ["system", "stage", "variant", "ms a step", "min to max", "peak MB", "above state", "sent MB", "collectives"]
 HEAD += ["first step s"]
 
 
 class Verdict(NamedTuple):
-    """A goal of the issue, and what was measured: a ratio that should not be above its limit."""
+    """A goal, and what was measured: the ratio of fzero's Inductor row to a peer's best, and its limit."""
 
     where: str
     goal: str
@@ -45,7 +51,8 @@ class Group:
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
         first = rows[0]
-        self.name = f"{first.model}, {first.micro_batches} micro-batches, {first.ranks} ranks"
+        plural = "es" if first.micro_batches > 1 else ""
+        self.name = f"{first.model}, {first.micro_batches} micro-batch{plural}, {first.ranks} ranks"
         self.model, self.micro_batches = first.model, first.micro_batches
 
     def best(self, what: Callable[[Row], float], system: str, stage: int, variant: str = "") -> float:
@@ -172,11 +179,19 @@ def write(rows: list[Row], command: str, folder: Path | None) -> None:
     parts = [
         "# Against the peers",
         f"Measured by `{command}`, on {machine()}, {deepspeed()}.",
+        " ".join([ABOUT[name] for name in dict.fromkeys(r.model for r in rows) if name in ABOUT]),
         "A step's time is the median of interleaved rounds; its peak the least of 5 steps by a counting allocator, "
-        "from before the model is built, of the rank that holds most; `above state` without parameters and "
-        "moments, by ZeRO's formula; `sent` the full buffers of collectives, an all_reduce twice. All rows train "
-        "alike: their losses agree within 2e-4.",
+        "from before the model is built, of the rank that holds most; `above state` is the peak less parameters and "
+        "moments, which ZeRO's formula tells; `sent` are the full buffers of collectives, an all_reduce counted twice. "
+        "`first step` is with compilation. All rows train alike: their losses agree within 2e-4.",
+        "fzero's variants are the backends of `fzero.jit`, or the step as it is (`eager`); FSDP2's are "
+        "`reshard_after_forward` (`reshard`) or not (`keep`), with torch.compile where it says so. DDP, "
+        "ZeroRedundancyOptimizer and FSDP2 have torch's fused AdamW; DeepSpeed has `torch_adam`, not fused, and "
+        "buckets of 1e6 elements.",
         f"![time against peak](peers.png)\n\n## Goals: {met} of {len(judged)} met",
+        "A ratio of fzero's Inductor row to the peer's best of that stage; met if it is not above the goal."
+        if judged
+        else "Only fzero's Inductor rows are judged, and there are none.",
         table(
             ["model", "what", "ratio", "goal", ""],
             [[v.where, v.goal, f"{v.ratio:.3f}", f"{v.limit:g}", "met" if v.met else "missed"] for v in judged],

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import tree
 from fzero.collectives import psum
 from fzero.layout import Shard
 from fzero.optim._hyper import at_least_float32
@@ -48,10 +49,10 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
     Raises:
         ValueError: if leaves are split over an axis: their rows or columns lie on several ranks.
     """
-    plain: dict[int, list[int]] = {}  # id of a leaf -> positions
+    plain: dict[Any, list[int]] = {}  # identity of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
-            plain.setdefault(id(x), []).append(position)
+            plain.setdefault(tree.identity(x), []).append(position)
     found = []
     for positions in plain.values():
         square = at_least_float32(entries[positions[0]]).square()

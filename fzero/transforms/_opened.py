@@ -156,15 +156,15 @@ def _replicated_piece(
 
 
 def _plain_piece(entries: list[Any], precision: Precision | None) -> Piece:
-    index: dict[int, int] = {}
+    index: dict[Any, int] = {}
     leaves: list[torch.Tensor] = []
     members: list[tuple[int, int]] = []
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
-            if id(x) not in index:
-                index[id(x)] = len(leaves)
+            if tree.identity(x) not in index:
+                index[tree.identity(x)] = len(leaves)
                 leaves.append(x)
-            members.append((position, index[id(x)]))
+            members.append((position, index[tree.identity(x)]))
     dtypes = [_grad_dtype(x.dtype, precision) for x in leaves]
     return Piece(members, leaves, _same, lambda g: [x.to(d) for x, d in zip(g, dtypes, strict=True)], dtypes)
 

@@ -1,0 +1,42 @@
+"""One rank of a world whose other ranks do not exist, as far as memory and its own work go.
+
+torch's "fake" backend sends nothing: what would arrive is whatever lies in the buffer. So the numbers that are trained
+mean nothing; the bytes that are allocated, and the operations that run, are those of a real rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+import fzero
+from fzero import Shard, tree
+from fzero.graph import _agree
+from fzero.layout import is_box
+
+__all__ = ["alone", "state_of"]
+
+
+@contextmanager
+def alone(ranks: int) -> Iterator[fzero.Mesh]:
+    """Make this process rank 0 of `ranks`, on an axis "dp"."""
+    exchange = _agree.exchange
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    _agree.exchange = lambda mine, rank, size, name: [mine] * size  # the ranks that do not exist trace the same step
+    try:
+        yield fzero.mesh(simulate=False, dp=ranks)
+    finally:
+        _agree.exchange = exchange
+        dist.destroy_process_group()
+
+
+def state_of(step: fzero.ShardedStep, params: Any, opt: Any) -> list[Any]:
+    """Make what this rank holds, `[params, opt_state]`: cut in a simulation, which needs all ranks' for a moment."""
+
+    def first(x: Any) -> Any:
+        return Shard(x.data[0].clone(), x.uid) if isinstance(x, Shard) else x
+
+    simulated = step.on(fzero.mesh(simulate=True, dp=step.mesh.size))
+    return [tree.map(first, x, is_leaf=is_box) for x in simulated.init(params, opt)]
