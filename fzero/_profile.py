@@ -138,7 +138,8 @@ def profile(
     if trace is not None:
         profiler.export_chrome_trace(str(_of_rank(Path(trace))))
     profiled, operations = _by_operation(profiler.events() or [], steps)
-    name = str(step) if hasattr(step, "step") else getattr(step, "__name__", type(step).__name__)
+    f = getattr(step, "train_step", step)  # of a sharded step, the function that was sharded
+    name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
     return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations)
 
 
