@@ -461,6 +461,13 @@ MUTANTS = [
         GRAPH,
     ),
     Mutant(
+        "Inductor is given what overwrites",
+        "graph/_lower.py",
+        "FUNCTIONAL.get(node.target, node.target)",
+        "node.target",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant(
         "a sum is written over what is sent",
         "_direct.py",
         "out=rows[0 if rank else 1]",

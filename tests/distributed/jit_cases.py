@@ -61,6 +61,21 @@ def a_compiled_step_equals_the_eager_one(mesh: fzero.Mesh) -> None:
 
 
 @case
+def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
+    """A copy of it is reduced in place: no compiler may drop the copy."""
+
+    def program(x: torch.Tensor) -> Any:
+        y = x.sin()
+        return fzero.psum(y.clone()), fzero.PerRank(y * 3)
+
+    x = mesh.local(torch.arange(4.0) + mesh.rank)
+    for backend in ("fx", "inductor", "inductor-whole") if mesh.size == 2 else ("fx",):
+        jitted = fzero.jit(mesh.spmd(program), backend=backend)
+        assert "all_reduce_" in str(jitted.plan(x))
+        assert_trees_close(jitted(x), mesh.spmd(program)(x))
+
+
+@case
 def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> None:
     if mesh.size > 2:
         return

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from fzero._torch import c10d
 from fzero.graph.ir import copied, is_view, storages, values
 
-__all__ = ["in_place"]
+__all__ = ["IN_PLACE", "in_place"]
 
 IN_PLACE = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
