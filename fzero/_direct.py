@@ -29,47 +29,48 @@ class Sent(NamedTuple):
 
     Attributes:
         works: one for each message.
-        finish: makes the result of what has arrived. It holds what is sent, which must live as long.
-        result: the result, once there is one.
+        finish: makes the result of what has arrived. Until then it holds what is sent.
     """
 
     works: list[Any]
     finish: Callable[[], torch.Tensor]
-    result: list[torch.Tensor]
 
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     """Start to concatenate the ranks' tensors along dimension 0; `wait` gives the result."""
     if not _applies(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
-    whole, rank = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group))
+    x = x.resolve_conj().resolve_neg()
+    whole, rank, held = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group)), [x]
     works = _exchange([x] * ranks, list(whole), rank, group)
     whole[rank].copy_(x)
-    return Sent(works, lambda x=x: whole.flatten(0, 1), [])
+
+    def finish() -> torch.Tensor:
+        held.clear()
+        return whole.flatten(0, 1)
+
+    return Sent(works, finish)
 
 
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
     if op != "sum" or not _applies(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
-    mine = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
+    mine = x.resolve_conj().resolve_neg().contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
     rank = dist.get_rank(group_of(group))
     # a tensor each, which dies by itself; its own part needs none
     rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(mine)]
-    return Sent(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank), [])
+    return Sent(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank))
 
 
 def wait(sent: Any) -> torch.Tensor:
     """Wait for a collective, ours or torch's, and return its result."""
     if not isinstance(sent, Sent):
         return c10d.wait_tensor(sent)
-    if sent.result:
-        return sent.result[0]
     with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
         while sent.works:  # once each: gloo would wait for a second message
             sent.works.pop().wait()
-    sent.result.append(sent.finish())
-    return sent.result[0]
+    return sent.finish()
 
 
 def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank: int, group: str) -> list[Any]:
@@ -87,7 +88,9 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
 
 
 def _summed(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Sum in the order of ranks, in the memory of a row that arrived; half precision is rounded once."""
+    """Sum in the order of ranks, in the memory of a row that arrived; half precision is rounded once. Takes `rows`."""
+    rows, given = rows[:], rows
+    given.clear()  # a bucket lives on until its last member is waited for, its rows do not
     if len(rows) == 1:
         return rows[0].clone()
     if len(rows) > 2 and rows[0].dtype in (torch.bfloat16, torch.float16):

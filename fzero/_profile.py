@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero._torch import profiling
 
 __all__ = ["Cost", "Profile", "profile"]
 
@@ -102,7 +103,9 @@ def profile(
         A `Profile`.
 
     Raises:
-        ValueError: if `steps` or `warmup` is no number of runs.
+        ValueError: if `steps` or `warmup` is no number of runs, `trace` lies in no folder, or the step's ranks are
+            threads (lockstep), of which torch's profiler would show one.
+        RuntimeError: while a profiler of torch runs, which this one would end.
 
     Example:
         >>> import fzero, torch
@@ -115,6 +118,15 @@ def profile(
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
+
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}")
+    if getattr(getattr(step, "mesh", None), "simulation", "") == "lockstep":
+        raise ValueError(
+            "step: its ranks run in lockstep, as threads. Profile it on fzero.mesh(dp=...) or real processes"
+        )
+    if profiling():
+        raise RuntimeError("fzero.profile: torch's profiler runs already, and would be ended")
 
     def run() -> float:
         mine, named = _copy(args), _copy(kwargs)
@@ -144,7 +156,10 @@ def profile(
 
 
 def _copy(values: Any) -> Any:
-    return tree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values)
+    def own(x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    return tree.map(own, values)
 
 
 def _ready() -> None:

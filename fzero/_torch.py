@@ -64,15 +64,14 @@ c10d: Any = torch.ops._c10d_functional
 
 
 def is_tracing() -> bool:
-    """Tell whether Dynamo or make_fx records the operations that run now."""
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+    """Tell whether Dynamo or make_fx records the operations that this thread runs now."""
+    # not is_compiling(), which is the process's: another thread may be tracing
+    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None
 
 
 def in_transform() -> bool:
     """Tell whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
-    # not is_tracing(): torch.compiler.is_compiling() is the process's, and another thread may be tracing
-    traced = get_proxy_mode() is not None or torch.compiler.is_dynamo_compiling()
-    return traced or functorch.peek_interpreter_stack() is not None
+    return is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
 group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]

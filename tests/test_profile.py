@@ -90,6 +90,23 @@ def test_bad_options(options):
         fzero.profile(torch.sin, torch.ones(3), **options)
 
 
+def test_what_it_cannot_show_is_refused(tmp_path: pathlib.Path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        fzero.profile(torch.sin, torch.ones(3), trace=tmp_path / "none" / "trace.json")
+    step = fzero.shard(lambda p, s, b: (p, s), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep"))
+    with pytest.raises(ValueError, match="lockstep"):
+        fzero.profile(step, {}, {}, torch.ones(2))
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="runs already"):
+        fzero.profile(torch.sin, torch.ones(3))
+
+
+def test_arguments_keep_that_they_require_gradients():
+    def step(x: torch.Tensor) -> None:
+        x.square().sum().backward()
+
+    assert fzero.profile(step, torch.ones(3, requires_grad=True), steps=1).seconds > 0
+
+
 def test_errors_of_the_step_are_its_own():
     with pytest.raises(ZeroDivisionError):
         fzero.profile(lambda x: 1 // 0, torch.ones(3))

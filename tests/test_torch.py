@@ -1,12 +1,14 @@
 """The private torch API that fzero uses, one test each: what fails here says what broke when torch changed."""
 
 import shutil
+import threading
 import warnings
 from typing import ClassVar
 
 import optree
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fzero import _torch, _torch_levels
@@ -69,8 +71,25 @@ def test_vmaps_are_known_with_their_randomness():
     assert found == [[], ["Different", "Same"], ["Error"]]
 
 
+def test_a_trace_in_another_thread_is_not_ours():
+    seen, begun, end = [], threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        end.wait(10)
+        seen.append(_torch.is_tracing())
+        return x + 1
+
+    thread = threading.Thread(target=lambda: make_fx(traced)(torch.zeros(1)))
+    thread.start()
+    begun.wait(10)
+    assert not _torch.is_tracing()
+    end.set()
+    thread.join()
+    assert seen == [True]
+
+
 def test_is_tracing_knows_make_fx_and_dynamo():
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     seen: list[bool] = []
 

@@ -46,7 +46,9 @@ class _Shown(str):
         return str(self)
 
 
-def agree(graph: Graph, asked: str, offers: Sequence[Sequence[float]], mesh: Any, name: str) -> list[list[float]]:
+def agree(
+    graph: Graph, asked: str, offers: Mapping[str, Sequence[float]], mesh: Any, name: str
+) -> dict[str, list[float]]:
     """Compare a traced graph with the other ranks', and exchange what each would choose from.
 
     Goes through the store of the process group, not through a collective, so that a rank that traces while the others
@@ -55,12 +57,12 @@ def agree(graph: Graph, asked: str, offers: Sequence[Sequence[float]], mesh: Any
     Args:
         graph: the traced graph.
         asked: what the user asked of jit.
-        offers: numbers of each candidate.
+        offers: numbers of each candidate, by its settings. Ranks may offer different ones: peaks differ by rank.
         mesh: a distributed mesh.
         name: of the step.
 
     Returns:
-        The largest of all ranks' numbers, place by place.
+        The largest of all ranks' numbers, place by place, of the candidates that all ranks offer.
 
     Raises:
         RuntimeError: on all ranks, if the graphs differ, naming the first node that does; or if a rank does not trace.
@@ -71,7 +73,9 @@ def agree(graph: Graph, asked: str, offers: Sequence[Sequence[float]], mesh: Any
     if any(digest != said[0][0] for digest, _ in said):
         everyones = [json.loads(x) for x in exchange(json.dumps(mine), mesh.rank, mesh.size, name)]
         _raise_first_difference(everyones, name)
-    return [[max(xs) for xs in zip(*rows, strict=True)] for rows in zip(*[offers for _, offers in said], strict=True)]
+    everyones = [theirs for _, theirs in said]
+    common = [key for key in offers if all(key in theirs for theirs in everyones)]
+    return {key: [max(xs) for xs in zip(*[theirs[key] for theirs in everyones], strict=True)] for key in common}
 
 
 def _raise_first_difference(everyones: list[list[str]], name: str) -> None:

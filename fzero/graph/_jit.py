@@ -274,8 +274,10 @@ class Jitted:
         if mesh is None or not mesh.distributed:
             return offers
         asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
-        largest = agree(traced.graph, asked, [(c.peak_bytes, c.seconds) for c in offers], mesh, self.name)
-        return [c._replace(peak_bytes=int(p), seconds=s) for c, (p, s) in zip(offers, largest, strict=True)]
+        mine = {str(c.settings): c for c in offers}
+        said = {key: (c.peak_bytes, c.seconds) for key, c in mine.items()}
+        largest = agree(traced.graph, asked, said, mesh, self.name)
+        return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
     def _donated(self, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
         if self.donate is not None:

@@ -92,8 +92,8 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
                 others = full_bytes(node) - 2 * nbytes(*values(node))
                 if others > 0:
                     found.append(Range(position[start], i, others, "buffers", "the ranks' parts"))
-                    if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # a sum in float32, and the result
-                        found.append(Range(i, i, 3 * nbytes(*values(node)), "buffers", "their sum"))
+                    if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # in float32 the sum, and a row
+                        found.append(Range(i, i, 4 * nbytes(*values(node)), "buffers", "their sum"))
     return found
 
 

@@ -56,17 +56,24 @@ def collectives_equal_the_simulation(mesh: fzero.Mesh) -> None:
 
 @case
 def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
-    """Several at once, of several shapes, waited for in another order and twice; sums are in the order of ranks."""
+    """Several at once, of several shapes, waited for in another order, gathers twice; sums in the order of ranks."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         g = torch.Generator().manual_seed(0)
         data = [(10 * torch.randn(n, n * m, 3, generator=g)).to(dtype) for m in (1, 5, 2000)]
+        before = [x.clone() for x in data]
         sums = [_direct.reduce_scatter(x[mesh.rank], "sum", n, group) for x in data]
         gathers = [_direct.all_gather(x[mesh.rank], n, group) for x in data]
         for x, scattered, gathered in reversed(list(zip(data, sums, gathers, strict=True))):
             for _ in range(2):
                 assert torch.equal(_direct.wait(gathered), x.flatten(0, 1))
-                assert torch.equal(_direct.wait(scattered), x.sum(0, dtype=dtype).chunk(n)[mesh.rank])
+            assert torch.equal(_direct.wait(scattered), x.sum(0, dtype=dtype).chunk(n)[mesh.rank])
+        assert all(torch.equal(x, y) for x, y in zip(data, before, strict=True))  # what was sent is as it was
+    z = torch.randn(n * n, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_direct.wait(_direct.all_gather(z.conj(), n, group))[: len(z)], z.conj())
+    assert torch.allclose(
+        _direct.wait(_direct.reduce_scatter(z.conj(), "sum", n, group)), n * z.conj().chunk(n)[mesh.rank]
+    )
 
 
 @case

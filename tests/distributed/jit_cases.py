@@ -5,6 +5,7 @@ One alone: torchrun --nproc-per-node 2 -m tests.distributed.jit_cases NAME
 
 import itertools
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -71,8 +72,26 @@ def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
     x = mesh.local(torch.arange(4.0) + mesh.rank)
     for backend in ("fx", "inductor", "inductor-whole") if mesh.size == 2 else ("fx",):
         jitted = fzero.jit(mesh.spmd(program), backend=backend)
-        assert "all_reduce_" in str(jitted.plan(x))
+        assert any("all_reduce_." in s.operation for s in jitted.plan(x).steps)
         assert_trees_close(jitted(x), mesh.spmd(program)(x))
+
+
+@case
+def ranks_whose_peaks_differ_agree_on_a_schedule(mesh: fzero.Mesh) -> None:
+    """A copy that one rank's strides ask for is data movement: the steps agree, and so must the choice."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.reshape(-1, 8) @ params["a"] @ params["b"]).square().mean()
+
+    params = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}
+    x = torch.ones(4, 400, 8).transpose(0, 1)
+    x = x.contiguous() if mesh.rank == 0 else x
+    step = fzero.shard(train_step_for(loss, OPT), stage=3, mesh=mesh)
+    for budget in (None, 307724, 333324):
+        jitted = fzero.jit(step, backend="fx", memory_budget=budget)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the smallest budget may not suffice
+            jitted(*jitted.init(params, OPT), mesh.local(x))
 
 
 @case
