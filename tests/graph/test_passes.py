@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections import Counter
 from typing import Any
 
@@ -351,6 +352,28 @@ def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_u
     graph = in_place(b.done([b.all_reduce(fresh), b.all_reduce(kept), kept, b.all_reduce(x)]))
     expected = [c10d.all_reduce_.default, c10d.all_reduce.default, c10d.all_reduce.default]
     assert [n.target for n in graph.nodes if is_collective(n)] == expected
+
+
+def test_in_place_leaves_alone_what_is_laid_out_otherwise_and_what_is_given_twice():
+    b = graphs.Builder(2, [(4, 3)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    turned = b(graphs.aten.t.default, b(graphs.aten.tanh.default, *b.inputs))
+    twice = b(graphs.aten.exp.default, *b.inputs)
+    both = b(c10d.all_reduce_coalesced.default, [twice, twice], "sum", "g")
+    items = [b.wait(b(operator.getitem, both, i)) for i in range(2)]
+    graph = in_place(b.done([b.all_reduce(turned), *items]))
+    expected = [c10d.all_reduce_coalesced.default, c10d.all_reduce.default]
+    assert sorted([n.target for n in graph.nodes if is_collective(n)], key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("n,dtype", [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32), (4, torch.bfloat16)])
+def test_beside_the_result_a_reduce_scatter_holds_what_other_ranks_send(n, dtype):
+    """Two of n parts are in the operand and in the result; half precision is summed in float32, row by row."""
+    b = graphs.Builder(n, [(16,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    graph = b.done([b.reduce_scatter(b.cast(b(graphs.aten.tanh.default, *b.inputs), dtype))])
+    part = 16 * dtype.itemsize // n
+    held = {r.label: r.bytes for r in live_ranges(graph) if r.label in ("the ranks' parts", "their sum")}
+    expected = {"the ranks' parts": (n - 2) * part} if n > 2 else {}
+    assert held == (expected | {"their sum": 4 * part} if n > 2 and dtype is torch.bfloat16 else expected)
 
 
 def test_in_place_spares_a_buffer():

@@ -1,8 +1,8 @@
 """in_place: an all_reduce of a buffer that nothing else reads happens in that buffer."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
@@ -36,13 +36,13 @@ def in_place(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.target not in IN_PLACE:
             continue
-        operands = node.all_input_nodes
+        given: Any = node.args[0]
+        operands: list[Node] = [given] if isinstance(given, Node) else list(given)  # one may be there twice
         theirs = [lent.of[a][0] for a in operands]
         alone = all(readers[s] == [node] and lent.born[s].op == "call_function" for s in theirs)
         if alone and len(set(theirs)) == len(theirs) and _dense(operands):
             node.target = IN_PLACE[node.target]
-            is_one = isinstance(node.meta["val"], torch.Tensor)
-            node.meta["val"] = operands[0].meta["val"] if is_one else [a.meta["val"] for a in operands]
+            node.meta["val"] = given.meta["val"] if given is operands[0] else [a.meta["val"] for a in operands]
     return graph
 
 
