@@ -9,13 +9,24 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import COPY, is_collective, is_input, is_view, is_wait, name_of, results, signature
+from fzero.graph.ir import (
+    COPY,
+    is_collective,
+    is_input,
+    is_reduction,
+    is_view,
+    is_wait,
+    name_of,
+    results,
+    signature,
+    users_through_views,
+)
 
 __all__ = ["Call", "Program", "Segment", "pieces"]
 
 
 class Call(NamedTuple):
-    """One operation that runs by itself: a collective, a wait, or a view that one of them or a result needs."""
+    """One operation that runs by itself: a collective, a wait, a packing, or a view that one or a result needs."""
 
     target: Any
     template: Callable[[list[Any]], tuple[Sequence[Any], dict[str, Any]]]
@@ -52,7 +63,7 @@ class Program(NamedTuple):
 
 
 def pieces(graph: Graph) -> Program:
-    """Cut a graph at its collectives, and where it goes on to another block's parameters.
+    """Cut a graph at its collectives and what they are packed by, and where it goes on to another block's parameters.
 
     Views go where they are used, so that segments exchange whole buffers. Blocks of one shape give equal segments, so
     what there is to compile does not grow with their number; neither does it with the number of micro-batches.
@@ -88,7 +99,13 @@ def _written(node: Node) -> Node:
 
 
 def _is_call(node: Node) -> bool:
-    return is_collective(node) or is_wait(node)
+    return is_collective(node) or is_wait(node) or _packs(node)
+
+
+def _packs(node: Node) -> bool:
+    """Tell whether a node packs a unit's gradients: Inductor would take the buffer as soon as the first is there."""
+    users = users_through_views(node) if name_of(node) == "cat" else []
+    return bool(users) and all(is_reduction(u) for u in users)
 
 
 def moves(node: Node) -> bool:
