@@ -9,6 +9,7 @@ keep torch's collectives.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from fzero._torch import c10d, group_of, is_tracing, profiling
 
-__all__ = ["INSTEAD", "all_gather", "reduce_scatter", "wait"]
+__all__ = ["INSTEAD", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
 FIRST_TAG, TAGS = 1 << 20, 1 << 20  # of our messages, which so meet no other's
 # of each process group's exchanges: ranks run them in one order
@@ -52,6 +53,40 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     return Sent(works, finish)
 
 
+def all_gather_into(
+    x: torch.Tensor, ranks: int, group: str, leaves: Sequence[torch.Tensor], offsets: Sequence[int]
+) -> list[Any]:
+    """Start to gather the ranks' tensors `[k]` into `leaves`, which begin at `offsets` of their concatenation.
+
+    Each leaf has a wait of its own, and holds nothing of use before.
+    """
+    if not _applies(x, group):
+        whole = c10d.all_gather_into_tensor(x, ranks, group)
+
+        def copied(leaf: torch.Tensor, at: int) -> torch.Tensor:
+            return leaf.copy_(c10d.wait_tensor(whole).narrow(0, at, leaf.numel()).view_as(leaf))
+
+        return [Sent([], partial(copied, leaf, at)) for leaf, at in zip(leaves, offsets, strict=True)]
+    x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(group_of(group))
+    held, sent = [x] * len(leaves), []
+
+    def arrived(leaf: torch.Tensor) -> torch.Tensor:
+        held.pop()
+        return leaf
+
+    for leaf, at in zip(leaves, offsets, strict=True):
+        mine = _between(x, rank * k, at, at + leaf.numel())
+        rows = [_between(leaf.view(-1), at, r * k, r * k + k) for r in range(ranks)]
+        sent.append(Sent(_exchange([mine] * ranks, rows, rank, group), partial(arrived, leaf)))
+        rows[rank].copy_(mine)
+    return sent
+
+
+def _between(x: torch.Tensor, at: int, first: int, stop: int) -> torch.Tensor:
+    """View the part of `x`, which begins at `at` of a unit, that lies from `first` to `stop` of the unit."""
+    return x[max(first - at, 0) : max(stop - at, 0)]
+
+
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
     if op != "sum" or not _applies(x, group):
@@ -74,7 +109,10 @@ def wait(sent: Any) -> torch.Tensor:
 
 
 def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank: int, group: str) -> list[Any]:
-    """Start to send entry r of `sends` to rank r, whose own arrives in entry r of `rows`; ours is left alone."""
+    """Start to send entry r of `sends` to rank r, whose own arrives in entry r of `rows`; ours is left alone.
+
+    What is empty is not sent.
+    """
     process_group: Any = group_of(group)
     ranks = len(sends)
     # each exchange has a tag of its own, so that no other message, of a user's, is taken for one of them
@@ -82,8 +120,10 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
     works = []
     for i in range(1, ranks):  # to the next first, so that not all send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks
-        works.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
-        works.append(dist.isend(sends[to], group=process_group, group_dst=to, tag=tag))
+        if rows[source].numel():
+            works.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
+        if sends[to].numel():
+            works.append(dist.isend(sends[to], group=process_group, group_dst=to, tag=tag))
     return works
 
 

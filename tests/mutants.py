@@ -43,6 +43,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...] = LAWS
 
 
+GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
 MUTANTS = [
     Mutant("drop the padding", "spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
     Mutant("sum for mean", "transforms/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
@@ -289,7 +290,7 @@ MUTANTS = [
     Mutant(
         "more in flight than asked",
         "graph/passes/_schedule.py",
-        "if len(self.pending) > self.in_flight else",
+        "if len(starts) > self.in_flight else",
         "if False else",
         GRAPH,
     ),
@@ -424,27 +425,59 @@ MUTANTS = [
     ),
     # messages on gloo, and what runs again
     Mutant(
-        "a message goes to the rank behind",
+        "a message is another rank's",
         "_direct.py",
-        "(rank + i) % ranks, (rank - i)",
-        "(rank - i) % ranks, (rank - i)",
-        ("tests/distributed",),
+        "dist.isend(sends[to]",
+        "dist.isend(sends[source]",
+        ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
     ),
-    Mutant("a wait for two messages", "_direct.py", "while sent.works:", "for _ in range(2):", ("tests/distributed",)),
+    Mutant("a wait for two messages", "_direct.py", "while sent.works:", "for _ in range(2):", GLOO),
     Mutant(
         "parts are not summed",
         "_direct.py",
         "lambda: _summed(rows, rank)",
         "lambda: rows[0]",
-        ("tests/distributed",),
+        GLOO,
     ),
-    Mutant("draws run again", "graph/passes/_recompute.py", " and not is_random(node)", "", GRAPH),
     Mutant(
         "matrix products run again",
         "graph/passes/_recompute.py",
         "known and not moves and is_cheap(node)",
         "known and not moves",
         GRAPH,
+    ),
+    Mutant(
+        "all ranks' parts of a leaf are the own one",
+        "_direct.py",
+        "at, r * k, r * k + k)",
+        "at, rank * k, rank * k + k)",
+        GLOO,
+    ),
+    Mutant("the own part of a leaf stays old", "_direct.py", "rows[rank].copy_(mine)", "pass", GLOO),
+    Mutant(
+        "leaves arrive while the old ones are read",
+        "graph/passes/_schedule.py",
+        "writes = [n for n in graph.nodes if is_write(n)]",
+        "writes = [n for n in graph.nodes if n.target is COPY]",
+        GRAPH,
+    ),
+    Mutant("leaves arrive in another layout", "graph/passes/_gather_into.py", "return dense and", "return", GRAPH),
+    Mutant(
+        "what is read otherwise arrives in leaves",
+        "graph/passes/_gather_into.py",
+        "users if good and",
+        "users if",
+        GRAPH,
+    ),
+    Mutant(
+        "every leaf begins with the unit",
+        "graph/passes/_gather_into.py",
+        "_written(write)[1].storage_offset()",
+        "0",
+        GRAPH,
+    ),
+    Mutant(
+        "padding is not sent", "graph/_wire.py", "sent * group_size(node) if is_gather(node) else max(", "max(", GRAPH
     ),
     Mutant(
         "a buffer that others read is summed in place",
@@ -462,9 +495,9 @@ MUTANTS = [
     ),
     Mutant(
         "Inductor is given what overwrites",
-        "graph/_lower.py",
-        "FUNCTIONAL.get(node.target, node.target)",
-        "node.target",
+        "graph/_jit.py",
+        'self.backend == "inductor-whole"',
+        "False",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),
     Mutant(
@@ -472,7 +505,7 @@ MUTANTS = [
         "_direct.py",
         "out=rows[0 if rank else 1]",
         "out=rows[rank]",
-        ("tests/distributed",),
+        GLOO,
     ),
     Mutant("the key enters a draw once", "random/_keys.py", "second=_mixed(key + SECOND, 0)", "second=0", RANDOM),
     Mutant(

@@ -10,8 +10,9 @@ from torch.fx import Graph
 
 from fzero.graph._cost import seconds
 from fzero.graph._liveness import live_bytes, live_ranges
-from fzero.graph.ir import full_bytes, is_collective, is_reduction
-from fzero.graph.passes import bucket, donate, in_place, recompute, regather, schedule
+from fzero.graph._wire import full_bytes
+from fzero.graph.ir import is_collective, is_reduction
+from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["Candidate", "Knobs", "candidates", "choose"]
@@ -46,8 +47,10 @@ class Candidate(NamedTuple):
     seconds: float
 
 
-def candidates(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int], knobs: Knobs) -> list[Candidate]:
-    """Schedule a traced graph in every way that the knobs leave open."""
+def candidates(
+    graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int], knobs: Knobs, functional: bool = False
+) -> list[Candidate]:
+    """Schedule a traced graph in every way that the knobs leave open; `functional`: no collective overwrites."""
     gathers = bool(parameter_gathers(graph))
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(graph), math.inf]) if gathers else [math.inf]
     ahead = _options(knobs.prefetch, [0, 1]) if gathers else [0]
@@ -59,7 +62,8 @@ def candidates(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence
     for again, reuse in itertools.product(kept, reuses):
         gathered = regather(kept[again], reuse)
         (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(gathered)])
-        settled = in_place(donate(bucket(gathered, size), pairs, donated))
+        settled = donate(bucket(gathered, size), pairs, donated)
+        settled = settled if functional else gather_into(in_place(settled))
         settings = {"recompute": again, "max_reuse_bytes": reuse, "bucket_bytes": size}
         found += [(settled, _candidate(settled, {**settings, "prefetch": k, "in_flight": flying})) for k in ahead]
     first = [c for _, c in found]

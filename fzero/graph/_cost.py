@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero.graph._wire import full_bytes, group_size, wire
 from fzero.graph.ir import (
     flops,
-    full_bytes,
-    group_size,
     is_collective,
     is_input,
     is_view,
@@ -16,7 +15,6 @@ from fzero.graph.ir import (
     start_of,
     values,
     values_of_args,
-    wire,
 )
 
 __all__ = ["DEVICES", "Device", "seconds"]

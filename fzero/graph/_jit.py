@@ -251,7 +251,9 @@ class Jitted:
         out, leaves, structure, positions = found.pop()
         donated = [i for i, p in enumerate(call.owners) if p in positions]
         into = call.pairs(positions, out, leaves)
-        offers = self._agreed(traced, candidates(traced.graph, sorted(into.items()), donated, self.knobs), positions)
+        functional = self.backend == "inductor-whole"  # Inductor says itself what is overwritten
+        found = candidates(traced.graph, sorted(into.items()), donated, self.knobs, functional)
+        offers = self._agreed(traced, found, positions)
         index = choose(offers, self.knobs.memory_budget, self.name)
         kept = offers[index]
         rejected = [(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]

@@ -8,10 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
+from fzero.graph._wire import full_bytes, wire
 from fzero.graph._workspace import workspace_bytes
 from fzero.graph.ir import (
     COPY,
-    full_bytes,
     is_cheap,
     is_collective,
     is_gather,
@@ -25,7 +25,6 @@ from fzero.graph.ir import (
     storages,
     users_through_views,
     values,
-    wire,
 )
 
 __all__ = ["KINDS", "Range", "live_bytes", "live_ranges"]

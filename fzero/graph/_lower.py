@@ -10,12 +10,10 @@ from fzero._direct import INSTEAD
 from fzero._torch import inductor, line_of, profiling
 from fzero.graph._pieces import Call, Segment, pieces
 from fzero.graph.ir import copied, is_input
-from fzero.graph.passes._in_place import IN_PLACE
 
 __all__ = ["BACKENDS", "Executable", "lower"]
 
 Executable = Callable[[list[Any]], Sequence[Any]]
-FUNCTIONAL = {in_place: functional for functional, in_place in IN_PLACE.items()}
 
 
 def lower(graph: Graph, backend: str) -> Executable:
@@ -52,12 +50,8 @@ def _fx(graph: Graph) -> Executable:
 def _whole(graph: Graph) -> Executable:
     """Compile the graph as one, collectives and all.
 
-    Inductor decides itself what happens in place: it takes a graph to be functional, and would drop the copy of a value
-    that a collective overwrites.
+    It must be functional: Inductor would drop the copy of a value that a collective overwrites.
     """
-    graph = copied(graph)
-    for node in graph.nodes:
-        node.target = FUNCTIONAL.get(node.target, node.target)
     compiled = _compile(graph, [n.meta["val"] for n in graph.nodes if is_input(n)], "the whole step")
 
     def run(args: list[Any]) -> Sequence[Any]:

@@ -14,7 +14,8 @@ from torch.fx import Graph
 from fzero._torch import line_of
 from fzero.graph._cost import seconds
 from fzero.graph._liveness import KINDS, Range, live_bytes, live_ranges
-from fzero.graph.ir import elements, flops, is_collective, values, wire
+from fzero.graph._wire import elements, wire
+from fzero.graph.ir import flops, is_collective, values
 
 __all__ = ["Collective", "Plan", "Step"]
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _record, _torch
-from fzero.graph.ir import is_collective, is_input, is_view, name_of, nbytes, reordered, values, wire
+from fzero.graph._wire import wire
+from fzero.graph.ir import is_collective, is_input, is_view, name_of, nbytes, reordered, values
 
 __all__ = ["Traced", "trace"]
 

@@ -1,7 +1,7 @@
 """Reading a flat graph of aten operations: where its values lie, what communicates, and what may move.
 
-The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input, and
-all_reduces in place, of what nothing else reads.
+The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input,
+all_gathers into inputs, and all_reduces in place, of what nothing else reads.
 Nodes carry `meta["val"]`, stand-ins without memory of what they compute, and may carry `meta["unit"]`, whose
 collective it is, `meta["label"]`, an input's name, and `meta["kind"]`, what the input is.
 """
@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from fzero import _direct
 from fzero._torch import OpOverload, c10d, storage_id
 
 __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
@@ -23,7 +24,8 @@ __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reor
 aten: Any = torch.ops.aten
 
 WAIT = c10d.wait_tensor.default
-GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
+GATHER_INTO = _direct.all_gather_into  # with a wait for each argument that it writes
+GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
 REDUCTIONS = (
     c10d.reduce_scatter_tensor.default,
     c10d.reduce_scatter_tensor_coalesced.default,
@@ -49,6 +51,11 @@ def is_gather(node: Node) -> bool:
 def is_reduction(node: Node) -> bool:
     """Tell whether a node starts a reduce_scatter or an all_reduce."""
     return node.target in REDUCTIONS
+
+
+def is_write(node: Node) -> bool:
+    """Tell whether a node writes into arguments."""
+    return node.target is COPY or node.target is GATHER_INTO
 
 
 def is_collective(node: Node) -> bool:
@@ -283,31 +290,3 @@ def signature(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, torch.Tensor):
         return (type(x),)
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
-
-
-def group_size(node: Node) -> int:
-    """Return the number of ranks that a collective's buffers tell of; 1 for an all_reduce, which does not tell."""
-    sent, received = nbytes(*values_of_args(node)), nbytes(*values(node))
-    return max(sent, received) // max(min(sent, received), 1)
-
-
-def full_bytes(node: Node) -> int:
-    """Count the bytes of a collective's full buffer; given a wait, of what it waits for."""
-    if not is_wait(node):
-        return max(nbytes(*values(node)), nbytes(*values_of_args(node)))
-    start, source = start_of(node), node.all_input_nodes[0]
-    operands = start.args[0]  # of a coalesced collective a list, of which each wait waits for one
-    operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
-    return max(nbytes(*values(node)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
-
-
-def elements(node: Node) -> int:
-    """Count the elements that a collective moves: of the full buffer, an all_reduce's twice."""
-    sent, received = (sum(x.numel() for x in xs) for xs in (values_of_args(node), values(node)))
-    return 2 * sent if "all_reduce" in str(node.target) else max(sent, received)
-
-
-def wire(node: Node) -> str:
-    """Return a collective's kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
-    kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    return next((kind for kind in kinds if kind in str(node.target)), "all_reduce")

@@ -77,6 +77,28 @@ def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
 
 
 @case
+def a_unit_arrives_in_its_leaves(mesh: fzero.Mesh) -> None:
+    """Leaves that end within a rank's part, an empty one, one without dimensions, a gap; as messages, and without."""
+    n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
+    applies = _direct._applies
+    for dtype, messages in itertools.product((torch.float32, torch.bfloat16, torch.int64), (True, False)):
+        for k in (1, 2, 7, 1000):
+            data = (torch.arange(n * k) * 10).to(dtype)
+            shapes = [(k // 2,), (0, 3), (), (1, max(n * k - k // 2 - 3, 0))]
+            offsets = [0, k // 2, min(k // 2, n * k - 1), min(k // 2 + 2, n * k)]
+            leaves = [torch.full(shape, -1, dtype=dtype) for shape in shapes]
+            _direct._applies = applies if messages else lambda x, group: False
+            try:
+                started = _direct.all_gather_into(data.chunk(n)[mesh.rank], n, group, leaves, offsets)
+            finally:
+                _direct._applies = applies
+            for i in reversed(range(len(leaves))):
+                assert _direct.wait(started[i]) is leaves[i]
+                expected = data[offsets[i] :][: leaves[i].numel()].view(shapes[i])
+                assert torch.equal(leaves[i], expected), (k, i, leaves[i], expected)
+
+
+@case
 def every_stage_equals_unsharded_training(mesh: fzero.Mesh) -> None:
     simulated, n = fzero.mesh(dp=mesh.size, simulate=True), mesh.size
     lockstep = fzero.mesh(dp=mesh.size, simulate="lockstep")

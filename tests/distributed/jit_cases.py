@@ -72,7 +72,8 @@ def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
     x = mesh.local(torch.arange(4.0) + mesh.rank)
     for backend in ("fx", "inductor", "inductor-whole") if mesh.size == 2 else ("fx",):
         jitted = fzero.jit(mesh.spmd(program), backend=backend)
-        assert any("all_reduce_." in s.operation for s in jitted.plan(x).steps)
+        overwritten = any("all_reduce_." in s.operation for s in jitted.plan(x).steps)
+        assert overwritten == (backend != "inductor-whole")
         assert_trees_close(jitted(x), mesh.spmd(program)(x))
 
 

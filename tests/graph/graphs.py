@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import c10d, fake_like
-from fzero.graph.ir import is_collective, is_input, results
+from fzero.graph.ir import GATHER_INTO, is_collective, is_input, results
 
 aten: Any = torch.ops.aten
 D = 4  # columns of every matrix in a random graph
@@ -389,6 +389,16 @@ class World:
         self.flying[x.data_ptr()] = (x.fill_(torch.nan), lambda: total, [x])
         return x
 
+    def gather_into(self, x: torch.Tensor, n: int, g: str, leaves: Sequence[torch.Tensor], at: Sequence[int]) -> Any:
+        early = None if self.late else self.gathered(x)
+        for leaf, a in zip(leaves, at, strict=True):
+
+            def value(a: int = a, leaf: torch.Tensor = leaf) -> torch.Tensor:
+                return (self.gathered(x) if early is None else early)[a : a + leaf.numel()].view(leaf.shape)
+
+            self.flying[leaf.data_ptr()] = (leaf.fill_(torch.nan), value, [x])
+        return list(leaves)
+
     def targets(self) -> dict[Any, Callable[..., Any]]:
         return {
             c10d.wait_tensor.default: self.wait,
@@ -396,6 +406,7 @@ class World:
             c10d.all_gather_into_tensor_coalesced.default: lambda xs, n, g: [
                 self.start(self.gathered, x, xs) for x in xs
             ],
+            GATHER_INTO: self.gather_into,
             c10d.reduce_scatter_tensor.default: lambda x, op, n, g: self.start(self.scattered, x),
             c10d.reduce_scatter_tensor_coalesced.default: lambda xs, op, n, g: [
                 self.start(self.scattered, x, xs) for x in xs

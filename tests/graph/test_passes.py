@@ -20,8 +20,10 @@ from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._lower import lower
 from fzero.graph._pieces import Call, Program, Segment, pieces
 from fzero.graph._trace import trace
+from fzero.graph._wire import elements, full_bytes, wire
 from fzero.graph.ir import (
-    full_bytes,
+    COPY,
+    GATHER_INTO,
     is_cheap,
     is_collective,
     is_input,
@@ -35,9 +37,8 @@ from fzero.graph.ir import (
     sort,
     storages,
     values,
-    wire,
 )
-from fzero.graph.passes import bucket, donate, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import family, parameter_gathers
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -71,7 +72,9 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
         "in_flight": draw(st.integers(0, 2)),
         "donate": draw(st.booleans()),
         "passes": draw(
-            st.sets(st.sampled_from(["recompute", "regather", "bucket", "in_place", "schedule"]), min_size=1)
+            st.sets(
+                st.sampled_from(["recompute", "regather", "bucket", "in_place", "gather_into", "schedule"]), min_size=1
+            )
         ),
     }
 
@@ -89,6 +92,8 @@ def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         found.append(("donate", lambda g: donate(g, sample.pairs, sample.donated)))
     if "in_place" in how["passes"]:
         found.append(("in_place", in_place))
+    if "gather_into" in how["passes"]:
+        found.append(("gather_into", gather_into))
     if "schedule" in how["passes"]:
         found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"])))
     return found
@@ -380,6 +385,67 @@ def test_in_place_spares_a_buffer():
     b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     graph = b.done([b(graphs.aten.sum.default, b.all_reduce(b(graphs.aten.tanh.default, *b.inputs)))])
     assert (peak_bytes(graph), peak_bytes(in_place(graph))) == (48, 36)
+
+
+UNIT = [(3,), (1, 4), (3,), (2, 2), (3,)]  # its shard on 4 ranks, leaves of 4 elements
+
+
+def written_unit(change: str = "") -> Graph:
+    """Gather a unit of two leaves and donate the old ones, with something about it that may be otherwise."""
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(UNIT))]
+    b = graphs.Builder(3, UNIT, labels, False)
+    new, *_, other = b.inputs
+    full = b.gather(b.cast(new, torch.bfloat16) if change == "cast" else new)
+    parts = [b(graphs.aten.slice.Tensor, full, 0, 4 * i, 4 * i + 4) for i in (0, 1)]
+    leaves = [b(graphs.aten.view.default, x, shape) for x, shape in zip(parts, ((1, 4), (2, 2)), strict=True)]
+    if change == "cast":
+        leaves = [b.cast(x, torch.float32) for x in leaves]
+    if change == "turned":
+        leaves[1] = b(graphs.aten.t.default, leaves[1])
+    results = [*leaves, b(graphs.aten.sum.default, full if change == "read" else other)]
+    graph = b.done([results[0], *results[2:]] if change == "one" else results)
+    if change == "one":
+        return donate(graph, [(0, 1)], [1])
+    if change == "arguments":
+        return graph
+    return donate(graph, [(0, 1), (1, 3)], [1, 3])
+
+
+def into(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.target is GATHER_INTO]
+
+
+@pytest.mark.parametrize("change", ["", "one"])
+def test_a_gathered_unit_that_is_only_written_arrives_in_its_leaves(change):
+    before = written_unit(change)
+    after = gather_into(before)
+    (start,) = into(after)
+    assert wire(start) == "all_gather" and full_bytes(start) == elements(start) * 4 == 3 * 3 * 4  # padding counts
+    assert not any(n.target is COPY or n.target is c10d.all_gather_into_tensor.default for n in after.nodes)
+    assert peak_bytes(schedule(before)) - peak_bytes(schedule(after)) == full_bytes(start)
+    for late in (False, True):
+        for graph in (after, schedule(after, 0, 1)):
+            args = graphs.arguments(UNIT)
+            out = run(graph, args, 3, late)
+            whole = graphs.arguments(UNIT)[0].repeat(3)
+            assert out[0] is args[1] and torch.equal(args[1], whole[:4].view(1, 4))
+            assert change or (out[1] is args[3] and torch.equal(args[3], whole[4:8].view(2, 2)))
+
+
+@pytest.mark.parametrize("change", ["read", "cast", "turned", "arguments"])
+def test_a_gathered_unit_that_has_another_reader_or_layout_stays_one_buffer(change):
+    graph = written_unit(change)
+    assert lines(gather_into(graph)) == lines(graph)
+
+
+def test_leaves_are_overwritten_when_all_that_read_them_have_run():
+    b = graphs.Builder(2, [(2, 2)], [{"label": "w", "kind": "parameters", "block": ""}], False)
+    (w,) = b.inputs
+    new = b.fit(b.gather(b.reduce_scatter(b.flat(b(graphs.aten.mm.default, w, w)))), (2, 2))
+    read = b(graphs.aten.mm.default, b(graphs.aten.t.default, w), w)
+    graph = schedule(gather_into(donate(b.done([new, read]), [(0, 0)], [0])))
+    order = [n.target for n in graph.nodes]
+    assert order.index(GATHER_INTO) > len(order) - order[::-1].index(graphs.aten.mm.default) - 1
 
 
 def events(graph: Graph) -> list[tuple[int, str, int]]:

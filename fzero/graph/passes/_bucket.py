@@ -6,7 +6,8 @@ from collections.abc import Callable
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import copied, full_bytes, is_gather, is_reduction, sort, values
+from fzero.graph._wire import full_bytes
+from fzero.graph.ir import copied, is_gather, is_reduction, sort, values
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["bucket"]

@@ -15,7 +15,6 @@ from fzero.graph.ir import (
     is_cheap,
     is_collective,
     is_input,
-    is_random,
     is_view,
     is_wait,
     name_of,
@@ -85,7 +84,7 @@ def _bytes_made(node: Node) -> int:
 def _repeats(node: Node) -> bool:
     """Tell whether a node is cheap, and computes the same whenever it runs."""
     moves = is_view(node) or is_wait(node) or is_collective(node)
-    known = isinstance(node.target, OpOverload) and node.target is not COPY and not is_random(node)
+    known = isinstance(node.target, OpOverload) and node.target is not COPY
     return known and not moves and is_cheap(node) and "empty" not in name_of(node)
 
 

@@ -16,6 +16,7 @@ from fzero.graph.ir import (
     is_reduction,
     is_view,
     is_wait,
+    is_write,
     name_of,
     reordered,
     start_of,
@@ -59,7 +60,7 @@ def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     from_inputs: set[Node] = set()
     for n in nodes:
-        movable = is_cheap(n) and not is_reduction(n) and n.target is not COPY
+        movable = is_cheap(n) and not is_reduction(n) and not is_write(n)
         if movable and all(is_input(a) or a in from_inputs for a in n.all_input_nodes):
             from_inputs.add(n)
     feeds_work = feeding_work(graph)
@@ -71,7 +72,7 @@ def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
                 late.add(n)
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):  # a reduction, and what packs its operand, though work may need the result
-        if n not in late and is_cheap(n) and n.target is not COPY:
+        if n not in late and is_cheap(n) and not is_write(n):
             waits = is_wait(n) and is_reduction(start_of(n))
             if waits or is_reduction(n) or (n.users and all(u in early for u in n.users)):
                 early.add(n)
@@ -137,7 +138,7 @@ class _Scheduler:
             if n in self.done:
                 continue
             if self._defer(n):
-                stack += [self.pending.popleft()] if len(self.pending) > self.in_flight else []
+                stack += self._landing()
                 continue
             for needed in self._unmet(n):  # it and the late ones that it needs
                 stack += self._emit(needed)
@@ -161,6 +162,13 @@ class _Scheduler:
         self.deferred.add(wait)
         self.pending.append(wait)
         return True
+
+    def _landing(self) -> list[Node]:
+        """Take back the waits of the oldest collective, if one too many is on its way."""
+        starts = list(dict.fromkeys(map(start_of, self.pending)))
+        landing = [w for w in self.pending if start_of(w) is starts[0]] if len(starts) > self.in_flight else []
+        self.pending = deque(w for w in self.pending if w not in landing)
+        return landing[::-1]
 
     def _emit(self, node: Node) -> list[Node]:
         """Put a node next in the order; returns what can run because of it, the first to run last (a stack)."""
@@ -233,18 +241,18 @@ def _following(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
 
 def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
     """Map each write into an argument to all other nodes that read the argument."""
-    writes = [n for n in graph.nodes if n.target is COPY]
+    writes = [n for n in graph.nodes if is_write(n)]
     if not writes:
         return {}
     lent = storages(graph)
-    writer = {lent.of[w.all_input_nodes[0]][0]: w for w in writes}
-    readers: dict[Node, list[Node]] = {w: [] for w in writes}
+    writer = {s: w for w in writes for s in lent.of[w]}
+    found: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
             continue
         # a collective reads its operand until it is waited for
         read = lent.read_by(n) + (lent.read_by(start_of(n)) if is_wait(n) else [])
         for s in dict.fromkeys(read):
-            if s in writer and writer[s] is not n:
-                readers[writer[s]].append(n)
-    return readers
+            if s in writer and writer[s] is not n and not (is_wait(n) and writer[s] is start_of(n)):
+                found[writer[s]][n] = None
+    return {w: list(readers) for w, readers in found.items()}
