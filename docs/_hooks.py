@@ -9,14 +9,18 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}  # in the repository: on the site
-for folder, kind in (("benchmarks", "md"), ("examples", "py")):
-    for path in sorted((ROOT / folder).glob(f"*.{kind}")):
-        ELSEWHERE[f"{folder}/{path.name}"] = f"{folder}/{path.stem}.md"
+for pattern in ("benchmarks/*.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py"):
+    for path in sorted(ROOT.glob(pattern)):
+        source = path.relative_to(ROOT).as_posix()
+        ELSEWHERE[source] = source.removesuffix(".py") + ".md" * source.endswith(".py")
 SOURCE = {site: source for source, site in ELSEWHERE.items()}
 
 
 def on_files(files: Any, config: Any) -> Any:
     for source, site in ELSEWHERE.items():
+        if source.endswith(".png"):
+            files.append(File.generated(config, site, abs_src_path=str(ROOT / source)))
+            continue
         text = (ROOT / source).read_text()
         if source.endswith(".py"):
             text = f"# {source}\n\n````python\n{text}````\n"
