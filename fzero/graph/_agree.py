@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from fzero._torch import exchange, line_of
 from fzero.graph.ir import FACTORIES, is_collective, is_view, name_of, values
 
-__all__ = ["agree", "signatures"]
+__all__ = ["agree", "order", "signatures"]
 
 _MOVEMENT = {"slice", "cat", "constant_pad_nd", "clone", "copy_", "new_empty", "empty", *FACTORIES}
 
@@ -39,6 +39,11 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
     return f"{node.target}{args} at {line_of(node)}"
 
 
+def order(graph: Graph) -> str:
+    """Return what tells in which order a scheduled graph starts its collectives, for ranks that traced the same."""
+    return hashlib.sha256(" ".join([n.name for n in graph.nodes if is_collective(n)]).encode()).hexdigest()[:16]
+
+
 class _Shown(str):
     __slots__ = ()
 
@@ -57,7 +62,8 @@ def agree(
     Args:
         graph: the traced graph.
         asked: what the user asked of jit.
-        offers: numbers of each candidate, by its settings. Ranks may offer different ones: peaks differ by rank.
+        offers: numbers of each candidate, by its settings and order. Ranks may offer different ones: peaks differ by
+            rank.
         mesh: a distributed mesh.
         name: of the step.
 
@@ -65,7 +71,8 @@ def agree(
         The largest of all ranks' numbers, place by place, of the candidates that all ranks offer.
 
     Raises:
-        RuntimeError: on all ranks, if the graphs differ, naming the first node that does; or if a rank does not trace.
+        RuntimeError: on all ranks, if the graphs differ, naming the first node that does; if a rank does not trace; or
+            if they have no candidate in common.
     """
     mine = [asked, *signatures(graph, mesh.groups())]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
@@ -75,6 +82,11 @@ def agree(
         _raise_first_difference(everyones, name)
     everyones = [theirs for _, theirs in said]
     common = [key for key in offers if all(key in theirs for theirs in everyones)]
+    if not common:
+        raise RuntimeError(
+            f"fzero.jit: {name}: every schedule has the collectives in another order on each rank. Please report it; "
+            "prefetch=0 and in_flight=0 may help"
+        )
     return {key: [max(xs) for xs in zip(*[theirs[key] for theirs in everyones], strict=True)] for key in common}
 
 

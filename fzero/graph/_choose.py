@@ -15,7 +15,9 @@ from fzero.graph.ir import is_collective, is_reduction
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
 
-__all__ = ["Candidate", "Knobs", "candidates", "choose"]
+__all__ = ["FITTING", "Candidate", "Knobs", "candidates", "choose"]
+
+FITTING = "fitting"  # of prefetch: one ahead, where there is room
 
 SLACK = 1.03  # without a budget, what a faster schedule may take of the smallest peak
 
@@ -52,12 +54,13 @@ def candidates(
 ) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open; `functional`: no collective overwrites."""
     gathers = bool(parameter_gathers(graph))
+    knobs = knobs if gathers else knobs._replace(prefetch=0)
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(graph), math.inf]) if gathers else [math.inf]
-    ahead = _options(knobs.prefetch, [0, 1]) if gathers else [0]
-    (flying,) = _options(knobs.in_flight, [0])
     kept = {again: recompute(graph) if again else graph for again in _options(knobs.recompute, [False, True])}
     if len(kept) > 1 and len(kept[True].nodes) == len(graph.nodes):
         del kept[True]  # there is nothing to compute again
+    least = {"prefetch": 0 if knobs.prefetch in ("auto", FITTING) else knobs.prefetch}
+    least["in_flight"] = 0 if knobs.in_flight == "auto" else knobs.in_flight
     found: list[tuple[Graph, Candidate]] = []
     for again, reuse in itertools.product(kept, reuses):
         gathered = regather(kept[again], reuse)
@@ -65,17 +68,23 @@ def candidates(
         settled = donate(bucket(gathered, size), pairs, donated)
         settled = settled if functional else gather_into(in_place(settled))
         settings = {"recompute": again, "max_reuse_bytes": reuse, "bucket_bytes": size}
-        found += [(settled, _candidate(settled, {**settings, "prefetch": k, "in_flight": flying})) for k in ahead]
+        found.append((settled, _candidate(settled, {**settings, **least})))
     first = [c for _, c in found]
-    if knobs.in_flight != "auto" or not any(is_reduction(n) for n in graph.nodes):
-        return first
-    # in flight, gradients of two units are alive: what does not fit already need not be tried
-    limit = _limit(first, knobs.memory_budget)
-    return first + [_candidate(g, {**c.settings, "in_flight": 1}) for g, c in found if c.peak_bytes <= limit]
+    # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
+    room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
+    limit = max(room, _limit(first, knobs.memory_budget))
+    reduces = any(is_reduction(n) for n in graph.nodes)
+    ahead = [least["prefetch"], *([FITTING] if knobs.prefetch in ("auto", FITTING) else [])]
+    flying = [least["in_flight"], *([1] if knobs.in_flight == "auto" and reduces else [])]
+    more = [{"prefetch": k, "in_flight": j} for k, j in itertools.product(ahead, flying)][1:]
+    later = [_candidate(g, {**c.settings, **m}, room) for g, c in found for m in more if c.peak_bytes <= limit]
+    return [c for c in first + later if knobs.prefetch in ("auto", c.settings["prefetch"])] or first
 
 
-def _candidate(graph: Graph, settings: dict[str, Any]) -> Candidate:
-    scheduled = schedule(graph, settings["prefetch"], settings["in_flight"])
+def _candidate(graph: Graph, settings: dict[str, Any], room: float = math.inf) -> Candidate:
+    """Schedule a graph so; up to `room` bytes "fitting" gathers start ahead."""
+    ahead, flying = settings["prefetch"], settings["in_flight"]
+    scheduled = schedule(graph, 1, flying, room) if ahead == FITTING else schedule(graph, ahead, flying)
     return Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled))
 
 

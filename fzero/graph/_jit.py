@@ -10,8 +10,8 @@ import torch
 from fzero import _torch, tree
 from fzero._donated import empty
 from fzero._notice import notice
-from fzero.graph._agree import agree
-from fzero.graph._choose import Candidate, Knobs, candidates, choose
+from fzero.graph._agree import agree, order
+from fzero.graph._choose import FITTING, Candidate, Knobs, candidates, choose
 from fzero.graph._lower import BACKENDS, Executable, lower
 from fzero.graph._plan import Plan, plan_of
 from fzero.graph._signature import Call, call_of, changed
@@ -52,7 +52,8 @@ def jit(
             whole; "fx" runs torch's own operations one by one, bit for bit as the eager step does.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. The fastest schedule that fits,
             by the cost model, is kept. By default the fastest of those within 3% of the smallest.
-        prefetch: how many gathers of parameters start ahead of the one in use.
+        prefetch: how many gathers of parameters start ahead of the one in use; with "fitting" one, wherever there is
+            room below the peak of the smallest schedule, or up to `memory_budget`.
         in_flight: how many reductions may be on their way while work goes on. Each holds a unit's gradients.
         bucket_bytes: up to what size collectives of small units are joined; 0 for never.
         max_reuse_bytes: a gathered unit is let go, and gathered again, when more bytes than these of other units are
@@ -90,8 +91,11 @@ def jit(
         number: Any = value
         if value == "auto" and (name != "memory_budget" or memory_budget is None):
             continue
+        if name == "prefetch" and value == FITTING:
+            continue
         if not isinstance(value, kinds) or isinstance(value, bool) or not number >= 0:
-            raise ValueError(f'{name}={value!r}: expected a number, at least 0, or "auto"')
+            words = '"fitting" or "auto"' if name == "prefetch" else '"auto"'
+            raise ValueError(f"{name}={value!r}: expected a number, at least 0, or {words}")
     if not isinstance(recompute, bool) and recompute != "auto":
         raise ValueError(f'recompute={recompute!r}: expected True, False or "auto"')
     if donate is not None:
@@ -276,7 +280,7 @@ class Jitted:
         if mesh is None or not mesh.distributed:
             return offers
         asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
-        mine = {str(c.settings): c for c in offers}
+        mine = {f"{c.settings} {order(c.graph)}": c for c in offers}
         said = {key: (c.peak_bytes, c.seconds) for key, c in mine.items()}
         largest = agree(traced.graph, asked, said, mesh, self.name)
         return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]

@@ -236,7 +236,7 @@ def _short(line: str) -> str:
 
 
 def _shown(settings: dict[str, Any]) -> str:
-    return ", ".join([f"{k} {v}" if isinstance(v, bool) else f"{k} {v:,}" for k, v in settings.items()])
+    return ", ".join([f"{k} {v}" if isinstance(v, bool | str) else f"{k} {v:,}" for k, v in settings.items()])
 
 
 def _finite(settings: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def every_schedule_gives_the_same_numbers(mesh: fzero.Mesh) -> None:
     if mesh.size > 2:
         return
     step = fzero.shard(train_step_for(mlp_loss, OPT, micro_batches=2), stage=3, mesh=mesh)
-    for prefetch, bucket_bytes, reuse in itertools.product((0, 2), (0, 1 << 20), (0, 10**9)):
+    for prefetch, bucket_bytes, reuse in itertools.product((0, 2, "fitting"), (0, 1 << 20), (0, 10**9)):
         options = {"prefetch": prefetch, "bucket_bytes": bucket_bytes, "max_reuse_bytes": reuse}
         jitted = fzero.jit(step, backend="fx", memory_budget=10**9, **options)
         assert_trees_close(*train_both(step, jitted, 2, 4 * mesh.size))

@@ -497,10 +497,11 @@ def test_bad_arguments():
     "options,message",
     [
         ({"backend": "xla"}, "backend='xla': expected one of 'inductor', 'fx', 'inductor-whole'"),
-        ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": -1}, 'prefetch=-1: expected a number, at least 0, or "fitting" or "auto"'),
         ({"in_flight": 0.5}, "in_flight=0.5"),
         ({"recompute": "yes"}, "recompute='yes'"),
         ({"bucket_bytes": "big"}, "bucket_bytes='big'"),
+        ({"bucket_bytes": "fitting"}, "bucket_bytes='fitting': expected a number, at least 0, or \"auto\""),
         ({"memory_budget": -5}, "memory_budget=-5"),
         ({"memory_budget": "auto"}, "memory_budget='auto'"),
         ({"max_reuse_bytes": float("nan")}, "max_reuse_bytes=nan"),

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 import fzero.graph._lower as lowering
 from fzero import _torch
 from fzero._torch import c10d
+from fzero.graph._agree import order
 from fzero.graph._choose import peak_bytes
 from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._lower import lower
@@ -26,6 +27,7 @@ from fzero.graph.ir import (
     GATHER_INTO,
     is_cheap,
     is_collective,
+    is_gather,
     is_input,
     is_random,
     is_reduction,
@@ -35,6 +37,7 @@ from fzero.graph.ir import (
     nbytes,
     results,
     sort,
+    start_of,
     storages,
     values,
 )
@@ -70,6 +73,7 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
         "bucket_bytes": draw(st.sampled_from(BUCKETS)),
         "prefetch": draw(st.integers(0, 2)),
         "in_flight": draw(st.integers(0, 2)),
+        "limit": draw(st.sampled_from((math.inf, 0, 100, 300, 1000))),
         "donate": draw(st.booleans()),
         "passes": draw(
             st.sets(
@@ -95,7 +99,7 @@ def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     if "gather_into" in how["passes"]:
         found.append(("gather_into", gather_into))
     if "schedule" in how["passes"]:
-        found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"])))
+        found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"])))
     return found
 
 
@@ -491,6 +495,46 @@ def test_no_more_units_are_gathered_than_prefetched_and_one(chain, prefetch, in_
     assert max(counts) <= prefetch + 1
     if prefetch and layers > prefetch:
         assert max(counts) == prefetch + 1
+
+
+@settings(max_examples=100)
+@given(chains(stages=[3], sam=False), st.integers(1, 3), st.integers(0, 1), st.sampled_from((0, 0.5, 1, 1.1, 1.3, 2)))
+def test_gathers_start_ahead_just_where_there_is_room(chain, prefetch, in_flight, part):
+    graph = donate_all(regather(build_chain(chain).graph, 0), chain)
+    lean, eager = (schedule(graph, k, in_flight) for k in (0, prefetch))
+    limit = part * peak_bytes(lean)
+    fitting = schedule(graph, prefetch, in_flight, limit)
+    assert peak_bytes(fitting) <= max(limit, peak_bytes(lean))
+    counts = [started_ahead(g) for g in (lean, fitting, eager)]
+    assert counts == sorted(counts)
+    if limit < min(live_bytes(live_ranges(lean), len(lean.nodes))):
+        assert list(map(str, fitting.nodes)) == list(map(str, lean.nodes))
+    if limit >= peak_bytes(lean) + prefetch * 2 * max(full_bytes(g) for g in parameter_gathers(graph)):
+        assert list(map(str, fitting.nodes)) == list(map(str, eager.nodes))
+
+
+def started_ahead(graph: Graph) -> int:
+    """Count the gathers that start while another has yet to be waited for."""
+    flying = ahead = 0
+    for n in graph.nodes:
+        ahead += is_gather(n) and flying > 0
+        flying += is_gather(n)
+        flying -= is_wait(n) and is_gather(start_of(n))
+    return ahead
+
+
+def test_where_little_is_alive_the_next_gather_starts():
+    """Activations pile up, so early in the forward pass and late in the backward pass there is room."""
+    chain = Chain(2, (4,) * 7, 8, 3, False, False, False, False, False, False)
+    graph = donate_all(regather(build_chain(chain).graph, 0), chain)
+    lean, eager = schedule(graph), schedule(graph, 1)
+    fitting = schedule(graph, 1, 0, peak_bytes(lean))
+    assert peak_bytes(fitting) == peak_bytes(lean) < peak_bytes(eager)
+    assert started_ahead(lean) == 0 < started_ahead(fitting) < started_ahead(eager)
+    assert order(lean) != order(eager) == order(schedule(graph, 1))  # ranks do not take one for the other
+    for extra in range(0, 1000, 10):  # several ahead share the room
+        limit = peak_bytes(lean) + extra
+        assert peak_bytes(schedule(graph, 3, 0, limit)) <= limit
 
 
 def donate_all(graph: Graph, chain: Chain) -> Graph:

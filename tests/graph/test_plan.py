@@ -129,6 +129,20 @@ def test_a_budget_buys_speed_and_a_small_one_warns():
     assert small.peak_bytes == sparing.peak_bytes
 
 
+@pytest.mark.parametrize("model", ["A", "B"])
+def test_where_there_is_room_a_gather_starts_ahead(model):
+    kept, plain = planned(model, 3), planned(model, 3, prefetch=0)
+    assert kept.settings["prefetch"] == "fitting" and "prefetch fitting" in str(kept)
+    assert kept.peak_bytes == plain.peak_bytes and kept.seconds < plain.seconds
+    asked = planned(model, 3, prefetch="fitting")
+    assert (asked.settings, asked.seconds) == (kept.settings, kept.seconds)
+    assert all(settings["prefetch"] == "fitting" for settings, *_ in asked.rejected)
+    everywhere = planned(model, 3, prefetch=1)
+    budget = planned(model, 3, prefetch="fitting", memory_budget=2 * everywhere.peak_bytes)
+    assert budget.seconds == min(seconds for _, _, seconds in [("", 0, budget.seconds), *budget.rejected])
+    assert budget.seconds <= everywhere.seconds
+
+
 def test_the_knobs_are_obeyed():
     plan = planned("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
     assert plan.settings == {

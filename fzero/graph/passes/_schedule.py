@@ -1,15 +1,18 @@
 """schedule: the order in which a graph runs, so that little is alive at any time."""
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch.fx import Graph, Node
 
+from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph.ir import (
     COPY,
     FACTORIES,
     feeding_work,
     is_cheap,
+    is_collective,
     is_gather,
     is_input,
     is_random,
@@ -18,17 +21,20 @@ from fzero.graph.ir import (
     is_wait,
     is_write,
     name_of,
+    nbytes,
     reordered,
     start_of,
     storages,
     users_through_views,
+    values,
+    values_of_args,
 )
 from fzero.graph.passes._regather import parameter_gathers
 
 __all__ = ["schedule"]
 
 
-def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0) -> Graph:
+def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float = math.inf) -> Graph:
     """Put a graph's nodes in an order that keeps little alive; a stable list scheduling in linear time.
 
     - Work (whatever a matrix product, a convolution or the like depends on) keeps its order.
@@ -40,6 +46,7 @@ def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0) -> Graph:
     Args:
         graph: a flat graph, donation done.
         prefetch: how many gathers of parameters start ahead of the one that is waited for.
+        limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
         in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
 
     Returns:
@@ -47,11 +54,15 @@ def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0) -> Graph:
     """
     late, early = _late_and_early(graph)
     gathers = parameter_gathers(graph)
-    order = _Scheduler(graph, late, early, (), 0, in_flight).run()
+    order = _Scheduler(graph, late, early, {}, in_flight).run()
     if prefetch and gathers:
         position = {n: i for i, n in enumerate(order)}
-        gathers.sort(key=position.__getitem__)
-        order = _Scheduler(graph, late, early, gathers, prefetch, in_flight).run()
+        ahead = _ahead(sorted(gathers, key=position.__getitem__), prefetch)
+        if limit < math.inf:
+            in_order = reordered(graph, order)
+            live = live_bytes(live_ranges(in_order), len(in_order.nodes))
+            ahead = _where_it_fits(ahead, order, live, limit)
+        order = _Scheduler(graph, late, early, ahead, in_flight).run()
     return reordered(graph, order)
 
 
@@ -83,14 +94,19 @@ class _Scheduler:
     """Emits the nodes of one graph in their new order."""
 
     def __init__(
-        self, graph: Graph, late: set[Node], early: set[Node], gathers: Iterable[Node], prefetch: int, in_flight: int
+        self,
+        graph: Graph,
+        late: set[Node],
+        early: set[Node],
+        ahead: Mapping[Node, Iterable[Node]],
+        in_flight: int,
     ) -> None:
         self.nodes = list(graph.nodes)
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.late, self.early = late, early
         self.readers = _readers_of_overwritten(graph)
         self.in_flight = in_flight
-        self.following = _following(list(gathers), prefetch)
+        self.ahead = ahead  # node -> gathers that start before it
         self.order: list[Node] = []
         self.done: set[Node] = set()
         self.ready: list[Node] = []  # a stack of early nodes that can run
@@ -173,10 +189,9 @@ class _Scheduler:
     def _emit(self, node: Node) -> list[Node]:
         """Put a node next in the order; returns what can run because of it, the first to run last (a stack)."""
         released = []
-        if is_wait(node):
-            for gather in self.following.get(start_of(node), ()):
-                for n in self._unmet(gather):
-                    released += self._append(n)
+        for gather in self.ahead.get(node, ()):
+            for n in self._unmet(gather):
+                released += self._append(n)
         return released + self._append(node)
 
     def _append(self, node: Node) -> list[Node]:
@@ -234,9 +249,48 @@ def _bases(node: Node) -> set[Node]:
     return found
 
 
-def _following(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
-    """Map each gather to those that start before it is waited for."""
-    return {g: gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)} if prefetch else {}
+def _ahead(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
+    """Map the wait of each gather to those that start before it."""
+    return {min(g.users, key=str): gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)}
+
+
+def _where_it_fits(
+    ahead: dict[Node, list[Node]], order: list[Node], live: list[int], limit: float
+) -> dict[Node, list[Node]]:
+    """Let each gather that would start ahead do so as early as there is room for it from then on.
+
+    Beside another collective, not between operations that would be compiled as one. `live` are the bytes alive at each
+    position of `order`, in which none starts ahead.
+    """
+    position = {n: i for i, n in enumerate(order)}
+    live, found, seen = live[:], {}, set()
+    for before, gathers in ahead.items():
+        for g in gathers:
+            if g in seen:
+                continue
+            seen.add(g)
+            size, until = nbytes(*values(g), *values_of_args(g)), _begins(g, order, position)
+            start = until
+            while start > position[before] and live[start - 1] + size <= limit:
+                start -= 1
+            start = next((i for i in range(start, until) if _meets(order[i - 1]) or _meets(order[i])), until)
+            if start < until:
+                live[start:until] = [x + size for x in live[start:until]]
+                found.setdefault(order[start], []).append(g)
+    return found
+
+
+def _meets(node: Node) -> bool:
+    return is_wait(node) or is_collective(node)
+
+
+def _begins(gather: Node, order: list[Node], position: dict[Node, int]) -> int:
+    """Return where the operations begin that lead up to a gather: they pack its operand."""
+    at, needed = position[gather], {gather}
+    while order[at] in needed:
+        needed.update(order[at].all_input_nodes)
+        at -= 1
+    return at + 1
 
 
 def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
