@@ -192,7 +192,10 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
             sums = found.setdefault(e.name, [0.0, 0.0, 0.0])
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
-    costs = [Cost(name, kind_of(name), s, calls, device) for name, (s, calls, device) in found.items()]
+    # what a user marks with record_function is no operation: its own time is that between those in it
+    marked = {e.name for e in events if e.is_user_annotation and kind_of(e.name) in ("compute", "copies")}
+    kinds = {name: "Python" if name in marked else kind_of(name) for name in found}
+    costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in found.items()]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
     return seconds, tuple(sorted([c for c in costs if c.name != MARK], key=lambda c: -max(c.seconds, c.device_seconds)))
 

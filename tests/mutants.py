@@ -279,6 +279,28 @@ MUTANTS = [
         "[i + 1 : i + 2 + prefetch]",
         GRAPH,
     ),
+    Mutant("gathers start ahead without room", "graph/passes/_schedule.py", "+ size <= limit:", "<= limit:", GRAPH),
+    Mutant(
+        "what starts ahead is forgotten",
+        "graph/passes/_schedule.py",
+        "live[start:until] = [x + size for x in live[start:until]]",
+        "pass",
+        GRAPH,
+    ),
+    Mutant(
+        "nothing starts ahead",
+        "graph/passes/_schedule.py",
+        "found.setdefault(order[start], []).append(g)",
+        "pass",
+        GRAPH,
+    ),
+    Mutant(
+        "schedules in another order are taken for the same",
+        "graph/_agree.py",
+        "[n.name for n in graph.nodes if is_collective(n)]",
+        "[]",
+        GRAPH,
+    ),
     Mutant(
         "updates wait for the end",
         "graph/passes/_schedule.py",
@@ -431,6 +453,10 @@ MUTANTS = [
         "dist.isend(sends[source]",
         ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
     ),
+    Mutant(
+        "messages have the tags of a user's", "_direct.py", "FIRST_TAG, TAGS = 1 << 20", "FIRST_TAG, TAGS = 0", GLOO
+    ),
+    Mutant("every reduction is a sum", "_direct.py", 'op != "sum" or not _applies', "not _applies", GLOO),
     Mutant("a wait for two messages", "_direct.py", "while sent.works:", "for _ in range(2):", GLOO),
     Mutant(
         "parts are not summed",

@@ -1,5 +1,7 @@
 import json
 import pathlib
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -37,6 +39,36 @@ def test_calls_are_those_of_one_step():
     calls = {c.name: c.calls for c in found.operations}
     assert (calls["aten::mm"], calls["aten::cat"], calls["aten::sin"]) == (2, 1, 1)
     assert "aten::clone" not in calls  # the copies of the arguments are not the step's
+
+
+def test_what_a_user_marks_is_no_operation():
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("mine"):
+            time.sleep(0.01)
+            return x.sin()
+
+    found = fzero.profile(step, torch.ones(3), steps=2)
+    mine = next(c for c in found.operations if c.name == "mine")
+    assert mine.kind == "Python" and mine.seconds >= 0.01
+    assert found.kinds[-1].seconds >= 0.01 > found.kinds[0].seconds
+
+
+def test_only_the_threads_of_the_steps_count():
+    """Two threads at once would make a step longer than it is."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            torch.ones(64, 64).cos()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        found = fzero.profile(lambda x: [x.sin() for _ in range(200)], torch.ones(3), steps=2)
+    finally:
+        stop.set()
+        thread.join()
+    assert {c.name for c in found.operations} == {"aten::sin"}
 
 
 def test_donated_arguments_stay_the_callers():

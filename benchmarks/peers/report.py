@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["check_losses", "verdicts", "write"]
 RESULTS = Path(__file__).parents[1] / "results"
 COLORS = {"fzero": "tab:blue", "DDP": "tab:gray", "ZeroRedundancyOptimizer": "tab:olive"}
 COLORS |= {"FSDP2": "tab:orange", "DeepSpeed": "tab:red"}
+MARKERS = defaultdict(lambda: "o", fx="s", eager="D", compile="^")
 ABOUT = {
     name: f"{name} is a GPT of width {c.width}, {c.layers} layers, and {c.batch} x {c.context} tokens a rank and "
     "micro-batch, in float32."
@@ -160,15 +162,18 @@ def picture(rows: list[Row], path: Path) -> None:
     for i, group in enumerate(panels):
         axes = figure.add_subplot(down, columns, i + 1)
         for row in group.rows:
-            marker = {"eager": "x", "fx": "+"}.get(row.variant, "o")
-            axes.plot(row.peak / 1e6, row.median * 1e3, marker, color=COLORS[row.system], markersize=6)
-            label = f"{row.stage}" + ("c" if row.variant.endswith("-compile") else "")
-            axes.annotate(label, (row.peak / 1e6, row.median * 1e3), xytext=(4, 3), textcoords="offset points", size=7)
+            at = row.peak / 1e6, row.median * 1e3
+            marker = MARKERS["compile" if row.variant.endswith("-compile") else row.variant]
+            axes.plot(*at, marker, color=COLORS[row.system], markersize=10, markeredgecolor="white")
+            axes.annotate(str(row.stage), at, size=7, color="white", ha="center", va="center_baseline")
         axes.set(title=group.name, xlabel="peak of a rank, MB", ylabel="ms a step", xlim=(0, None), ylim=(0, None))
     for name, color in COLORS.items():
         figure.axes[0].plot([], [], "o", color=color, label=name)
     figure.axes[0].legend(fontsize=7)
-    figure.suptitle("One dot a row, labelled by its stage. fzero: o Inductor, + fx, x eager. c: with torch.compile")
+    figure.suptitle(
+        "One dot a row, with its stage in it. fzero: circle Inductor, square fx, diamond eager. "
+        "Triangle: a peer with torch.compile"
+    )
     figure.savefig(path, dpi=110)
 
 

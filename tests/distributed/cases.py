@@ -77,6 +77,35 @@ def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
 
 
 @case
+def messages_are_not_taken_for_a_users(mesh: fzero.Mesh) -> None:
+    """A user who waits for a message of a small tag gets it, though our collectives run before it is sent."""
+    n, rank = mesh.size, mesh.rank
+    process_group: Any = torch.distributed.new_group(list(range(n)))  # its exchanges are numbered from 0
+    ahead, behind = (rank + 1) % n, (rank - 1) % n
+    received = [torch.zeros(3) for _ in range(4)]
+    works = [torch.distributed.irecv(x, behind, process_group, tag) for tag, x in enumerate(received)]
+    for i in range(4):
+        mine = torch.full((3,), float(10 * i + rank))
+        gathered = _direct.wait(_direct.all_gather(mine, n, process_group.group_name))
+        assert torch.equal(gathered, 10 * i + torch.arange(n).repeat_interleave(3)), gathered
+    sent = [
+        torch.distributed.isend(torch.full((3,), 100.0 * rank + tag), ahead, process_group, tag) for tag in range(4)
+    ]
+    for work in [*works, *sent]:
+        work.wait()
+    assert all(torch.equal(x, torch.full((3,), 100.0 * behind + tag)) for tag, x in enumerate(received)), received
+
+
+@case
+def reductions_other_than_sums_are_torchs(mesh: fzero.Mesh) -> None:
+    """Only sums are messages: the greatest of each element is not the sum."""
+    n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
+    x = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(0))
+    got = _direct.wait(_direct.reduce_scatter(x[mesh.rank], "max", n, group))
+    assert torch.equal(got, x.amax(0).chunk(n)[mesh.rank])
+
+
+@case
 def a_unit_arrives_in_its_leaves(mesh: fzero.Mesh) -> None:
     """Leaves that end within a rank's part, an empty one, one without dimensions, a gap; as messages, and without."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
