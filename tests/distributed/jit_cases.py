@@ -12,6 +12,7 @@ import torch
 
 import fzero
 from fzero import _torch, optim, tree
+from fzero.graph import _jit
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -93,6 +94,23 @@ def ranks_whose_peaks_differ_agree_on_a_schedule(mesh: fzero.Mesh) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the smallest budget may not suffice
             jitted(*jitted.init(params, OPT), mesh.local(x))
+
+
+@case
+def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.Mesh) -> None:
+    step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
+    jitted = fzero.jit(step, backend="fx")
+    params, state = jitted.init(mlp_params(), OPT)
+    original = _jit.order
+    _jit.order = lambda graph: original(graph) + str(mesh.rank)
+    try:
+        jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
+        raise AssertionError("accepted")
+    except RuntimeError as error:
+        assert "in another order on each rank" in str(error), error
+    finally:
+        _jit.order = original
+    jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 
 @case

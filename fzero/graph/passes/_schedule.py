@@ -46,8 +46,8 @@ def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float =
     Args:
         graph: a flat graph, donation done.
         prefetch: how many gathers of parameters start ahead of the one that is waited for.
-        limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
         in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
+        limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
 
     Returns:
         The same nodes in another order, which depends on the graph alone: ranks with the same graph agree on it.
@@ -250,8 +250,8 @@ def _bases(node: Node) -> set[Node]:
 
 
 def _ahead(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
-    """Map the wait of each gather to those that start before it."""
-    return {min(g.users, key=str): gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)}
+    """Map the first use of each gather, its wait, to those that start before it."""
+    return {min(g.users, key=str, default=g): gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)}
 
 
 def _where_it_fits(
