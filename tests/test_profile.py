@@ -1,7 +1,6 @@
 import json
 import pathlib
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -44,13 +43,12 @@ def test_calls_are_those_of_one_step():
 def test_what_a_user_marks_is_no_operation():
     def step(x: torch.Tensor) -> torch.Tensor:
         with torch.profiler.record_function("mine"):
-            time.sleep(0.01)
             return x.sin()
 
     found = fzero.profile(step, torch.ones(3), steps=2)
     mine = next(c for c in found.operations if c.name == "mine")
-    assert mine.kind == "Python" and mine.seconds >= 0.01
-    assert found.kinds[-1].seconds >= 0.01 > found.kinds[0].seconds
+    assert mine.kind == "Python" and found.kinds[-1].seconds >= mine.seconds > 0
+    assert found.kinds[0].calls == 1  # the sine
 
 
 def test_only_the_threads_of_the_steps_count():

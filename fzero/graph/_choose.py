@@ -59,8 +59,7 @@ def candidates(
     kept = {again: recompute(graph) if again else graph for again in _options(knobs.recompute, [False, True])}
     if len(kept) > 1 and len(kept[True].nodes) == len(graph.nodes):
         del kept[True]  # there is nothing to compute again
-    least = {"prefetch": 0 if knobs.prefetch in ("auto", FITTING) else knobs.prefetch}
-    least["in_flight"] = 0 if knobs.in_flight == "auto" else knobs.in_flight
+    least, *more = _ways(knobs, any(is_reduction(n) for n in graph.nodes))
     found: list[tuple[Graph, Candidate]] = []
     for again, reuse in itertools.product(kept, reuses):
         gathered = regather(kept[again], reuse)
@@ -73,12 +72,15 @@ def candidates(
     # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
     room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(room, _limit(first, knobs.memory_budget))
-    reduces = any(is_reduction(n) for n in graph.nodes)
-    ahead = [least["prefetch"], *([FITTING] if knobs.prefetch in ("auto", FITTING) else [])]
-    flying = [least["in_flight"], *([1] if knobs.in_flight == "auto" and reduces else [])]
-    more = [{"prefetch": k, "in_flight": j} for k, j in itertools.product(ahead, flying)][1:]
     later = [_candidate(g, {**c.settings, **m}, room) for g, c in found for m in more if c.peak_bytes <= limit]
     return [c for c in first + later if knobs.prefetch in ("auto", c.settings["prefetch"])] or first
+
+
+def _ways(knobs: Knobs, reduces: bool) -> list[dict[str, Any]]:
+    """List how collectives may run beside work: first as what "fitting" is measured by, which takes least memory."""
+    ahead = [0, FITTING] if knobs.prefetch in ("auto", FITTING) else [knobs.prefetch]
+    flying = _options(knobs.in_flight, [0, 1] if reduces else [0])
+    return [{"prefetch": k, "in_flight": j} for k, j in itertools.product(ahead, flying)]
 
 
 def _candidate(graph: Graph, settings: dict[str, Any], room: float = math.inf) -> Candidate:

@@ -50,7 +50,7 @@ def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float =
         limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
 
     Returns:
-        The same nodes in another order, which depends on the graph alone: ranks with the same graph agree on it.
+        The same nodes in another order, that depends on the arguments alone: ranks with the same graph and limit agree.
     """
     late, early = _late_and_early(graph)
     gathers = parameter_gathers(graph)
