@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 benchmarks/eager_peak.py
 
 By the allocator's events, in units: one unit is a block's parameters. gloo frees its buffers late, more so when cores
-are short, so the least of several runs is taken; tests/test_memory.py has the exact figures of simulated ranks.
+are short, so the least of several runs is taken; tests/transforms/test_memory.py has the figures of simulated ranks.
 """
 
 import pathlib

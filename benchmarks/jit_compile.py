@@ -53,7 +53,9 @@ def lowering(layers: int, stage: int) -> dict[str, Any]:
     """Compile one rank's step of a world of two that need not be at hand, without running it."""
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
-    from fzero.graph import _lower, _signature, _world
+    from fzero.graph import _absent as _world
+    from fzero.graph.run import _lower
+    from fzero.graph.trace import _signature
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
     elsewhere = step.on(fzero.Mesh((("dp", 2),), _world._Absent()))

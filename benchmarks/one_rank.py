@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 import fzero
 from fzero import Shard, tree
 from fzero.graph import _agree
-from fzero.layout import is_box
+from fzero.layout.boxes import is_box
 
 __all__ = ["alone", "state_of"]
 

@@ -1,34 +1,35 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
 from fzero import nn, optim, random, transforms, tree
-from fzero._batch_plan import BatchPlan, batch_plan
 from fzero._donated import DonatedError
 from fzero._profile import Profile, profile
-from fzero._record import Log, record
-from fzero.collectives import all_gather, pmean, psum, psum_scatter
-from fzero.exchange import all_to_all, broadcast, ppermute
-from fzero.graph import Jitted, Plan, jit, plan
-from fzero.invariant import all_gather_invariant, psum_invariant, pvary
-from fzero.layout import PerRank, Shard, Slot
-from fzero.lockstep import DivergedError
-from fzero.mesh import Mesh, mesh
+from fzero.axes.lockstep import DivergedError
+from fzero.axes.replicated import assume_replicated
+from fzero.axes.scope import axis_index, axis_names, axis_size
+from fzero.collectives._record import Log, record
+from fzero.collectives.exchange import all_to_all, broadcast, ppermute
+from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.collectives.sums import all_gather, pmean, psum, psum_scatter
+from fzero.graph._absent import plan
+from fzero.graph._jit import Jitted, jit
+from fzero.graph.plan._plan import Plan
+from fzero.layout.boxes import PerRank, Shard, Slot
+from fzero.layout.spec import Spec, Split
+from fzero.layout.units import default_units
 from fzero.precision import Precision
-from fzero.replicated import assume_replicated
-from fzero.spec import Spec, Split
+from fzero.ranks._batch_plan import BatchPlan, batch_plan
+from fzero.ranks.mesh import Mesh, mesh
+from fzero.stages._shard import shard
+from fzero.stages._sharded_step import Layout, ShardedStep
 from fzero.transforms import (
-    Layout,
-    ShardedStep,
     gather,
     partition,
     reduce_scatter,
     remat,
     scaled_value_and_grad,
-    shard,
     step,
     value_and_grad,
 )
-from fzero.units import default_units
-from fzero.world import axis_index, axis_names, axis_size
 
 __all__ = [
     "BatchPlan",

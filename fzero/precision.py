@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import Shard, Slot, is_box
-from fzero.spec import fact
+from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.spec import fact
 
 __all__ = ["Precision"]
 

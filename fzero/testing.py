@@ -10,10 +10,11 @@ import torch
 from hypothesis import strategies as st
 
 from fzero import optim, tree
-from fzero.layout import PerRank
-from fzero.mesh import Mesh
-from fzero.mesh import mesh as make_mesh
-from fzero.transforms import gather, partition, shard
+from fzero.layout.boxes import PerRank
+from fzero.ranks.mesh import Mesh
+from fzero.ranks.mesh import mesh as make_mesh
+from fzero.stages._shard import shard
+from fzero.transforms import gather, partition
 
 __all__ = [
     "assert_equivalent",

@@ -149,7 +149,7 @@ def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = No
 
 
 def is_box(x: Any) -> bool:
-    """Tell whether a node is one of fzero's boxes (`fzero.layout`), which is shown and compared whole."""
+    """Tell whether a node is one of fzero's boxes (`fzero.layout.boxes`), which is shown and compared whole."""
     return getattr(type(x), "is_box", False) is True
 
 

@@ -18,18 +18,18 @@ from rich.table import Table
 ROOT = pathlib.Path(__file__).parents[1]
 GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
-P, L = ("tests/test_optim_pairs.py",), ("tests/test_optim_laws.py",)
-AXES = ("tests/laws/test_axes.py",)
+P, L = ("tests/optim/test_optim_pairs.py",), ("tests/optim/test_optim_laws.py",)
+AXES = ("tests/stages/test_axes.py",)
 HALF = ("tests/test_precision.py",)
-STEP = ("tests/test_lockstep.py",)
-RANDOM = ("tests/test_random.py",)
-REMAT = ("tests/test_remat.py",)
+STEP = ("tests/axes/test_lockstep.py",)
+RANDOM = ("tests/random/test_random.py",)
+REMAT = ("tests/transforms/test_remat.py",)
 LAWS = (  # the quickest first
-    "tests/laws/test_layout.py",
-    "tests/laws/test_equivalence.py",
-    "tests/laws/test_collectives.py",
-    "tests/test_programs.py",
-    "tests/test_record.py",
+    "tests/layout/test_layout.py",
+    "tests/stages/test_equivalence.py",
+    "tests/collectives/test_collectives.py",
+    "tests/stages/test_programs.py",
+    "tests/collectives/test_record.py",
 )
 
 
@@ -45,21 +45,33 @@ class Mutant(NamedTuple):
 
 GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
 MUTANTS = [
-    Mutant("drop the padding", "spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
-    Mutant("sum for mean", "transforms/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
-    Mutant("mean over ranks only", "transforms/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
-    Mutant("scale a sum", "transforms/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
-    Mutant("no version check", "transforms/_value_and_grad.py", "if versions != ", "if False and versions != "),
+    Mutant("drop the padding", "layout/spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
+    Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
+    Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
+    Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
+    Mutant(
+        "no version check", "transforms/gradients/_value_and_grad.py", "if versions != ", "if False and versions != "
+    ),
     Mutant(
         "keywords stay boxed",
-        "transforms/_value_and_grad.py",
+        "transforms/gradients/_value_and_grad.py",
         "kwargs = gathered(kwargs) if gather else kwargs",
         "pass",
     ),
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
-    Mutant("half-precision sums", "collectives.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
-    Mutant("reduce only the last micro-batch", "transforms/_accumulate.py", "= xs[i] + ys[i], None", "= ys[i], None"),
-    Mutant("first micro-batch each time", "transforms/_accumulate.py", "x.narrow(0, j * m, m)", "x.narrow(0, 0, m)"),
+    Mutant("half-precision sums", "collectives/sums.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
+    Mutant(
+        "reduce only the last micro-batch",
+        "transforms/gradients/_accumulate.py",
+        "= xs[i] + ys[i], None",
+        "= ys[i], None",
+    ),
+    Mutant(
+        "first micro-batch each time",
+        "transforms/gradients/_accumulate.py",
+        "x.narrow(0, j * m, m)",
+        "x.narrow(0, 0, m)",
+    ),
     Mutant(
         "shift the rank in the simulation",
         "transforms/_partition.py",
@@ -88,44 +100,60 @@ MUTANTS = [
     ),
     Mutant(
         "origin that outlives a change",
-        "layout.py",
+        "layout/boxes.py",
         "Shard(children[0], uid)",
         "Shard(children[0], uid, _LAST.get(uid))",
     ),
     Mutant(
         "skip the psum in the norm",
-        "segments.py",
+        "layout/segments.py",
         "[psum(square, axes) for axes, square in",
         "[square for axes, square in",
     ),
     Mutant(
-        "count the padding in the norm", "segments.py", "position < numel, box.data", "position < numel + 9, box.data"
+        "count the padding in the norm",
+        "layout/segments.py",
+        "position < numel, box.data",
+        "position < numel + 9, box.data",
     ),
-    Mutant("count a tied leaf twice", "segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "units.py", "or tree.identity(leaf) in seen", "or False"),
-    Mutant("skip the all_reduce of stage 0", "transforms/_all_reduce.py", "x.sum(0, dtype=flat", "x[0].to(dtype=flat"),
-    Mutant("forget leaves that no rule names", "transforms/_opened.py", 'rest="replicated"', "rest=None"),
-    Mutant("an inner vmap is the axis", "linear_maps.py", "if in_dims[0] is None:", "if False:"),
-    Mutant("a user's vmap shifts no dimension", "collectives.py", "(params[0] + 1,)", "params"),
-    Mutant("an axis leaks", "world.py", "_SCOPES.stack.pop()", "pass"),
-    Mutant("results need no check", "replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
+    Mutant("count a tied leaf twice", "layout/segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
+    Mutant("untie a leaf", "layout/units.py", "or tree.identity(leaf) in seen", "or False"),
+    Mutant(
+        "skip the all_reduce of stage 0",
+        "transforms/gradients/_all_reduce.py",
+        "x.sum(0, dtype=flat",
+        "x[0].to(dtype=flat",
+    ),
+    Mutant("forget leaves that no rule names", "transforms/gradients/_opened.py", 'rest="replicated"', "rest=None"),
+    Mutant("an inner vmap is the axis", "collectives/table.py", "if in_dims[0] is None:", "if False:"),
+    Mutant("a user's vmap shifts no dimension", "collectives/sums.py", "(params[0] + 1,)", "params"),
+    Mutant("an axis leaks", "axes/scope.py", "_SCOPES.stack.pop()", "pass"),
+    Mutant("results need no check", "axes/replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
     Mutant(
         "bias correction one step late",
         "optim/_adam.py",
         "state.count + 1",
         "state.count + 2",
-        ("tests/test_optim.py",),
+        ("tests/optim/test_optim.py",),
     ),
-    Mutant("decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/test_optim.py",)),
-    Mutant("late reduction", "_torch.py", "if not is_tracing() and", "if False and", ("tests/test_memory.py",)),
+    Mutant(
+        "decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/optim/test_optim.py",)
+    ),
+    Mutant(
+        "late reduction",
+        "_torch/__init__.py",
+        "if not is_tracing() and",
+        "if False and",
+        ("tests/transforms/test_memory.py",),
+    ),
     Mutant(
         "the loss is not fenced",
-        "transforms/_value_and_grad.py",
+        "transforms/gradients/_value_and_grad.py",
         "(fence([loss], anchor)[0][0] if fenced else loss)",
         "loss",
         ("tests/distributed",),
     ),
-    Mutant("integer means become floats", "collectives.py", "axes, ()) // n).to(leaf.dtype)", "axes, ()) / n)"),
+    Mutant("integer means become floats", "collectives/sums.py", "axes, ()) // n).to(leaf.dtype)", "axes, ()) / n)"),
     # optimizers
     Mutant("padding counts in leaf norms", "optim/_norms.py", ".sum(1)[:-1]", ".sum(1)[1:]", P),
     Mutant(
@@ -166,34 +194,56 @@ MUTANTS = [
     # several axes
     Mutant(
         "copies keep their own gradients",
-        "transforms/_opened.py",
+        "transforms/gradients/_opened.py",
         'copies = [a for a in axes if a.name not in fact(uid, "varies")]',
         "copies: list[Axis] = []",
         AXES,
     ),
     Mutant(
         "experts are averaged",
-        "transforms/_opened.py",
+        "transforms/gradients/_opened.py",
         'a.name not in fact(uid, "varies")]',
         "a.name not in own]",
         AXES,
     ),
-    Mutant("f adds nothing up", "invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
-    Mutant("g adds up twice", "invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
-    Mutant("every part is cut along dimension 0", "units.py", "dim=split[i][name]", "dim=0", AXES),
-    Mutant("axes in the wrong order", "units.py", "for a in rest[::-1]:", "for a in rest:", AXES),
+    Mutant("f adds nothing up", "collectives/invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
+    Mutant("g adds up twice", "collectives/invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
+    Mutant("every part is cut along dimension 0", "layout/units.py", "dim=split[i][name]", "dim=0", AXES),
+    Mutant("axes in the wrong order", "layout/units.py", "for a in rest[::-1]:", "for a in rest:", AXES),
     Mutant(
-        "count the other axis's ranks", "_record.py", "full.get(kind, sent) // meta[4]", "full.get(kind, sent)", AXES
+        "count the other axis's ranks",
+        "collectives/_record.py",
+        "full.get(kind, sent) // meta[4]",
+        "full.get(kind, sent)",
+        AXES,
     ),
-    Mutant("nobody receives from others", "exchange.py", "[xs[0].transpose(0, params[0] + 1)]", "[xs[0]]"),
-    Mutant("the way back is the way there", "exchange.py", "for i in (b, a)]", "for i in (a, b)]"),
-    Mutant("a broadcast's gradient goes to all", "exchange.py", "rank == source, total", "rank >= 0, total"),
+    Mutant("nobody receives from others", "collectives/exchange.py", "[xs[0].transpose(0, params[0] + 1)]", "[xs[0]]"),
+    Mutant("the way back is the way there", "collectives/exchange.py", "for i in (b, a)]", "for i in (a, b)]"),
     Mutant(
-        "what differs is called invariant", "linear_maps.py", "if row.invariant and any(", "if False and any(", AXES
+        "a broadcast's gradient goes to all", "collectives/exchange.py", "rank == source, total", "rank >= 0, total"
+    ),
+    Mutant(
+        "what differs is called invariant",
+        "collectives/table.py",
+        "if row.invariant and any(",
+        "if False and any(",
+        AXES,
     ),
     # half precision
-    Mutant("the scale is not undone", "transforms/_loss_scale.py", "torch.float32)) / factor", "torch.float32))", HALF),
-    Mutant("the loss is scaled as well", "transforms/_loss_scale.py", "return x.clone()", "return x * scale", HALF),
+    Mutant(
+        "the scale is not undone",
+        "transforms/gradients/_loss_scale.py",
+        "torch.float32)) / factor",
+        "torch.float32))",
+        HALF,
+    ),
+    Mutant(
+        "the loss is scaled as well",
+        "transforms/gradients/_loss_scale.py",
+        "return x.clone()",
+        "return x * scale",
+        HALF,
+    ),
     Mutant(
         "the master copy is dropped",
         "optim/_master.py",
@@ -203,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "masters start rounded",
-        "transforms/_sharded_step.py",
+        "stages/_sharded_step.py",
         "wide._init(params, opt)",
         "wide._init(precision.cast(params() if callable(params) else params), opt)",
         HALF,
@@ -228,7 +278,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are rounded before the update",
-        "transforms/_opened.py",
+        "transforms/gradients/_opened.py",
         "Shard(box.data.to(dtype), cast",
         "Shard(box.data, cast",
         HALF,
@@ -240,22 +290,24 @@ MUTANTS = [
         "return x.to(flat.wire_dtype",
         HALF,
     ),
-    Mutant("summed in half precision", "flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
-    Mutant("accumulated in half precision", "transforms/_accumulate.py", "xs[i] = xs[i].to(dtype)", "pass", HALF),
+    Mutant("summed in half precision", "layout/flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
+    Mutant(
+        "accumulated in half precision", "transforms/gradients/_accumulate.py", "xs[i] = xs[i].to(dtype)", "pass", HALF
+    ),
     Mutant(
         "norms are narrowed", "precision.py", "return self.master if self.full", "return self.param if self.full", HALF
     ),
     Mutant(
         "weights of the own rank",
-        "transforms/_returned.py",
+        "transforms/gradients/_returned.py",
         "weight = psum(weights",
         "weight = (lambda x, _: x)(weights",
         HALF,
     ),
-    Mutant("micro-batches weigh alike", "transforms/_returned.py", ".sum(), axis)", ".mean(), axis)", HALF),
+    Mutant("micro-batches weigh alike", "transforms/gradients/_returned.py", ".sum(), axis)", ".mean(), axis)", HALF),
     Mutant(
         "the world for the data-parallel ranks",
-        "_batch_plan.py",
+        "ranks/_batch_plan.py",
         "names = mesh.names(axis)",
         "names = mesh.axis_names",
         HALF,
@@ -263,14 +315,18 @@ MUTANTS = [
     # lockstep
     Mutant(
         "ranks share results",
-        "linear_maps.py",
+        "collectives/table.py",
         "(y if row.replicated else y[r]).clone()",
         "(y if row.replicated else y[r])",
         STEP,
     ),
-    Mutant("results are not compared", "spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP),
-    Mutant("diverging calls meet", "lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP),
-    Mutant("one module for all ranks", "nn.py", "if not in_lockstep():", "if True:", STEP),
+    Mutant(
+        "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
+    ),
+    Mutant(
+        "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
+    ),
+    Mutant("one module for all ranks", "nn/__init__.py", "if not in_lockstep():", "if True:", STEP),
     # graph
     Mutant(
         "prefetch one more",
@@ -363,34 +419,36 @@ MUTANTS = [
     ),
     Mutant(
         "a collective holds nothing",
-        "graph/_liveness.py",
+        "graph/plan/_liveness.py",
         "            held += lent.read_by(start_of(node))",
         "            pass",
         GRAPH,
     ),
-    Mutant("free before use", "graph/_pieces.py", "for s in [*used, *(step", "for s in [*(step", GRAPH),
+    Mutant("free before use", "graph/run/_pieces.py", "for s in [*used, *(step", "for s in [*(step", GRAPH),
     Mutant(
         "random numbers are constants",
-        "_torch.py",
+        "_torch/__init__.py",
         "_compiling(), _mode_of(fakes):",
         "_compiling():",
         JIT,
     ),
     Mutant(
         "one trace for all numbers",
-        "graph/_signature.py",
+        "graph/trace/_signature.py",
         "x.hex() if isinstance(x, float) else x))",
         "None))",
         JIT,
     ),
     Mutant(
         "donate the batch",
-        "transforms/_sharded_step.py",
+        "stages/_sharded_step.py",
         "i in self.params or (i < len(results) and _alike(x, results[i]))",
         "True",
         JIT,
     ),
-    Mutant("micro-batches cut inside", "graph/_pieces.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT),
+    Mutant(
+        "micro-batches cut inside", "graph/run/_pieces.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT
+    ),
     Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
     # random numbers
     Mutant("all ranks draw alike", "random/_seeded.py", "fold_in(key, index)", "fold_in(key, 0)", RANDOM),
@@ -405,42 +463,48 @@ MUTANTS = [
     Mutant("fold_in forgets the data", "random/_keys.py", "else _signed(data))", "else 0)", RANDOM),
     Mutant("all draws have one key", "random/_seeded.py", "self.drawn += 1", "pass", RANDOM),
     Mutant("what draws is not asked", "random/_seeded.py", "if torch.Tag", "if False and torch.Tag", RANDOM),
-    Mutant("remat draws anew", "transforms/_remat_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
+    Mutant("remat draws anew", "transforms/_remat/_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
     Mutant(
         "remat's gradient forgets an input",
-        "transforms/_remat.py",
+        "transforms/_remat/_remat.py",
         "enumerate(ctx.needs_input_grad[skip:]) if needed]",
         "enumerate(ctx.needs_input_grad[skip:]) if needed][:1]",
         REMAT,
     ),
     Mutant(
         "remat drops the origin",
-        "transforms/_remat_block.py",
+        "transforms/_remat/_block.py",
         "None if x.origin is None else tuple([self._number(y) for y in x.origin])",
         "None",
         REMAT,
     ),
     Mutant(
         "remat updates statistics twice",
-        "_module_blocks.py",
+        "nn/_blocks.py",
         "name: buffers[name].clone()",
         "name: buffers[name]",
         REMAT,
     ),
-    Mutant("remat takes all for batched", "transforms/_remat.py", "= [is_mapped_now(y) for y", "= [True for y", REMAT),
-    Mutant("remat forgets autocast", "transforms/_remat_block.py", "with self.casts():", "if True:", REMAT),
-    Mutant("remat misses what is captured", "transforms/_remat_block.py", "(is_foreign(y) or", "(False or", REMAT),
+    Mutant(
+        "remat takes all for batched",
+        "transforms/_remat/_remat.py",
+        "= [is_mapped_now(y) for y",
+        "= [True for y",
+        REMAT,
+    ),
+    Mutant("remat forgets autocast", "transforms/_remat/_block.py", "with self.casts():", "if True:", REMAT),
+    Mutant("remat misses what is captured", "transforms/_remat/_block.py", "(is_foreign(y) or", "(False or", REMAT),
     Mutant(
         "remat keeps what was overwritten",
-        "transforms/_remat_tape.py",
+        "transforms/_remat/_tape.py",
         "self.kept[j] = self.kept[j].clone()",
         "pass",
         REMAT,
     ),
-    Mutant("write into shared memory", "graph/_signature.py", "if start < reach and", "if False and", JIT),
+    Mutant("write into shared memory", "graph/trace/_signature.py", "if start < reach and", "if False and", JIT),
     Mutant(
         "a remat block runs in the first micro-batch",
-        "transforms/_remat_block.py",
+        "transforms/_remat/_block.py",
         "return scope._replace(axes=",
         "return scope._replace(micro_batch=0, axes=",
         REMAT,
@@ -448,19 +512,23 @@ MUTANTS = [
     # messages on gloo, and what runs again
     Mutant(
         "a message is another rank's",
-        "_direct.py",
+        "collectives/gloo.py",
         "dist.isend(sends[to]",
         "dist.isend(sends[source]",
         ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
     ),
     Mutant(
-        "messages have the tags of a user's", "_direct.py", "FIRST_TAG, TAGS = 1 << 20", "FIRST_TAG, TAGS = 0", GLOO
+        "messages have the tags of a user's",
+        "collectives/gloo.py",
+        "FIRST_TAG, TAGS = 1 << 20",
+        "FIRST_TAG, TAGS = 0",
+        GLOO,
     ),
-    Mutant("every reduction is a sum", "_direct.py", 'op != "sum" or not _applies', "not _applies", GLOO),
-    Mutant("a wait for two messages", "_direct.py", "while sent.works:", "for _ in range(2):", GLOO),
+    Mutant("every reduction is a sum", "collectives/gloo.py", 'op != "sum" or not _applies', "not _applies", GLOO),
+    Mutant("a wait for two messages", "collectives/gloo.py", "while sent.works:", "for _ in range(2):", GLOO),
     Mutant(
         "parts are not summed",
-        "_direct.py",
+        "collectives/gloo.py",
         "lambda: _summed(rows, rank)",
         "lambda: rows[0]",
         GLOO,
@@ -474,12 +542,12 @@ MUTANTS = [
     ),
     Mutant(
         "all ranks' parts of a leaf are the own one",
-        "_direct.py",
+        "collectives/gloo.py",
         "at, r * k, r * k + k)",
         "at, rank * k, rank * k + k)",
         GLOO,
     ),
-    Mutant("the own part of a leaf stays old", "_direct.py", "rows[rank].copy_(mine)", "pass", GLOO),
+    Mutant("the own part of a leaf stays old", "collectives/gloo.py", "rows[rank].copy_(mine)", "pass", GLOO),
     Mutant(
         "leaves arrive while the old ones are read",
         "graph/passes/_schedule.py",
@@ -528,7 +596,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sum is written over what is sent",
-        "_direct.py",
+        "collectives/gloo.py",
         "out=rows[0 if rank else 1]",
         "out=rows[rank]",
         GLOO,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero._notice import notice
-from fzero.layout import is_box
+from fzero.layout.boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph
 
-from fzero.graph._cost import seconds
-from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.plan._cost import seconds
+from fzero.graph.plan._liveness import live_bytes, live_ranges
 
 __all__ = ["FITTING", "Candidate", "Knobs", "candidates", "choose"]
 

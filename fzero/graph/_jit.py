@@ -10,15 +10,15 @@ import torch
 from fzero import _torch, tree
 from fzero._donated import empty
 from fzero._notice import notice
+from fzero.axes.lockstep import in_lockstep
 from fzero.graph._agree import agree, order
 from fzero.graph._choose import FITTING, Candidate, Knobs, candidates, choose
-from fzero.graph._lower import BACKENDS, Executable, lower
-from fzero.graph._plan import Plan, plan_of
-from fzero.graph._signature import Call, call_of, changed
-from fzero.graph._trace import Traced, trace
 from fzero.graph.ir import is_input, results
-from fzero.layout import PerRank, Shard, give_up, is_box
-from fzero.lockstep import in_lockstep
+from fzero.graph.plan._plan import Plan, plan_of
+from fzero.graph.run._lower import BACKENDS, Executable, lower
+from fzero.graph.trace._signature import Call, call_of, changed
+from fzero.graph.trace._trace import Traced, trace
+from fzero.layout.boxes import PerRank, Shard, give_up, is_box
 
 __all__ = ["Jitted", "jit"]
 

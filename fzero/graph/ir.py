@@ -16,15 +16,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero import _direct
 from fzero._torch import OpOverload, c10d, storage_id
+from fzero.collectives import gloo
 
 __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
 
 aten: Any = torch.ops.aten
 
 WAIT = c10d.wait_tensor.default
-GATHER_INTO = _direct.all_gather_into  # with a wait for each argument that it writes
+GATHER_INTO = gloo.all_gather_into  # with a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
 REDUCTIONS = (
     c10d.reduce_scatter_tensor.default,

@@ -1,5 +1,6 @@
 """Optimizers as (init, update) pairs."""
 
+from fzero.layout.segments import global_norm
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adagrad import AdagradState, adagrad
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
@@ -27,7 +28,6 @@ from fzero.optim._schedules import (
     warmup_linear,
 )
 from fzero.optim._sgd import SgdState, sgd
-from fzero.segments import global_norm
 
 __all__ = [
     "AdafactorState",

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.layout import Shard, is_box
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.segments import abstract, per_leaf
+from fzero.layout.units import groups
 from fzero.optim._base import Optimizer
 from fzero.optim._factored import column_shape, row_shape, spread, sums_of_squares
 from fzero.optim._hyper import Number, at_least_float32, is_zero, nonnegative, positive
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule, check_rate, rate_at
-from fzero.segments import abstract, per_leaf
-from fzero.units import groups
 
 __all__ = ["AdafactorState", "adafactor"]
 

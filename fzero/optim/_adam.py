@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.layout.segments import per_leaf
 from fzero.optim._base import Optimizer
 from fzero.optim._hyper import Number, at_least_float32, fraction, is_zero, nonnegative
 from fzero.optim._schedules import Schedule, check_rate, rate_at
-from fzero.segments import per_leaf
 
 __all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]
 

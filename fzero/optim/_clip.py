@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.layout.segments import global_norm
 from fzero.optim._base import Optimizer
 from fzero.optim._hyper import Number, at_least_float32, positive
 from fzero.optim._norms import leaf_rms
-from fzero.segments import global_norm
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from fzero import tree
+from fzero.layout.segments import per_leaf
 from fzero.optim._base import Optimizer
 from fzero.optim._hyper import Number, is_zero, nonnegative
-from fzero.segments import per_leaf
 
 __all__ = ["add_decayed_weights"]
 

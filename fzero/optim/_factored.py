@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.collectives import psum
-from fzero.layout import Shard
+from fzero.collectives.sums import psum
+from fzero.layout.boxes import Shard
+from fzero.layout.segments import segment_ids
+from fzero.layout.spec import fact, unit_index
+from fzero.layout.units import groups
 from fzero.optim._hyper import at_least_float32
-from fzero.segments import segment_ids
-from fzero.spec import fact, unit_index
-from fzero.units import groups
 
 __all__ = ["Sums", "column_shape", "row_shape", "spread", "sums_of_squares"]
 

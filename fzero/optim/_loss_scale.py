@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.collectives import psum
-from fzero.layout import Shard, is_box
+from fzero.collectives.sums import psum
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.segments import without_padding
 from fzero.optim._base import Optimizer, around, find_state
 from fzero.optim._hyper import positive
-from fzero.segments import without_padding
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
 

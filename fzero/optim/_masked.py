@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.layout.segments import per_leaf
 from fzero.optim._base import Optimizer, around
-from fzero.segments import per_leaf
 
 __all__ = ["masked"]
 

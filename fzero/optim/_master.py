@@ -7,10 +7,10 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.layout import Shard, Slot, is_box
+from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.spec import fact
 from fzero.optim._base import Optimizer, apply_updates, around, find_state
 from fzero.precision import Precision
-from fzero.spec import fact
 
 __all__ = ["MasterState", "master_params", "master_weights"]
 

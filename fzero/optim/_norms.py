@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.collectives import psum
-from fzero.layout import Shard, is_box
+from fzero.collectives.sums import psum
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.segments import segment_ids
+from fzero.layout.spec import fact
 from fzero.optim._hyper import at_least_float32
-from fzero.segments import segment_ids
-from fzero.spec import fact
 
 __all__ = ["leaf_norms", "leaf_rms"]
 

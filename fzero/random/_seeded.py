@@ -8,10 +8,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero._torch import TorchDispatchMode
-from fzero._torch_levels import vmaps
+from fzero._torch.levels import vmaps
+from fzero.axes.scope import axis_index, axis_names, data_axes, micro_batch
 from fzero.random._keys import check_key, fold_in
 from fzero.random._replaced import BODIES, DRAWS
-from fzero.world import axis_index, axis_names, data_axes, micro_batch
 
 __all__ = ["draw_from", "next_key", "seeded"]
 

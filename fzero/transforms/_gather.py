@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from fzero import flat, tree
+from fzero import tree
 from fzero._torch import allow_in_graph, raise_priority
-from fzero.collectives import all_gather, group_all_gather
-from fzero.layout import Shard, Slot, is_box
-from fzero.linear_maps import Meta, Params, Row, add_row
-from fzero.spec import fact, on_mesh, spec_of, unit_axes
-from fzero.units import apply_over, groups
-from fzero.world import Axis, axis_names, joint
+from fzero.axes.scope import Axis, axis_names, joint
+from fzero.collectives.sums import all_gather, group_all_gather
+from fzero.collectives.table import Meta, Params, Row, add_row
+from fzero.layout import flat
+from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.spec import fact, on_mesh, spec_of, unit_axes
+from fzero.layout.units import apply_over, groups
 
 __all__ = ["gather"]
 

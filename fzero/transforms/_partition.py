@@ -5,15 +5,26 @@ from typing import Any
 
 import torch
 
-from fzero import flat, tree
-from fzero.layout import Shard, Slot, is_box
-from fzero.linear_maps import Row, add_row
-from fzero.spec import fact, on_mesh, spec_of
-from fzero.transforms._checks import check_plain
-from fzero.units import apply_to_unit, cut, groups, wanted_axes
-from fzero.world import Axis, AxisName, OverRule, Rules, SplitRule, UnitRule, axis_names, bound, resolve, rules_in_scope
+from fzero import tree
+from fzero.axes.scope import (
+    Axis,
+    AxisName,
+    OverRule,
+    Rules,
+    SplitRule,
+    UnitRule,
+    axis_names,
+    bound,
+    resolve,
+    rules_in_scope,
+)
+from fzero.collectives.table import Row, add_row
+from fzero.layout import flat
+from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.spec import fact, on_mesh, spec_of
+from fzero.layout.units import apply_to_unit, cut, groups, wanted_axes
 
-__all__ = ["partition"]
+__all__ = ["check_plain", "partition", "rule_of"]
 
 
 def _split(buffer: torch.Tensor, n: int, dim: int) -> torch.Tensor:
@@ -141,3 +152,16 @@ def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduce: str) -> An
         (data,) = apply_to_unit("partition", cut_uid, leaves)
         entries[members[0][0]] = Shard(data, cut_uid, origin=tuple(leaves))
     return tree.unflatten(structure, entries)
+
+
+def check_plain(params: Any) -> None:
+    """Check that parameters that are to be cut are not; parts of split leaves may be."""
+    for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
+        if is_box(x):
+            if isinstance(x, Shard | Slot) and not fact(x.uid, "axes"):
+                continue
+            raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+        if isinstance(x, torch.nn.Module):
+            raise TypeError("params is a module: pass fzero.nn.functional(module).params, a tree of its parameters")
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"params leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")

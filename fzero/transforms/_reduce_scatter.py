@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
-from fzero import flat, tree
-from fzero.collectives import group_psum_scatter, psum
-from fzero.layout import Shard, is_box
-from fzero.linear_maps import Meta, Params, Row, add_row
-from fzero.spec import spec_of
-from fzero.units import apply_to_unit, groups
+from fzero import tree
+from fzero.collectives.sums import group_psum_scatter, psum
+from fzero.collectives.table import Meta, Params, Row, add_row
+from fzero.layout import flat
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.spec import spec_of
+from fzero.layout.units import apply_to_unit, groups
 
 __all__ = ["reduce_scatter"]
 

@@ -7,12 +7,12 @@ import torch
 
 import fzero
 from fzero import PerRank, Shard, optim, tree
-from fzero.layout import is_box
+from fzero.layout.boxes import is_box
 from fzero.testing import assert_trees_close
+from tests.collectives.test_collectives import stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import train_step_for
-from tests.laws.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_params
-from tests.laws.test_collectives import stacked
+from tests.stages.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_params
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these

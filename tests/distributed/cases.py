@@ -10,13 +10,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero import PerRank, Shard, _direct, optim, tree
-from fzero.layout import is_box
+from fzero import PerRank, Shard, optim, tree
+from fzero.collectives import gloo
+from fzero.layout.boxes import is_box
 from fzero.testing import assert_trees_close
+from tests.collectives.test_collectives import COLLECTIVES, stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.laws.test_collectives import COLLECTIVES, stacked
-from tests.test_random import BATCH, PARAMS, keyed_step, made_by, masks
+from tests.random.test_random import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
@@ -62,18 +63,16 @@ def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
         g = torch.Generator().manual_seed(0)
         data = [(10 * torch.randn(n, n * m, 3, generator=g)).to(dtype) for m in (1, 5, 2000)]
         before = [x.clone() for x in data]
-        sums = [_direct.reduce_scatter(x[mesh.rank], "sum", n, group) for x in data]
-        gathers = [_direct.all_gather(x[mesh.rank], n, group) for x in data]
+        sums = [gloo.reduce_scatter(x[mesh.rank], "sum", n, group) for x in data]
+        gathers = [gloo.all_gather(x[mesh.rank], n, group) for x in data]
         for x, scattered, gathered in reversed(list(zip(data, sums, gathers, strict=True))):
             for _ in range(2):
-                assert torch.equal(_direct.wait(gathered), x.flatten(0, 1))
-            assert torch.equal(_direct.wait(scattered), x.sum(0, dtype=dtype).chunk(n)[mesh.rank])
+                assert torch.equal(gloo.wait(gathered), x.flatten(0, 1))
+            assert torch.equal(gloo.wait(scattered), x.sum(0, dtype=dtype).chunk(n)[mesh.rank])
         assert all(torch.equal(x, y) for x, y in zip(data, before, strict=True))  # what was sent is as it was
     z = torch.randn(n * n, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(_direct.wait(_direct.all_gather(z.conj(), n, group))[: len(z)], z.conj())
-    assert torch.allclose(
-        _direct.wait(_direct.reduce_scatter(z.conj(), "sum", n, group)), n * z.conj().chunk(n)[mesh.rank]
-    )
+    assert torch.equal(gloo.wait(gloo.all_gather(z.conj(), n, group))[: len(z)], z.conj())
+    assert torch.allclose(gloo.wait(gloo.reduce_scatter(z.conj(), "sum", n, group)), n * z.conj().chunk(n)[mesh.rank])
 
 
 @case
@@ -86,7 +85,7 @@ def messages_are_not_taken_for_a_users(mesh: fzero.Mesh) -> None:
     works = [torch.distributed.irecv(x, behind, process_group, tag) for tag, x in enumerate(received)]
     for i in range(4):
         mine = torch.full((3,), float(10 * i + rank))
-        gathered = _direct.wait(_direct.all_gather(mine, n, process_group.group_name))
+        gathered = gloo.wait(gloo.all_gather(mine, n, process_group.group_name))
         assert torch.equal(gathered, 10 * i + torch.arange(n).repeat_interleave(3)), gathered
     sent = [
         torch.distributed.isend(torch.full((3,), 100.0 * rank + tag), ahead, process_group, tag) for tag in range(4)
@@ -101,7 +100,7 @@ def reductions_other_than_sums_are_torchs(mesh: fzero.Mesh) -> None:
     """Only sums are messages: the greatest of each element is not the sum."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
     x = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(0))
-    got = _direct.wait(_direct.reduce_scatter(x[mesh.rank], "max", n, group))
+    got = gloo.wait(gloo.reduce_scatter(x[mesh.rank], "max", n, group))
     assert torch.equal(got, x.amax(0).chunk(n)[mesh.rank])
 
 
@@ -109,20 +108,20 @@ def reductions_other_than_sums_are_torchs(mesh: fzero.Mesh) -> None:
 def a_unit_arrives_in_its_leaves(mesh: fzero.Mesh) -> None:
     """Leaves that end within a rank's part, an empty one, one without dimensions, a gap; as messages, and without."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
-    applies = _direct._applies
+    applies = gloo._applies
     for dtype, messages in itertools.product((torch.float32, torch.bfloat16, torch.int64), (True, False)):
         for k in (1, 2, 7, 1000):
             data = (torch.arange(n * k) * 10).to(dtype)
             shapes = [(k // 2,), (0, 3), (), (1, max(n * k - k // 2 - 3, 0))]
             offsets = [0, k // 2, min(k // 2, n * k - 1), min(k // 2 + 2, n * k)]
             leaves = [torch.full(shape, -1, dtype=dtype) for shape in shapes]
-            _direct._applies = applies if messages else lambda x, group: False
+            gloo._applies = applies if messages else lambda x, group: False
             try:
-                started = _direct.all_gather_into(data.chunk(n)[mesh.rank], n, group, leaves, offsets)
+                started = gloo.all_gather_into(data.chunk(n)[mesh.rank], n, group, leaves, offsets)
             finally:
-                _direct._applies = applies
+                gloo._applies = applies
             for i in reversed(range(len(leaves))):
-                assert _direct.wait(started[i]) is leaves[i]
+                assert gloo.wait(started[i]) is leaves[i]
                 expected = data[offsets[i] :][: leaves[i].numel()].view(shapes[i])
                 assert torch.equal(leaves[i], expected), (k, i, leaves[i], expected)
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._pieces import Segment, pieces
-from fzero.graph._signature import call_of
+from fzero.graph.run._pieces import Segment, pieces
+from fzero.graph.trace._signature import call_of
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.laws.test_equivalence import loss_of_tree
+from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

@@ -12,15 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-import fzero.graph._lower as lowering
+import fzero.graph.run._lower as lowering
 from fzero import _torch
 from fzero._torch import c10d
 from fzero.graph._agree import order
 from fzero.graph._choose import peak_bytes
-from fzero.graph._liveness import live_bytes, live_ranges
-from fzero.graph._lower import lower
-from fzero.graph._pieces import Call, Program, Segment, pieces
-from fzero.graph._trace import trace
 from fzero.graph._wire import elements, full_bytes, wire
 from fzero.graph.ir import (
     COPY,
@@ -43,6 +39,10 @@ from fzero.graph.ir import (
 )
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import family, parameter_gathers
+from fzero.graph.plan._liveness import live_bytes, live_ranges
+from fzero.graph.run._lower import lower
+from fzero.graph.run._pieces import Call, Program, Segment, pieces
+from fzero.graph.trace._trace import trace
 from tests.graph import graphs
 from tests.graph.graphs import (
     Chain,

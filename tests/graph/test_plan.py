@@ -13,8 +13,8 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.laws.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 from tests.memory import peak_bytes
+from tests.stages.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 ADAMW = optim.adamw(1e-3)

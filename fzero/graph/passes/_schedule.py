@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Graph, Node
 
-from fzero.graph._liveness import live_bytes, live_ranges
 from fzero.graph.ir import (
     COPY,
     FACTORIES,
@@ -30,6 +29,7 @@ from fzero.graph.ir import (
     values_of_args,
 )
 from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.plan._liveness import live_bytes, live_ranges
 
 __all__ = ["schedule"]
 

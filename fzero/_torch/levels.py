@@ -1,0 +1,50 @@
+"""Private torch APIs about the levels of torch.func: which transforms run, and which tensors they track.
+
+All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+"""
+
+import torch
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+__all__ = ["is_differentiated", "is_foreign", "is_mapped_now", "is_wrapped", "maps_now", "vmaps"]
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Tell whether a transform of torch.func tracks a tensor."""
+    return functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) > 0
+
+
+def is_mapped_now(x: torch.Tensor) -> bool:
+    """Tell whether a tensor is batched by the innermost transform that runs now, a vmap."""
+    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
+
+
+def is_differentiated(x: torch.Tensor) -> bool:
+    """Tell whether a tensor requires grad, by itself or in a transform that tracks it."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def is_foreign(x: torch.Tensor) -> bool:
+    """Tell whether a transform tracks a tensor that does not run now, so that it was captured from outside."""
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return False
+    level, stack = functorch.maybe_get_level(x), functorch.get_interpreter_stack() or []
+    if level < 1:  # its transform has ended
+        return False
+    kind = next((i.key() for i in stack if i.level() == level), None)
+    return kind is None or (kind == functorch.TransformType.Vmap) != functorch.is_batchedtensor(x)
+
+
+def maps_now(token: torch.Tensor) -> bool:
+    """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
+    return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
+
+
+def vmaps() -> list[str]:
+    """List the randomness of each vmap that code runs under: Same, Different or Error."""
+    kinds = [c for c in functorch.get_interpreter_stack() or () if c.key() == functorch.TransformType.Vmap]
+    return [functorch.CVmapInterpreterPtr(c).randomness().name for c in kinds]

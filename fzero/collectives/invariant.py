@@ -1,0 +1,198 @@
+"""Collectives of values that are known to be equal on all ranks: what tensor parallelism is made of.
+
+The transposes in `collectives/sums.py` are those of the joint map, in which each rank's copy of a replicated value is
+an input of its own. Where ranks compute one loss together, each from its part of the weights, a replicated value is
+one value: the transpose of using it on every rank is the sum (`pvary`, Megatron's f), and the transpose of the sum of
+partial results is using it (`psum_invariant`, Megatron's g; arXiv:1909.08053). With the first family the gradients
+would come out n times too large. JAX's `shard_map(check_vma=True)` tells the two by type; here they have names, and a
+simulation checks that what should be equal on all ranks is.
+"""
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.axes.scope import AxisName, joint, resolve
+from fzero.collectives.sums import dimension, group_all_gather, group_psum, number, over, tensor
+from fzero.collectives.table import Meta, Params, Row, Tensors, add_row
+
+__all__ = ["all_gather_invariant", "own_part", "psum_invariant", "pvary"]
+
+
+def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """View `[.., n k, ..]` as `[n, .., k, ..]`."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def _diagonal(n: int, params: Params, xs: Tensors) -> Tensors:
+    return [torch.diagonal(_parts(xs[0], n, params[0] + 1), 0, 0, 1).movedim(-1, 0)]
+
+
+def _own(meta: Meta, params: Params, xs: Tensors) -> Tensors:
+    k = xs[0].shape[params[0]] // meta[2]
+    return [xs[0].narrow(params[0], meta[3] * k, k).clone()]
+
+
+def _pad(meta: Meta, params: Params, xs: Tensors) -> Tensors:
+    (x,), (dim,), n, rank = xs, params, meta[2], meta[3]
+    whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :]))
+    whole.narrow(dim, rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return [whole]
+
+
+def _stacked_pad(n: int, params: Params, xs: Tensors) -> Tensors:
+    parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1)  # [n ranks, n parts, .., k, ..]
+    return [parts.movedim(1, params[0] + 1).flatten(params[0] + 1, params[0] + 2)]
+
+
+def _shift(params: Params) -> Params:
+    return (params[0] + 1,)
+
+
+add_row(
+    Row(
+        name="pvary",
+        wire="",
+        stacked=lambda n, params, xs: [xs[0]],
+        uniform=lambda n, params, xs: [xs[0].expand(n, *xs[0].shape)],
+        local=lambda meta, params, xs: [xs[0].view_as(xs[0])],
+        transpose="psum_invariant",
+        replicated=False,
+        invariant=True,
+    )
+)
+add_row(
+    Row(
+        name="psum_invariant",
+        wire="all_reduce",
+        stacked=lambda n, params, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+        local=lambda meta, params, xs: [group_psum(xs[0], meta)],
+        transpose="pvary",
+        replicated=True,
+    )
+)
+add_row(
+    Row(
+        name="all_gather_invariant",
+        wire="all_gather",
+        stacked=lambda n, params, xs: [xs[0].movedim(0, params[0]).flatten(params[0], params[0] + 1)],
+        local=lambda meta, params, xs: [group_all_gather(xs[0], meta, params[0])],
+        transpose="own_part_invariant",
+        replicated=True,
+        shift=_shift,
+    )
+)
+add_row(
+    Row(
+        name="own_part_invariant",
+        wire="",
+        stacked=_diagonal,
+        uniform=lambda n, params, xs: [_parts(xs[0], n, params[0])],
+        local=_own,
+        transpose="all_gather_invariant",
+        replicated=False,
+        shift=_shift,
+        invariant=True,
+    )
+)
+# the same cut as part of the joint map: no rank's value need be another's
+add_row(
+    Row(
+        name="own_part",
+        wire="",
+        stacked=_diagonal,
+        uniform=lambda n, params, xs: [_parts(xs[0], n, params[0])],
+        local=_own,
+        transpose="own_part_padded",
+        replicated=False,
+        shift=_shift,
+    )
+)
+add_row(
+    Row(
+        name="own_part_padded",
+        wire="",
+        stacked=_stacked_pad,
+        local=_pad,
+        transpose="own_part",
+        replicated=False,
+        shift=_shift,
+    )
+)
+
+
+def pvary(x: Any, axis: AxisName = None) -> Any:
+    """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
+
+    The identity; its transpose sums the ranks' gradients, so that the gradient is replicated too.
+
+    Args:
+        x: a tree of tensors, equal on all ranks of `axis`.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The tree, to be combined with what differs by rank.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation also if `x` differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x, w: fzero.psum_invariant((fzero.pvary(x, "tp") * w).sum(), "tp")
+        >>> x, w = torch.ones(2), fzero.PerRank(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
+        tensor([4., 6.])
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(lambda path, leaf: over("pvary", tensor(path, leaf), axes, ()), x, tree.is_box)
+
+
+def psum_invariant(x: Any, axis: AxisName = None) -> Any:
+    """Sum a tensor, or each tensor of a tree, over ranks that make one result together: Megatron's g.
+
+    Like `psum`, but the transpose is `pvary`: the result is one value, whose gradient every rank has.
+
+    Args:
+        x: a tree of tensors, each rank's part of the sum.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The sums, equal on all ranks.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation, when differentiated, if the gradient of the result
+            differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([1.0, 2.0]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.psum_invariant(x, "tp"))(x)
+        tensor(3.)
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(lambda path, leaf: over("psum_invariant", number(path, leaf), axes, ()), x, tree.is_box)
+
+
+def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
+    """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
+
+    Like `all_gather`, but the transpose takes this rank's part of the gradient, which is equal on all ranks, and
+    communicates nothing. See `all_gather` for arguments and errors.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x: fzero.all_gather_invariant(x, "tp").square().sum()
+        >>> x = fzero.PerRank(torch.tensor([[1.0], [2.0]]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(torch.func.grad(f)(x)))(x).value
+        tensor([[2.],
+                [4.]])
+    """
+    return over("all_gather_invariant", x, joint(resolve(axis))[::-1], (dimension("all_gather_invariant", x, dim),))
+
+
+def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
+    """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`."""
+    return over("own_part", x, joint(resolve(axis)), (dim,))

@@ -1,0 +1,169 @@
+"""Linear maps over ranks: a table, one row each, and one autograd Function for all rows.
+
+A row says what the map does to the stacked values of all ranks (simulation), what one rank does (a process
+group), and which row is its transpose. The Function makes every row differentiable to any order in both
+directions, vmappable, and traceable by make_fx and torch.compile.
+
+Transposes are those of the joint map over all ranks, so `psum` is its own transpose: `torch.func.grad` inside a
+rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
+do the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._torch import allow_in_graph
+from fzero._torch.levels import maps_now
+from fzero.axes.lockstep import is_lockstep, meet, same
+from fzero.axes.scope import bound
+from fzero.collectives import _record
+
+__all__ = ["ALONE", "Meta", "Params", "Row", "Tensors", "add_row", "apply", "not_invariant"]
+
+Tensors = Sequence[torch.Tensor]
+Meta = tuple[str, str, int, int, int]  # an axis: name, group, size, rank, and the ranks of others that are mapped over
+Params = tuple[int, ...]
+
+ALONE = "alone"
+"""The group of an axis of one rank that is no axis of the mesh: collectives over no axis at all."""
+
+
+class Row(NamedTuple):
+    """A linear map over the ranks of one axis.
+
+    Attributes:
+        name: the row's key.
+        wire: the operation on the wire, such as "all_gather" (see `fzero.collectives._record`), or "" for none.
+        stacked: `(n, params, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
+            dimension when `replicated`.
+        local: `(meta, params, xs) -> ys`, one rank of a process group.
+        transpose: the name of the transposed row.
+        replicated: whether the results are equal on all ranks.
+        shift: what `params` become when a leading dimension is put before the inputs' own.
+        dual: what `params` become for the transposed row.
+        invariant: whether the inputs must be equal on all ranks, as those of Megatron's f are.
+        uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
+        label: what the recorder calls the map's operand, given `params`; "" for a user's own.
+        wire_dtype: the dtype on the wire, given `params` and the first input; by default the input's.
+    """
+
+    name: str
+    wire: str
+    stacked: Callable[[int, Params, Tensors], Tensors]
+    local: Callable[[Meta, Params, Tensors], Tensors]
+    transpose: str
+    replicated: bool
+    shift: Callable[[Params], Params] = lambda params: params
+    dual: Callable[[Params], Params] = lambda params: params
+    invariant: bool = False
+    uniform: Callable[[int, Params, Tensors], Tensors] | None = None
+    label: Callable[[Params], str] = lambda params: ""
+    wire_dtype: Callable[[Params, torch.Tensor], torch.dtype] = lambda params, x: x.dtype
+
+
+_ROWS: dict[str, Row] = {}
+
+
+def add_row(row: Row) -> None:
+    """Put a linear map into the table."""
+    _ROWS[row.name] = row
+
+
+class _LinearMap(torch.autograd.Function):
+    """A row of the table, applied."""
+
+    @staticmethod
+    def forward(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
+        row, group = _ROWS[name], meta[1]
+        if not group:
+            raise RuntimeError(f"{name} over the simulated axis {meta[0]!r} ran outside that axis's vmap")
+        if group == ALONE:
+            ys = row.stacked(1, params, [x.unsqueeze(0) for x in xs])
+            return tuple(ys) if row.replicated else tuple([y.squeeze(0) for y in ys])
+        if is_lockstep(group) and (row.wire or row.invariant):
+            return _meet(row, meta, params, xs)
+        ys = tuple(row.local(meta, params, xs))
+        _record.add(row.wire, meta, _numel(xs), _numel(ys), row.wire_dtype(params, xs[0]), row.label(params))
+        return ys
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.token, ctx.name, ctx.meta, ctx.params = inputs[:4]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[4:]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        row = _ROWS[ctx.name]
+        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.meta, row.dual(ctx.params), *grads)
+        return (None, None, None, None, *transposed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+            for t, (shape, dtype, device) in zip(tangents[4:], ctx.like, strict=True)
+        ]
+        return _LinearMap.apply(ctx.token, ctx.name, ctx.meta, ctx.params, *filled)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, token: Any, name: str, meta: Meta, params: Params, *xs: Any) -> Any:
+        row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
+        if in_dims[0] is None:  # a user's vmap, or another axis's: carry its dimension through, in front
+            if any(maps_now(a.token) for a in bound()):
+                meta = (*meta[:4], meta[4] * n)
+            ys = _LinearMap.apply(token, name, meta, row.shift(params), *_in_front(xs, dims, n))
+            return ys, (0,) * len(ys)
+        if row.invariant and any(d is not None for d in dims):
+            raise ValueError(not_invariant(name, meta[0]))
+        if row.uniform is not None and all(d is None for d in dims):
+            sent, ys = _numel(xs), tuple(row.uniform(n, params, xs))
+        else:
+            stacked = _in_front(xs, dims, n)
+            sent, ys = _numel(stacked) // n, tuple(row.stacked(n, params, stacked))
+        received = _numel(ys) if row.replicated else _numel(ys) // n
+        _record.add(row.wire, meta, sent, received, row.wire_dtype(params, xs[0]), row.label(params))
+        return ys, (None if row.replicated else 0,) * len(ys)
+
+
+def _meet(row: Row, meta: Meta, params: Params, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Apply a row where all ranks are threads: one of them computes the stacked map for all."""
+
+    def compute(ranks: list[Tensors], first: bool) -> list[Any]:
+        if row.invariant and not all(same(x, y) for other in ranks for x, y in zip(ranks[0], other, strict=True)):
+            raise ValueError(not_invariant(row.name, meta[0]))
+        ys = row.stacked(len(ranks), params, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
+        if first:
+            received = _numel(ys) if row.replicated else _numel(ys) // len(ranks)
+            _record.add(row.wire, meta, _numel(xs), received, row.wire_dtype(params, xs[0]), row.label(params))
+        # copies, so that no rank writes into another's
+        return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
+
+    label = row.label(params)
+    detail = f" of unit {label!r}" if label else f"({', '.join(map(str, params))})" if params else ""
+    return meet(meta[1], meta[3], row.name + detail, xs, compute)
+
+
+def not_invariant(name: str, axis: str) -> str:
+    """Say what is wrong with an argument that should be equal on all ranks."""
+    return (
+        f"{name} over {axis!r} was given a value that differs by rank along it; what it is given must be replicated: "
+        "sum partial results with fzero.psum_invariant, and give the axis's ranks one batch (mesh.split(batch, axis)). "
+        "In a backward pass: the gradient of what psum_invariant gave differs, so put fzero.pvary where a replicated "
+        "value first meets what is this rank's own"
+    )
+
+
+def _numel(xs: Tensors) -> int:
+    return sum(x.numel() for x in xs)
+
+
+def _in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
+    return [x.unsqueeze(0).expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
+
+
+@allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)
+def apply(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
+    """Apply the row `name` over the axis of `token` and `meta` to tensors; returns a tuple of tensors."""
+    return _LinearMap.apply(token, name, meta, params, *xs)

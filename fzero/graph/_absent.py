@@ -1,0 +1,125 @@
+"""plan: one rank's plan of a step, in a world of any size that need not be at hand."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.graph._jit import Jitted, jit
+from fzero.graph.plan._plan import Plan
+from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.spec import intern, spec_of
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["plan"]
+
+
+def plan(
+    step: Callable[..., Any], *args: Any, world_size: int | Mapping[str, int] | None = None, **kwargs: Any
+) -> Plan:
+    """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
+
+    Args:
+        step: a sharded step, jitted or not, or any function that `fzero.jit` takes.
+        *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
+        world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
+            are cut anew for it; a rank's part of the batch stays as large as it is.
+        **kwargs: the step's arguments by name.
+
+    Returns:
+        A `Plan`: `print` it, `plot` it.
+
+    Raises:
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves, or is given for a
+            function that has no mesh.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(1e-3)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=4)
+        >>> step = fzero.shard(train_step, stage=3, mesh=mesh)
+        >>> with torch.device("meta"):
+        ...     params, batch = {"w": torch.zeros(4096, 4096)}, torch.zeros(16, 4096)
+        >>> params, opt_state = step.init(params, opt)
+        >>> plan = fzero.plan(step, params, opt_state, mesh.split(batch), world_size=1024)
+        >>> [(c.kind, c.bytes) for c in plan.collectives][:2]
+        [('all_gather', 67108864), ('all_reduce', 8)]
+        >>> plan.argument_bytes  # 3 x 64 MiB / 1024, a count, a quarter of the batch
+        262152
+    """
+    jitted = step if isinstance(step, Jitted) else jit(step)
+    sharded: Any = jitted.step
+    mesh = getattr(sharded, "mesh", None)
+    if mesh is None:
+        if world_size is not None:
+            raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
+        return jitted.plan(*args, **kwargs)
+    shape = _shape_of(mesh, world_size)
+    args, kwargs = abstract_for((args, kwargs), dict(shape), stacked=mesh.simulated)
+    names = [",".join(chosen) for k in range(2, len(shape) + 1) for chosen in combinations(mesh.axis_names, k)]
+    absent = Mesh(shape, _Absent(), tuple([(name, f"fzero.plan/{name}") for name in names]))
+    return replace(jitted, step=sharded.on(absent), _entries={}).plan(*args, **kwargs)
+
+
+def _shape_of(mesh: Mesh, world_size: Any) -> tuple[tuple[str, int], ...]:
+    if isinstance(world_size, int) and len(mesh.shape) > 1:
+        raise ValueError(
+            f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"{mesh.axis_names[0]}": 512}}'
+        )
+    asked: Any = {mesh.axis_names[0]: world_size} if isinstance(world_size, int) else world_size or {}
+    sizes = {**dict(mesh.shape), **asked}
+    for name, size in sizes.items():
+        if name not in mesh.axis_names or not isinstance(size, int) or size < 1:
+            raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
+    return tuple(sizes.items())
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands for the processes of a world that is not at hand, of which this one is rank 0."""
+
+    group_name: str = ""
+
+    def get_local_rank(self, name: str) -> int:
+        return 0
+
+    def get_group(self, name: str) -> "_Absent":
+        return _Absent(f"fzero.plan/{name}")
+
+
+def abstract_for(values: Any, sizes: Mapping[str, int], stacked: bool) -> Any:
+    """Return a tree as a rank of another mesh would hold it, in meta tensors, however it is cut now.
+
+    Shards are those of a cut over that mesh; a `PerRank` value is one rank's as it is now.
+
+    Args:
+        values: a tree that may hold boxes.
+        sizes: of the other mesh's axes.
+        stacked: whether the boxes hold all ranks' pieces, `[N, ...]`, as outside a simulation.
+    """
+
+    def meta(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, PerRank):
+            return PerRank(tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value))
+        if isinstance(x, Shard | Slot):
+            for s in x.spec.split:
+                if s.size != sizes[s.axis]:
+                    raise ValueError(f"world_size: {s.axis!r} splits leaves of {x!r}, and its size must stay {s.size}")
+            uid = intern(replace(x.spec, mesh=tuple((name, sizes[name]) for name in x.spec.axes)))
+            if isinstance(x, Slot):
+                return Slot(uid, x.index)
+            return Shard(x.data.new_empty(spec_of(uid).shard_numel, device="meta"), uid)
+        return meta(x) if isinstance(x, torch.Tensor) else x
+
+    return tree.map(convert, values, is_leaf=is_box)

@@ -1,0 +1,1 @@
+"""What a scheduled graph will hold and send, counted before it runs."""

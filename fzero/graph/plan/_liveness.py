@@ -1,0 +1,144 @@
+"""Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fzero._torch import line_of
+from fzero.graph._wire import full_bytes, wire
+from fzero.graph.ir import (
+    COPY,
+    is_cheap,
+    is_collective,
+    is_gather,
+    is_input,
+    is_reduction,
+    is_view,
+    is_wait,
+    name_of,
+    nbytes,
+    start_of,
+    storages,
+    users_through_views,
+    values,
+)
+from fzero.graph.plan._workspace import workspace_bytes
+
+__all__ = ["KINDS", "Range", "live_bytes", "live_ranges"]
+
+KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
+
+
+class Range(NamedTuple):
+    """A storage, while it is alive.
+
+    Attributes:
+        start: the position of the node that allocates it; -1 for an argument.
+        stop: the position of the last node that needs it; the number of nodes for arguments and results.
+        bytes: its size.
+        kind: one of `KINDS`. "gradients" are gradients of parameters, whole or reduced; "buffers" what collectives
+            are given, and the update's own values.
+        label: an argument's name, a gathered unit's, or the source line that computed it.
+    """
+
+    start: int
+    stop: int
+    bytes: int
+    kind: str
+    label: str
+
+
+def live_ranges(graph: Graph) -> list[Range]:
+    """Find when each storage of a graph is alive, if values are freed after their last use.
+
+    The executor "fx" does just that. A collective keeps its operands until it is waited for. Arguments belong to
+    the caller, and so live throughout.
+    """
+    nodes = list(graph.nodes)
+    position = {n: i for i, n in enumerate(nodes)}
+    lent = storages(graph)
+    stop = [position[n] for n in lent.born]
+    for i, node in enumerate(nodes):
+        held = [s for a in node.all_input_nodes for s in lent.of[a]]
+        if is_wait(node):  # it holds what the collective was given
+            held += lent.read_by(start_of(node))
+        for s in held:
+            stop[s] = i if node.op != "output" else len(nodes)
+    kinds = _kinds(graph)
+    return _copies(graph, position) + [
+        Range(-1, len(nodes), size, node.meta.get("kind", "inputs"), node.meta.get("label", node.name))
+        if is_input(node)
+        else Range(position[node], stop[s], size, kinds[node], _label(node))
+        for s, (node, size) in enumerate(zip(lent.born, lent.size, strict=True))
+    ]
+
+
+def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
+    """Find what is held beside values: by kernels, and on CPUs by a reduce_scatter (`_direct`), what arrives.
+
+    Of n ranks' parts its own is in the operand, and one that arrives becomes the result.
+    """
+    found = []
+    for node, i in position.items():
+        if extra := workspace_bytes(node):
+            found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
+        if is_wait(node) and values(node)[0].device.type == "cpu":
+            start = start_of(node)
+            if is_collective(start) and wire(start) == "reduce_scatter":
+                others = full_bytes(node) - 2 * nbytes(*values(node))
+                if others > 0:
+                    found.append(Range(position[start], i, others, "buffers", "the ranks' parts"))
+                    if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # in float32 the sum, and a row
+                        found.append(Range(i, i, 4 * nbytes(*values(node)), "buffers", "their sum"))
+    return found
+
+
+def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
+    """Add up what is alive while each of a graph's nodes runs, in bytes."""
+    change = [0] * (nodes + 1)
+    for r in ranges:
+        change[max(r.start, 0)] += r.bytes
+        change[min(r.stop + 1, nodes)] -= r.bytes
+    return list(itertools.accumulate(change))[:nodes]
+
+
+def _label(node: Node) -> str:
+    return node.meta.get("unit", "") or line_of(node) or str(node.target)
+
+
+def _kinds(graph: Graph) -> dict[Node, str]:
+    """Say what each node computes, from how it is connected to collectives and to work."""
+    kinds: dict[Node, str] = {}
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    after: set[Node] = set()  # whatever follows a reduction
+    for n in nodes:
+        if is_reduction(n) or any(a in after for a in n.all_input_nodes):
+            after.add(n)
+    feeds_work: set[Node] = set()
+    for n in reversed(nodes):
+        if not is_cheap(n) or n in feeds_work:
+            feeds_work.update(n.all_input_nodes)
+    for n in reversed(nodes):
+        users = list(n.users)
+        if is_gather(n):
+            kinds[n] = "gathered"
+        elif is_reduction(n):
+            kinds[n] = "gradients"
+        elif n in after and n not in feeds_work:
+            kinds[n] = "buffers"
+        elif users and all(is_reduction(u) for u in users_through_views(n)):
+            kinds[n] = "packed"
+        elif users and n not in feeds_work and all(kinds.get(u) == "packed" or _passes_on(u, kinds) for u in users):
+            kinds[n] = "gradients"
+        else:
+            kinds[n] = "buffers" if n.target is COPY else "activations"
+    return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
+
+
+def _passes_on(user: Node, kinds: dict[Node, str]) -> bool:
+    """Tell whether a user of gradients only lays them out, scales or sums them."""
+    passing = is_view(user) or name_of(user) in ("add", "div", "mul", "cat", "_to_copy", "constant_pad_nd", "clone")
+    return passing and kinds.get(user) == "gradients"

@@ -1,0 +1,243 @@
+"""plan: what a step will do, known before it runs: its order, live bytes, collectives."""
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch.fx import Graph
+
+from fzero._torch import line_of
+from fzero.graph._wire import elements, wire
+from fzero.graph.ir import flops, is_collective, values
+from fzero.graph.plan._cost import seconds
+from fzero.graph.plan._liveness import KINDS, Range, live_bytes, live_ranges
+
+__all__ = ["Collective", "Plan", "Step"]
+
+
+class Step(NamedTuple):
+    """One operation of a plan: its name, its operation, the source line that it was traced from, its FLOPs."""
+
+    name: str
+    operation: str
+    line: str
+    flops: int
+
+
+class Collective(NamedTuple):
+    """One collective of a plan.
+
+    Attributes:
+        position: of the operation that starts it.
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        unit: whose parameters or gradients it moves; units of one bucket joined by " + "; "(metric)" for others.
+        elements: of the full buffer, an all_reduce's counted twice.
+        bytes: of those elements.
+    """
+
+    position: int
+    kind: str
+    unit: str
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of one step, by the live ranges of its values.
+
+    What a step holds beside them it cannot see: the workspaces of kernels, what a communication library copies. See
+    docs/plan.md for measured sizes.
+
+    Attributes:
+        name: of the step.
+        steps: the operations, in order.
+        ranges: the storages, each with the positions between which it is alive, its size, kind and label.
+        collectives: in order.
+        settings: the arguments of the passes that made this schedule.
+        seconds: what the cost model says; good to compare schedules, not to predict a machine.
+        rejected: settings, peak bytes and seconds of the schedules that were not kept.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    ranges: tuple[Range, ...]
+    collectives: tuple[Collective, ...]
+    settings: dict[str, Any]
+    seconds: float
+    rejected: tuple[tuple[dict[str, Any], int, float], ...] = ()
+
+    @cached_property
+    def live(self) -> list[int]:
+        """Bytes alive while each operation runs, arguments included."""
+        return live_bytes(self.ranges, len(self.steps))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at any time, arguments included."""
+        return max(self.live, default=0)
+
+    @property
+    def peak_at(self) -> int:
+        """The position of the operation during which the peak is first reached."""
+        return self.live.index(self.peak_bytes) if self.live else 0
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the step's arguments."""
+        return sum(r.bytes for r in self.ranges if r.start < 0)
+
+    @property
+    def added_bytes(self) -> int:
+        """The most that the step holds at any time beside its arguments."""
+        return self.peak_bytes - self.argument_bytes
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matrix products, convolutions and attention."""
+        return sum(s.flops for s in self.steps)
+
+    def alive(self, position: int) -> list[Range]:
+        """List what is alive while the operation at `position` runs, the largest first."""
+        return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
+
+    def live_of(self, kind: str) -> list[int]:
+        """Bytes of one kind alive while each operation runs: "parameters", "gathered", "gradients", ...
+
+        Raises:
+            ValueError: if `kind` is none.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
+        return live_bytes([r for r in self.ranges if r.kind == kind], len(self.steps))
+
+    def __repr__(self) -> str:
+        return f"Plan({self._summary()[0]})"
+
+    def __str__(self) -> str:
+        return "\n".join([*self._summary(), "", *self._at_the_peak(), "", *self._order()])
+
+    def _summary(self) -> list[str]:
+        moved = sum(c.bytes for c in self.collectives)
+        lines = [
+            f"{self.name}: peak {_size(self.peak_bytes)} = {_size(self.argument_bytes)} of arguments "
+            f"+ {_size(self.added_bytes)}",
+            f"{len(self.steps):,} operations, {self.flops / 1e9:,.2f} GFLOP; {len(self.collectives)} collectives move "
+            f"{_size(moved)}; {self.seconds:.3g} s by the cost model",
+            "schedule: " + _shown(self.settings),
+        ]
+        return lines + [
+            f"  not kept: {_size(peak)}, {time:.3g} s with {_shown(settings)}" for settings, peak, time in self.rejected
+        ]
+
+    def _at_the_peak(self) -> list[str]:
+        if not self.steps:
+            return []
+        at = self.steps[self.peak_at]
+        lines = [f"alive at the peak, in operation {self.peak_at} ({at.operation}, {_short(at.line) or 'no line'}):"]
+        alive = self.alive(self.peak_at)
+        for kind in KINDS:
+            same: Counter[str] = Counter()
+            for r in alive:
+                if r.kind == kind:
+                    same[_short(r.label)] += r.bytes
+            if sum(same.values()):
+                lines.append(f"  {_size(sum(same.values())):>10}  {kind}")
+                lines += [f"  {'':>10}  {_size(size):>10}  {label}" for label, size in same.most_common(4) if size]
+                lines += [f"  {'':>10}  {'':>10}  and {len(same) - 4} more"] if len(same) > 4 else []
+        return lines
+
+    def _order(self) -> list[str]:
+        lines = [
+            f"{'operation':>9}  {'collective':<14}  {'bytes':>10}  {'GFLOP before':>12}  {'peak before':>11}  unit"
+        ]
+        before = 0
+        for c in self.collectives:
+            work = sum(s.flops for s in self.steps[before : c.position]) / 1e9
+            peak = max(self.live[before : c.position + 1], default=0)
+            lines.append(
+                f"{c.position:>9}  {c.kind:<14}  {_size(c.bytes):>10}  {work:>12,.2f}  {_size(peak):>11}  {c.unit}"
+            )
+            before = c.position + 1
+        work = sum(s.flops for s in self.steps[before:]) / 1e9
+        peak = max(self.live[before:], default=0)
+        return [*lines, f"{len(self.steps):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {_size(peak):>11}"]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw live bytes over the step, by kind, with its collectives, into an image file (needs matplotlib)."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        kinds = [k for k in KINDS if any(r.kind == k for r in self.ranges)]
+        rows = [[x / 1e6 for x in self.live_of(k)] for k in kinds]
+        axes.stackplot(range(len(self.steps)), rows, labels=kinds, step="post")
+        top = self.peak_bytes / 1e6
+        for kind, marker in (("all_gather", "v"), ("reduce_scatter", "^"), ("all_reduce", "d")):
+            at = [c.position for c in self.collectives if c.kind == kind]
+            if at:
+                axes.plot(at, [1.05 * top] * len(at), marker, color="black", markersize=4, label=kind, linestyle="none")
+        axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
+        axes.set(
+            xlabel="operation", ylabel="live, MB", ylim=(0, 1.12 * top or 1), xlim=(0, max(len(self.steps) - 1, 1)),
+            title=f"{self.name}: peak {_size(self.peak_bytes)}",
+        )  # fmt: skip
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(path, dpi=120)
+
+    def to_json(self) -> str:
+        """Write the plan as JSON: its fields, and peak_bytes, peak_at, argument_bytes and live."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["settings"] = _finite(self.settings)
+        fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
+        for name in ("steps", "ranges", "collectives"):
+            fields[name] = [x._asdict() for x in fields[name]]
+        totals = {name: getattr(self, name) for name in ("peak_bytes", "peak_at", "argument_bytes", "flops", "live")}
+        return json.dumps({**fields, **totals})
+
+
+def plan_of(graph: Graph, name: str, settings: dict[str, Any], rejected: Iterable[Any] = ()) -> Plan:
+    """Make the plan of a scheduled graph."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    return Plan(
+        name,
+        tuple([Step(n.name, str(n.target), line_of(n), flops(n)) for n in nodes]),
+        tuple(live_ranges(graph)),
+        tuple([_collective(i, n) for i, n in enumerate(nodes) if is_collective(n)]),
+        settings,
+        seconds(graph),
+        tuple(rejected),
+    )
+
+
+def _collective(position: int, node: Any) -> Collective:
+    width = values(node)[0].element_size()
+    return Collective(position, wire(node), node.meta.get("unit", ""), elements(node), elements(node) * width)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def _short(line: str) -> str:
+    """Leave of a source line's path the last two parts."""
+    return os.sep.join(line.split(os.sep)[-2:]) if os.sep in line else line
+
+
+def _shown(settings: dict[str, Any]) -> str:
+    return ", ".join([f"{k} {v}" if isinstance(v, bool | str) else f"{k} {v:,}" for k, v in settings.items()])
+
+
+def _finite(settings: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if v == float("inf") else v for k, v in settings.items()}

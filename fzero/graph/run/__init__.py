@@ -1,0 +1,1 @@
+"""A scheduled graph, cut at its collectives, compiled and run."""

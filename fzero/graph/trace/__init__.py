@@ -1,0 +1,1 @@
+"""A call of a step, recorded as one flat graph."""

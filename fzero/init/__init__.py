@@ -1,0 +1,1 @@
+"""A tree of parameters, made leaf by leaf."""

@@ -1,0 +1,202 @@
+"""The boxes that hold the pieces of a tree, and travel with it: layouts are never guessed from shapes.
+
+Cutting a tree keeps its structure: a unit's first leaf becomes a `Shard`, the box of the rank's piece, and each other
+leaf becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
+each shard once, and `tree["generator"]` still works.
+"""
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._donated import DonatedError, message
+from fzero._torch import register_box
+from fzero.layout.spec import Spec, fact, intern, spec_of
+from fzero.tree import is_box
+
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
+
+
+class _Box:
+    """A pytree node that a plain torch function or an operator must not take for a tensor."""
+
+    __slots__ = ()
+    is_box = True
+    hint = (
+        "differentiate the function with fzero.value_and_grad, which gathers its boxes, or call fzero.gather(tree) "
+        "inside the rank program (step.gather(tree) outside)"
+    )
+
+    def describe(self) -> str:
+        """Return all that tells this box from another, for messages."""
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        box = next((x for x in tree.flatten([args, kwargs], is_box)[0] if isinstance(x, cls)), None)
+        _refuse(box, f"torch's {getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("data", "value") and hasattr(self, "donated"):
+            raise DonatedError(message(self.donated))
+        if hasattr(torch.Tensor, name) and not name.startswith("__"):
+            raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+def _refuse(box: Any, what: str) -> Any:
+    raise TypeError(f"{what} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
+
+
+def _refusing(name: str) -> Any:
+    return lambda self, *args: _refuse(self, f"the operator {name}")
+
+
+# torch takes a TypeError of __torch_function__ for "not implemented here", and asks the other operand
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
+    setattr(_Box, f"__r{_name}__", _refusing(_name))
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
+
+
+class Shard(_Box):
+    """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
+
+    Attributes:
+        data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
+            the ranks' pieces stacked: `[N, k]`, N ranks along `axes`.
+        uid: the interned `spec`.
+        origin: the whole leaves that `partition` cut, while they are known to be unchanged; else None.
+            Flattening drops it, so any changed box has forgotten it.
+
+    Example:
+        >>> import fzero, torch
+        >>> boxes = fzero.mesh(dp=2).spmd(fzero.partition)({"w": torch.arange(3.0)})
+        >>> boxes["w"]
+        Shard('w', 2 of 3 elements, dp=2)
+        >>> boxes["w"].data
+        tensor([[0., 1.],
+                [2., 0.]])
+    """
+
+    __slots__ = ("data", "donated", "origin", "uid")
+
+    def __init__(self, data: Any, uid: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.data = data
+        self.uid = uid
+        self.origin = origin
+
+    @property
+    def spec(self) -> Spec:
+        """How the unit is cut."""
+        return spec_of(self.uid)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
+        return fact(self.uid, "varies")
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        if hasattr(self, "donated"):
+            return f"Shard({spec.unit!r}, donated)"
+        axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
+        axes += [f"part of {s.axis}={s.size}" for s in spec.split]
+        return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
+
+    def describe(self) -> str:
+        """Return all that tells this shard from another, for messages."""
+        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduce}"
+
+    def __reduce__(self) -> Any:
+        return _restore_shard, (self.data, self.spec)
+
+
+def give_up(box: "Shard | PerRank", note: str) -> None:
+    """Take a donated box's value away, so that reading it raises `DonatedError`."""
+    if hasattr(box, "donated"):  # it was in two places
+        return
+    if isinstance(box, Shard):
+        del box.data
+        box.origin = None
+    else:
+        del box.value
+    box.donated = note
+
+
+class Slot(_Box):
+    """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
+
+    __slots__ = ("index", "uid")
+
+    def __init__(self, uid: int, index: int) -> None:
+        self.uid = uid
+        self.index = index
+
+    @property
+    def spec(self) -> Spec:
+        """How the unit is cut."""
+        return spec_of(self.uid)
+
+    def __repr__(self) -> str:
+        return f"Slot({self.spec.unit!r}, {self.index})"
+
+    def __reduce__(self) -> Any:
+        return _restore_slot, (self.spec, self.index)
+
+
+class PerRank(_Box):
+    """A value that differs by rank, such as a rank's part of the batch: a pytree node.
+
+    Inside a rank program an argument that is PerRank arrives unwrapped, and a result that differs by rank must be
+    wrapped. A plain tensor is always replicated.
+
+    Attributes:
+        value: a tree of tensors: this rank's own; outside the rank program, in a simulation, all ranks', stacked:
+            `[N, ...]`.
+        axes: the axes along which it differs; None for all axes of the mesh. Along others it is replicated.
+
+    Example:
+        >>> import fzero
+        >>> fzero.mesh(dp=2).split(torch.arange(4)).value
+        tensor([[0, 1],
+                [2, 3]])
+    """
+
+    __slots__ = ("axes", "donated", "value")
+    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
+
+    def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
+        self.value = value
+        self.axes = (axes,) if isinstance(axes, str) else axes
+
+    def __repr__(self) -> str:
+        shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
+        return f"PerRank({shown}{'' if self.axes is None else f', {self.axes}'})"
+
+
+def _restore_shard(data: Any, spec: Spec) -> Shard:
+    return Shard(data, intern(spec))
+
+
+def _restore_slot(spec: Spec, index: int) -> Slot:
+    return Slot(intern(spec), index)
+
+
+register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
+register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
+register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
+
+
+def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List for each leaf the axes along which it differs by rank, in the mesh's order; none for plain leaves."""
+    found: list[tuple[str, ...]] = []
+    for x in tree.flatten(values, is_box)[0]:
+        axes = x.axes if isinstance(x, Shard | PerRank) else ()
+        if isinstance(x, PerRank) and axes is not None and (not axes or any(a not in mesh_axes for a in axes)):
+            raise ValueError(f"{x!r} differs along {axes}: expected some of the mesh's axes, {mesh_axes}")
+        axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
+        found += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
+    return found

@@ -1,0 +1,133 @@
+"""Which leaf each element of a flat shard belongs to: what optimizers need to be exact on shards.
+
+A third-party optimizer may make the padding of a shard nonzero; it lies in no leaf, so nothing here counts it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.collectives.sums import psum
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.spec import fact, spec_of, unit_index
+from fzero.layout.units import groups
+
+__all__ = ["abstract", "global_norm", "per_leaf"]
+
+
+def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
+    """Return for each element of this rank's shard the index of its leaf; padding has the number of leaves.
+
+    Returns:
+        An int64 tensor `[k]`.
+    """
+    k = fact(uid, "shard_numel")
+    position = unit_index(uid).to(device) * k + torch.arange(k, device=device)
+    return torch.bucketize(position, torch.tensor(fact(uid, "offsets")[1:], device=device), right=True)
+
+
+def without_padding(box: Shard) -> torch.Tensor:
+    """Return a shard's data `[k]` with zeros in the padding."""
+    k, numel = fact(box.uid, "shard_numel"), fact(box.uid, "numel")
+    if k * fact(box.uid, "ranks") == numel:
+        return box.data
+    position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
+    return torch.where(position < numel, box.data, torch.zeros_like(box.data))
+
+
+def global_norm(params: Any) -> torch.Tensor:
+    """Return the 2-norm of all elements of a tree, exact on any layout.
+
+    Shards are summed over their ranks by one scalar psum for each set of axes, replicated leaves and tied ones are
+    counted once, padding is not. Sums run in float32 at least.
+
+    Returns:
+        A 0-d tensor, equal on all ranks if the replicated leaves are.
+
+    Example:
+        >>> import fzero
+        >>> tree = {"w": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor(4.0)}
+        >>> global_norm(tree)
+        tensor(5.)
+        >>> fzero.mesh(dp=2).spmd(lambda t: global_norm(fzero.partition(t)))(tree)
+        tensor(5.)
+    """
+    entries = tree.flatten(params, is_box)[0]
+    sharded: dict[tuple[str, ...], torch.Tensor] = {}
+    plain: dict[int, torch.Tensor] = {}
+    for x in entries:
+        if isinstance(x, Shard):
+            axes = fact(x.uid, "varies")
+            square = _square(without_padding(x))
+            sharded[axes] = sharded[axes] + square if axes in sharded else square
+        elif isinstance(x, torch.Tensor) and id(x) not in plain:
+            plain[id(x)] = _square(x)
+    squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
+
+
+def abstract(params: Any, parts: bool = False) -> Any:
+    """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
+
+    With `parts`, of a leaf that is split along an axis the shape of this rank's part.
+
+    Example:
+        >>> import fzero
+        >>> f = lambda t: [tuple(x.shape) for x in fzero.tree.tensors(abstract(fzero.partition(t)))]
+        >>> fzero.mesh(dp=2).spmd(f)({"w": torch.ones(2, 3)})
+        [(2, 3)]
+    """
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    for i, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            entries[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    for uid, _, members in groups(paths, entries):
+        shapes, dtype = fact(uid, "shapes") if parts else fact(uid, "whole_shapes"), fact(uid, "dtype")
+        for position, index in members:
+            entries[position] = torch.empty(shapes[index], dtype=dtype, device="meta")
+    return tree.unflatten(structure, entries)
+
+
+def _conflict(path: str, other: str) -> str:
+    return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give them the same"
+
+
+def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
+    """Spread one number a leaf over a tree of any layout.
+
+    Args:
+        params: a tree, whole or cut.
+        values: a tree of numbers (or bools) with the structure of the whole tree, or a function that makes one from
+            a tree of the leaves' shapes (meta tensors).
+
+    Returns:
+        A tree like `params`: a number where all elements have the same, else a tensor `[k]` in the box.
+
+    Raises:
+        ValueError: if `values` has another structure than `params`, or differs on tied leaves. Names the path.
+    """
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
+    out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
+    first: dict[int, int] = {}  # id of a whole leaf -> its position
+    for position, x in enumerate(entries):
+        if isinstance(x, torch.Tensor) and leaves[first.setdefault(id(x), position)] != leaves[position]:
+            raise ValueError(_conflict(paths[first[id(x)]], paths[position]))
+    for uid, box, members in groups(paths, entries):
+        by_index: dict[int, float] = {}
+        for position, index in members:
+            if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
+                raise ValueError(_conflict(spec_of(uid).paths[index], paths[position]))
+        row = [by_index[i] for i in range(len(by_index))]
+        if len(set(row)) == 1:
+            out[members[0][0]] = Shard(row[0], uid)
+        else:
+            table = torch.tensor([*row, 0.0], dtype=box.data.dtype, device=box.data.device)
+            out[members[0][0]] = Shard(table[segment_ids(uid, box.data.device)], uid)
+    return tree.unflatten(structure, out)

@@ -1,0 +1,1 @@
+"""Where ranks are, and how a program runs on them."""

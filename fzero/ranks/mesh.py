@@ -1,0 +1,327 @@
+"""Mesh: named axes of ranks, in one process (a simulation) or many."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fzero import tree
+from fzero.axes.scope import Axis, AxisName
+from fzero.layout.boxes import PerRank, is_box
+from fzero.ranks.launch import TIMEOUT, join, world_at_hand
+from fzero.ranks.spmd import Spmd, check_stacked
+
+__all__ = ["Mesh", "mesh"]
+
+SIMULATIONS = ("vmap", "lockstep")
+
+
+def mesh(
+    *, simulate: bool | str | None = None, device: str | None = None, timeout: float = TIMEOUT, **axes: int
+) -> "Mesh":
+    """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
+
+    Under torchrun, or Slurm's srun, the ranks are its processes, bound through a `torch.distributed.DeviceMesh` (gloo
+    on a CPU, nccl on a GPU), the first axis the slowest. Alone they are simulated in this process.
+
+    Args:
+        simulate: "vmap" (or True) for ranks as a batch dimension, even under torchrun: fast, and can be compiled.
+            "lockstep" for ranks as threads that take turns: runs any Python, and a debugger. False for an error when
+            there is no world. By default a world is used if there is one, else "vmap".
+        device: "cpu" or "cuda"; by default "cuda" where there is one. Only a distributed mesh uses it.
+        timeout: how long to wait for the world's other processes, in seconds.
+        **axes: the size of each axis; -1, for one of them, means what is left of the world (1 when alone).
+
+    Returns:
+        A `Mesh`.
+
+    Raises:
+        ValueError: if the size of the mesh is not the world's, or a size is below 1.
+        RuntimeError: if a process of the world does not arrive in time. Names it.
+
+    Example:
+        >>> mesh(dp=2, tp=2)
+        Mesh(dp=2, tp=2, simulated)
+    """
+    if not axes:
+        raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}={size!r}: the size of an axis is an int")
+    if simulate not in (None, True, False, *SIMULATIONS):
+        raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
+    world = world_at_hand()
+    if simulate is False and world is None:
+        raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
+    simulated = bool(simulate) or world is None
+    shape = _filled(axes, 1 if simulated or world is None else world.size, simulated)
+    if simulated or world is None:
+        return Mesh(shape, simulation="lockstep" if simulate == "lockstep" else "vmap")
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    join(world, kind, timeout)
+    names, sizes = zip(*shape, strict=True)
+    device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+    return Mesh(shape, device_mesh, _joint_groups(device_mesh))
+
+
+def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[str, int], ...]:
+    """Fill in the size that is -1, and check that the product is the world's."""
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can be what is left of the world")
+    given = math.prod([size for size in axes.values() if size != -1])
+    shape = tuple([(name, max(world // max(given, 1), 1) if size == -1 else size) for name, size in axes.items()])
+    for name, size in shape:
+        if size < 1:
+            raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
+    product = math.prod([size for _, size in shape])
+    if not simulated and product != world:
+        said = ", ".join([f"{name}={size}" for name, size in axes.items()])
+        rest = "the whole world" if len(shape) == 1 else "what is left of the world"
+        advice = f"launch with torchrun --nproc-per-node {product}, or say {shape[0][0]}=-1 for {rest}"
+        advice = f"{world} does not divide by {given}" if open_axes else advice
+        raise ValueError(f"{said}, and the world has {world} processes: {advice}")
+    return shape
+
+
+def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
+    """Make a process group for each product of several axes, so that it takes one collective: `("dp,ep", group)`.
+
+    All processes make all groups, in one order.
+    """
+    names, ranks = device_mesh.mesh_dim_names or (), device_mesh.mesh
+    found = []
+    for k in range(2, len(names) + 1):
+        for chosen in combinations(range(len(names)), k):
+            rest = [i for i in range(len(names)) if i not in chosen]
+            rows = ranks.permute(*rest, *chosen).reshape(-1, math.prod([ranks.shape[i] for i in chosen]))
+            group: Any = torch.distributed.new_subgroups_by_enumeration(rows.tolist())[0]
+            found.append((",".join(names[i] for i in chosen), group.group_name))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes of ranks. Make one with `fzero.mesh`.
+
+    Attributes:
+        shape: the name and size of each axis, the first the slowest.
+        device_mesh: the processes, or None in a simulation.
+        joint: in a distributed mesh of several axes, the process group of each product of them.
+        simulation: how ranks are simulated: "vmap" or "lockstep".
+    """
+
+    shape: tuple[tuple[str, int], ...]
+    device_mesh: Any = None
+    joint: tuple[tuple[str, str], ...] = ()
+    simulation: str = "vmap"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple([name for name, _ in self.shape])
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod([size for _, size in self.shape])
+
+    @property
+    def simulated(self) -> bool:
+        """Whether all ranks live in this process."""
+        return self.device_mesh is None
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the ranks are processes that can communicate: neither a simulation nor a plan's stand-ins."""
+        return isinstance(self.device_mesh, DeviceMesh)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 in a simulation, so that `if mesh.rank == 0: print(...)` runs everywhere.
+
+        Call steps and `step.gather` on all ranks, outside such a branch.
+        """
+        return 0 if self.device_mesh is None else self.index(self.axis_names)
+
+    def index(self, axis: AxisName, rank: int | None = None) -> int:
+        """Return a rank's place along an axis, or along several, the first the slowest; by default this process's."""
+        names = self.names(axis)
+        if rank is None and self.device_mesh is not None:
+            places = {name: self.device_mesh.get_local_rank(name) for name in names}
+        else:
+            places = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
+        place, sizes = 0, dict(self.shape)
+        for name in names:
+            place = place * sizes[name] + places[name]
+        return place
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's place along each axis."""
+        places: list[int] = []
+        for _, size in reversed(self.shape):
+            rank, place = divmod(rank, size)
+            places.insert(0, place)
+        return tuple(places)
+
+    def names(self, axis: AxisName) -> tuple[str, ...]:
+        """List the axes that `axis` names; all, if it is None.
+
+        Raises:
+            ValueError: if it names none, or one that the mesh does not have.
+        """
+        names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if not names:
+            raise ValueError(f"axis={axis!r} names no axis of {self!r}; leave it out to mean all of them")
+        for name in names:
+            if name not in self.axis_names:
+                raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
+        return names
+
+    def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """List this process's axes, and those that stand for several."""
+        alone = [
+            Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i))
+            for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
+        ]
+        several, sizes = [], dict(self.shape)
+        for name, group in self.joint:
+            names = tuple(name.split(","))
+            i = self.index(names)
+            several.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
+        return tuple(alone), tuple(several)
+
+    def groups(self) -> dict[str, str]:
+        """Return the axis of each process group that this rank is in, by the group's name."""
+        return {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.shape)
+        simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
+        place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        return f"Mesh({axes}, {place})"
+
+    def split(self, batch: Any, axis: AxisName = None) -> PerRank:
+        """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
+
+        Args:
+            batch: a tree of tensors `[N b, ...]`, the same on every process.
+            axis: the axes whose N ranks get parts of their own; by default all. Ranks along others get the same
+                part: `mesh.split(batch, "dp")` where an axis "tp" computes one loss together.
+
+        Returns:
+            A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
+
+        Raises:
+            ValueError: if a leaf does not divide by N, or has no dimension. Names it.
+            TypeError: if a leaf is no tensor.
+
+        Example:
+            >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
+            PerRank({'x': 'torch.float32 [2, 3, 3]'})
+        """
+        names = self.names(axis)
+        n, mine = self._ranks(names), self.index(names)
+
+        def part(path: str, x: Any) -> torch.Tensor:
+            _check_tensor("batch", path, x)
+            if x.ndim == 0 or x.shape[0] % n:
+                raise ValueError(
+                    f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must divide by the {n} ranks of {self!r}; "
+                    "drop or pad the last batch"
+                )
+            stacked = x.unflatten(0, (n, x.shape[0] // n))
+            return stacked if self.simulated else stacked[mine]
+
+        return PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
+
+    def _ranks(self, names: tuple[str, ...]) -> int:
+        return math.prod([dict(self.shape)[name] for name in names])
+
+    def _varying(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the axes for a box: None for all. A simulation stacks along the axes in the mesh's order."""
+        ordered = tuple([name for name in self.axis_names if name in names])
+        if ordered != names:
+            raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
+        return None if ordered == self.axis_names else ordered
+
+    def local(self, batch: Any, axis: AxisName = None) -> PerRank:
+        """Wrap what each rank loaded itself.
+
+        Args:
+            batch: a tree of this rank's tensors (in a simulation of all ranks' tensors, stacked: `[N, ...]`), or a
+                function `rank -> tree`, which is called for this process's rank, or in a simulation for each.
+            axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the place along
+                them.
+
+        Returns:
+            A `PerRank` of it.
+
+        Raises:
+            ValueError: if, in a simulation, a leaf's dimension 0 is not N.
+            TypeError: if a leaf is no tensor.
+
+        Example:
+            >>> mesh(dp=3).local(lambda rank: torch.tensor(rank)).value
+            tensor([0, 1, 2])
+        """
+        names = self.names(axis)
+        varying = self._varying(names)
+        if callable(batch):
+            ranks = range(self._ranks(names)) if self.simulated else [self.index(names)]
+            parts = [batch(r) for r in ranks]
+            batch = _stack(parts) if self.simulated else parts[0]
+
+        def check(path: str, x: Any) -> torch.Tensor:
+            _check_tensor("batch", path, x)
+            if self.simulated:
+                check_stacked(x, f"batch leaf {path!r}", self, names)
+            return x
+
+        return PerRank(tree.map_with_path(check, batch, is_box), varying)
+
+    def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """Run a rank program on every rank: JAX's shard_map, with layouts that travel with the values.
+
+        Args:
+            program: what each rank runs. A `PerRank` argument arrives unwrapped, a `Shard` holds the rank's own
+                piece, a plain tensor is the same on all ranks.
+
+        Returns:
+            A function of the same arguments. A result that differs by rank must be returned as `PerRank` or in
+            a `Shard`; a plain result is replicated, and in a simulation that is checked.
+
+        Raises:
+            ValueError: when called, if a plain result differs by rank (simulation), or a box has not N pieces.
+
+        Example:
+            >>> import fzero
+            >>> m = mesh(dp=2)
+            >>> m.spmd(lambda x: fzero.pmean(x.sum()))(m.split(torch.arange(4.0)))
+            tensor(3.)
+        """
+        return Spmd(self, program)
+
+
+def _check_tensor(what: str, path: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{tree.place(what, path)} is {x!r}: what differs by rank must be a tensor")
+
+
+def _stack(parts: list[Any]) -> Any:
+    """Stack the ranks' trees leaf by leaf."""
+    columns = [tree.leaves_up_to(parts[0], part) for part in parts]
+    paths, _, structure = tree.flatten_with_paths(parts[0])
+    for path, *xs in zip(paths, *columns, strict=True):
+        for rank, x in enumerate(xs):
+            _check_tensor(f"rank {rank}'s batch", path, x)
+            if tree.show(x) != tree.show(xs[0]):
+                raise ValueError(
+                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, and rank 0's is {tree.show(xs[0])}: "
+                    "all ranks hold tensors of one shape; pad or drop the rest"
+                )
+    return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])

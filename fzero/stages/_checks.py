@@ -1,0 +1,125 @@
+"""What a sharded step checks of its arguments and results: bad input is an error that names it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._notice import notice
+from fzero.axes.scope import Rules
+from fzero.layout.boxes import PerRank, Shard, is_box
+from fzero.layout.segments import abstract
+from fzero.layout.spec import check_cut_for, fact
+from fzero.layout.units import groups
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_tree"]
+
+
+def boxed(values: Any) -> bool:
+    """Tell whether a tree holds units that are sharded."""
+    return any(isinstance(x, Shard) and fact(x.uid, "axes") for x in tree.flatten(values, is_box)[0])
+
+
+def check_tree(values: Any, mesh: Mesh) -> None:
+    """Check that the boxes of a tree were cut for this mesh, and that it holds whole units."""
+    paths, entries, _ = tree.flatten_with_paths(values, is_box)
+    groups(paths, entries)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
+
+
+def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, over: Sequence[str]) -> None:
+    """Check that boxes were cut for this mesh, and note it when no argument differs by rank.
+
+    Args:
+        call: the arguments.
+        mesh: the ranks.
+        over: the axes that the step averages over.
+    """
+    paths, entries, _ = tree.flatten_with_paths(call, is_box)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
+    check_means(entries, over)
+    if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
+        notice(
+            "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
+            "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"
+        )
+
+
+def check_means(entries: Sequence[Any], over: Sequence[str]) -> None:
+    """Check that no leaf is split along an axis that the step averages over, and along which no data differ.
+
+    Its gradient would be divided by the axis's ranks, and summed over none.
+    """
+    batches = [x for x in entries if isinstance(x, PerRank)]
+    differ = [name for name in over if any(x.axes is None or name in x.axes for x in batches)]
+    for x in entries if batches else ():
+        for name, _, _ in fact(x.uid, "splits") if isinstance(x, Shard) else ():
+            if name in over and name not in differ:
+                raise ValueError(
+                    f"the step averages over {name!r}, along which {x!r} is split and no argument differs: give "
+                    f"fzero.shard the data-parallel axes only, axis={tuple(differ)!r}"
+                )
+
+
+def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: Rules) -> None:
+    """Check that parameters have the stage's layout between steps."""
+    for i in positions:
+        if i >= len(args):
+            raise ValueError(f"params={tuple(positions)}: the step was called with {len(args)} positional arguments")
+        if sharded and not boxed(args[i]) and _has_a_unit(args[i], rules):
+            raise ValueError(
+                f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "
+                "params, opt_state = step.init(params, opt)"
+            )
+        if not sharded and boxed(args[i]):
+            raise ValueError(
+                f"argument {i} (parameters) is cut, and stage {stage} takes it plain: gather it with the step "
+                "that cut it, then step.init"
+            )
+
+
+def _has_a_unit(params: Any, rules: Rules) -> bool:
+    """Tell whether rules cut some leaf of a plain tree, as far as can be told outside the mesh."""
+    rule = rules.units
+    if rules.over is not None:  # it may name no axis
+        return False
+    paths, leaves, _ = tree.flatten_with_paths(params)
+    return any(
+        isinstance(x, torch.Tensor) and x.is_floating_point() and (rule is None or rule(path, x) is not None)
+        for path, x in zip(paths, leaves, strict=True)
+    )
+
+
+def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
+    """Check that new parameters are like the old, so that the next step can take them."""
+    results = out if isinstance(out, tuple) else (out,)
+    for i in positions:
+        what = f"result {i} is not like argument {i} (parameters)"
+        if i >= len(results):
+            raise ValueError(
+                f"params={tuple(positions)}: the step returned {len(results)} results; new parameters are expected "
+                "at the positions of the old"
+            )
+        # a step may have gathered its parameters itself: then they are like the whole ones
+        old = abstract(args[i], parts=True) if boxed(args[i]) and not boxed(results[i]) else args[i]
+        try:
+            tree.leaves_up_to(old, results[i])
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+        paths, before, _ = tree.flatten_with_paths(old, is_box)
+        after = tree.leaves_up_to(old, results[i], is_box)
+        for path, x, y in zip(paths, before, after, strict=True):
+            x, y = (v.data if isinstance(v, Shard) else v for v in (x, y))
+            if isinstance(x, torch.Tensor) and not (
+                isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
+            ):
+                raise ValueError(
+                    f"{what}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
+                    "fzero.optim.apply_updates keeps dtypes and shapes"
+                )

@@ -1,0 +1,91 @@
+"""shard: an unsharded train step, composed with the four transforms by stage."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fzero._notice import notice
+from fzero.axes.scope import AxisName, OverRule, Rules, SplitRule, UnitRule
+from fzero.ranks.mesh import Mesh
+from fzero.ranks.mesh import mesh as make_mesh
+from fzero.stages._sharded_step import STAGES, ShardedStep
+from fzero.transforms._partition import rule_of
+
+__all__ = ["shard"]
+
+
+def shard(
+    train_step: Callable[..., Any],
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: AxisName = None,
+    params: int | Sequence[int] = 0,
+    units: UnitRule | None = None,
+    over: AxisName | OverRule = None,
+    split: SplitRule | None = None,
+    check: bool | str = "first",
+) -> ShardedStep:
+    """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
+
+    The sharded step has the same signature, and the numbers of unsharded training on the global batch. At stage 3
+    it runs `train_step` on boxes. At stages 1 and 2 it cuts the parameters, runs `train_step` on the boxes, and
+    gathers the new parameters. At stage 0 it runs `train_step` as it is.
+
+    Args:
+        train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
+            gradients with `fzero.value_and_grad`.
+        stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
+        mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
+        axis: the data-parallel axes of the mesh: those that the batch is split over, that losses and gradients are
+            averaged over, and that units are sharded over; by default all of them.
+        params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
+            the same positions are gathered.
+        units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
+            that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
+        over: those of `axis` that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along the
+            others they are replicated: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
+        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along an axis has its own part:
+            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them.
+        check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
+            at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
+            simulation always checks results, by type.
+
+    Returns:
+        A `ShardedStep`: call it like `train_step`.
+
+    Raises:
+        ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=2)
+        >>> step = fzero.shard(train_step, stage=2, mesh=mesh)
+        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
+        >>> params, opt_state, loss = step(params, opt_state, mesh.split(torch.ones(4, 3)))
+        >>> params
+        {'w': tensor([0.9000, 0.9000, 0.9000])}
+        >>> opt_state.mu
+        {'w': Shard('w', 2 of 3 elements, dp=2)}
+    """
+    if not callable(train_step):
+        raise TypeError(f"train_step is {train_step!r}: expected a function")
+    if check not in ("first", True, False):
+        raise ValueError(f'check={check!r}: expected "first", True or False')
+    if not isinstance(stage, int) or stage not in range(len(STAGES)):
+        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
+    if mesh is None:
+        mesh = make_mesh(dp=-1)
+        if mesh.simulated:
+            notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
+    names = mesh.names(axis)
+    positions = (params,) if isinstance(params, int) else tuple(params)
+    if any(i < 0 for i in positions):
+        raise ValueError(f"params={params!r}: expected positions of arguments, counted from 0")
+    return ShardedStep(train_step, stage, mesh, names, positions, Rules(units, rule_of(over), split), check)

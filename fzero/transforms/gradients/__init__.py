@@ -1,0 +1,1 @@
+"""Gradients in the layout of the parameters."""

@@ -1,0 +1,106 @@
+"""A loss scale, put in and taken out: the gradients in between lie within half precision's range."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import allow_in_graph
+from fzero.transforms.gradients._value_and_grad import value_and_grad
+
+__all__ = ["scaled_value_and_grad"]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is `scale` times as large: the loss itself cannot overflow."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (scale,) = ctx.saved_tensors
+        return (grad * scale).to(grad.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        (scale,) = ctx.saved_tensors
+        return (tangent * scale).to(tangent.dtype)
+
+
+@allow_in_graph
+def _scale_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _ScaleGradient.apply(x, scale)  # pyright: ignore[reportReturnType]
+
+
+def scaled_value_and_grad(
+    f: Callable[..., Any], scale: torch.Tensor | float, argnums: int | Sequence[int] = 0, **options: Any
+) -> Callable[..., Any]:
+    """Make what `fzero.value_and_grad` makes, with the loss scaled in between (arXiv:1710.03740).
+
+    The backward pass sees `scale` times the gradients, so that small ones do not vanish in float16; the value and the
+    gradients returned are the true ones. Those that overflowed are infinite or nan: `optim.dynamic_loss_scale` skips
+    the step, and keeps the scale. All that follows, clipping for one, sees no scale.
+
+    Args:
+        f: as `fzero.value_and_grad` takes it; its loss is best in float32 (`logits.float()`).
+        scale: a 0-d tensor, such as `optim.loss_scale(opt_state).scale`, or a number.
+        argnums: the position, or positions, of the arguments to differentiate.
+        **options: what else `fzero.value_and_grad` takes.
+
+    Returns:
+        A function like `fzero.value_and_grad`'s; gradients are in float32 at least.
+
+    Raises:
+        TypeError: if `scale` is neither a number nor a tensor, such as the whole state that holds it.
+        ValueError: if `scale` is not positive, or not 0-d; else as `fzero.value_and_grad` does.
+
+    Example:
+        >>> f = lambda w: (w * 2**-20).half().sum().float()
+        >>> scaled_value_and_grad(f, 1024.0)(torch.ones(1))
+        (tensor(9.5367e-07), tensor([9.5367e-07]))
+    """
+    if not isinstance(scale, torch.Tensor | float | int):
+        advice = "; give its scale, opt_state.scale" if hasattr(scale, "scale") else ""
+        raise TypeError(f"scale is a {type(scale).__name__}, expected a positive number, or a 0-d tensor{advice}")
+    factor = torch.as_tensor(scale, dtype=torch.float32)
+    if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
+        raise ValueError(f"scale={scale!r}: expected a positive number, or a 0-d tensor")
+    differentiated = value_and_grad(_Scaled(f, factor), argnums, **options)
+
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
+        value, grads = differentiated(*args, **kwargs)
+        value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # its own derivatives are the true ones, too
+        return value, tree.map(lambda g: g.to(torch.promote_types(g.dtype, torch.float32)) / factor, grads)
+
+    return unscaled
+
+
+class _Scaled:
+    """A loss function whose gradients are scaled; `value_and_grad` asks half-precision ones for the mark."""
+
+    scales_gradients = True
+
+    def __init__(self, f: Callable[..., Any], scale: torch.Tensor) -> None:
+        self.f = f
+        self.scale = scale
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _first(self.f(*args, **kwargs), lambda x: _scale_gradient(x, self.scale))
+
+
+def _first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change the loss, which comes first: loss, (loss, aux), (total, weight), ((total, weight), aux)."""
+    if isinstance(out, tuple) and out:
+        return (_first(out[0], change), *out[1:])
+    return change(out) if isinstance(out, torch.Tensor) and out.is_floating_point() else out

@@ -1,0 +1,273 @@
+"""The private torch API that fzero uses, one test each: what fails here says what broke when torch changed."""
+
+import shutil
+import threading
+import warnings
+from typing import ClassVar
+
+import optree
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fzero import _torch
+from fzero._torch import levels as _torch_levels
+
+
+def test_versions():
+    assert tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
+
+
+def test_functional_collectives_exist():
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
+        assert hasattr(_torch.c10d, name)
+
+
+class _Ordered(torch.autograd.Function):
+    order: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        _Ordered.order.append(ctx.name)
+        return grad, None
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_raised_priority_runs_a_node_as_soon_as_its_gradient_exists(raised):
+    """Inside torch.func.grad too. Without it the first node of the forward pass runs last."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        first = _Ordered.apply(x, "gather")
+        if raised:
+            _torch.raise_priority(first)
+        y = _Ordered.apply(x * 2, "early layer")
+        return (_Ordered.apply(y, "late layer") * first).sum()
+
+    _Ordered.order.clear()
+    torch.func.grad(loss)(torch.ones(2))
+    assert _Ordered.order.index("gather") == (0 if raised else 2)
+
+
+def test_vmaps_are_known_with_their_randomness():
+    found = []
+
+    def f(x):
+        found.append(_torch_levels.vmaps())
+        return x * 2
+
+    f(torch.ones(2))
+    torch.vmap(torch.func.grad(lambda x: torch.vmap(f, randomness="same")(x).sum()), randomness="different")(
+        torch.ones(2, 2)
+    )
+    torch.vmap(f)(torch.ones(2))
+    assert found == [[], ["Different", "Same"], ["Error"]]
+
+
+def test_a_trace_in_another_thread_is_not_ours():
+    seen, begun, end = [], threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        end.wait(10)
+        seen.append(_torch.is_tracing())
+        return x + 1
+
+    thread = threading.Thread(target=lambda: make_fx(traced)(torch.zeros(1)))
+    thread.start()
+    begun.wait(10)
+    assert not _torch.is_tracing()
+    end.set()
+    thread.join()
+    assert seen == [True]
+
+
+def test_is_tracing_knows_make_fx_and_dynamo():
+
+    seen: list[bool] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_tracing())
+        return x + 1
+
+    f(torch.ones(1))
+    make_fx(f)(torch.ones(1))
+    assert seen == [False, True]
+    assert torch.compile(lambda x: x + (1 if _torch.is_tracing() else 0), backend="eager")(torch.zeros(1)).item() == 1
+
+
+def test_boxes_are_nodes_for_torch_and_optree():
+    class Pair:
+        def __init__(self, child: torch.Tensor, static: int) -> None:
+            self.child, self.static = child, static
+
+    _torch.register_box(Pair, lambda p: ((p.child,), p.static), lambda s, c: Pair(c[0], s))
+    pair = Pair(torch.ones(2), 7)
+    for mapped in (pytree.tree_map(lambda x: x + 1, pair), optree.tree_map(lambda x: x + 1, pair)):
+        assert mapped.static == 7 and mapped.child.tolist() == [2, 2]
+    assert pytree.tree_flatten_with_path(pair)[0][0][1] is pair.child
+
+
+def test_vmap_fallback_warning_is_silent_only_inside():
+    q = torch.randn(2, 1, 1, 3, 4)
+
+    def attend() -> None:
+        torch.vmap(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q))(q)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _torch.quiet_vmap_fallback():
+            attend()
+        with pytest.raises(UserWarning, match="batching rule"):
+            attend()
+
+
+def test_assume_constant_result_runs_for_real_under_dynamo():
+    ran: list[tuple[str, tuple[int, ...]]] = []
+
+    @_torch.assume_constant_result
+    def note(name: str, shape: tuple[int, ...]) -> int:
+        ran.append((name, shape))
+        return 5
+
+    f = torch.compile(lambda x: x + note("a", tuple(int(d) for d in x.shape)), backend="eager", fullgraph=True)
+    assert f(torch.zeros(3)).tolist() == [5, 5, 5]
+    assert ran == [("a", (3,))]
+
+
+class _Doubled(torch.autograd.Function):
+    """The identity, whose gradient is custom: 2 where 1 would be right."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_function_that_dynamo_inlines_still_loses_its_backward():
+    """pytorch#193279 itself. If this fails the bug is mended: `allow_in_graph` in fzero's collectives may go."""
+    grad = torch.func.grad(lambda x: _Doubled.apply(x).sum())
+    assert grad(torch.ones(2)).tolist() == [2, 2]
+    torch.compiler.reset()
+    assert torch.compile(grad, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_allow_in_graph_keeps_a_custom_backward_under_compile():
+    """pytorch#193279: an autograd.Function that Dynamo inlines under torch.func loses its backward, silently.
+
+    fzero therefore calls its Functions through `allow_in_graph`, which this test watches.
+    """
+
+    @_torch.allow_in_graph
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(x)
+
+    grad = torch.func.grad(lambda x: double(x).sum())
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        assert torch.compile(grad, backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_traces_keep_a_custom_backward_and_the_source_line():
+    grad = torch.func.grad(lambda x: _Doubled.apply(x * 3).sum())
+    gm = _torch.trace(lambda x: [grad(x)], _torch.fake_like([torch.ones(2)]))
+    assert gm(torch.ones(2))[0].tolist() == [6, 6]
+    lines = {_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function"}
+    assert lines and all(line.split(":")[0] == __file__ for line in lines)
+
+
+def test_traced_code_knows_that_it_is_compiled_and_only_it():
+    seen = []
+    _torch.trace(lambda x: seen.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
+    assert seen == [True] and not torch.compiler.is_compiling()
+
+
+def test_traces_compute_nothing():
+    state = torch.get_rng_state()
+    _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_functionalisation_removes_writes_and_keeps_lines():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x + 1
+        y[0].mul_(3)
+        return [y]
+
+    fakes = _torch.fake_like([torch.ones(2)])
+    gm = _torch.functional(_torch.trace(f, fakes), fakes)
+    assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
+    assert gm(torch.ones(2))[0].tolist() == [6, 2]
+    assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
+
+
+def test_storage_ids_tell_views_from_copies():
+    (x,) = _torch.fake_like([torch.ones(4)])
+    assert _torch.storage_id(x.view(2, 2)) == _torch.storage_id(x) != _torch.storage_id(x + 1)
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
+    """Without the order options Inductor would run what frees memory first."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        a = [x @ x for _ in range(4)]  # all four, then all sums
+        return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
+
+    fakes = _torch.fake_like([torch.ones(8, 8)])
+    compiled = _torch.inductor(_torch.trace(f, fakes), fakes)
+    args = [torch.randn(8, 8)]
+    expected, got = f(*args), compiled(args)
+    assert args == []
+    for x, y in zip(expected, got, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.stride() == y.stride()
+
+
+def test_levels_tell_what_tracks_a_tensor():
+    from fzero._torch.levels import is_differentiated, is_foreign, is_mapped_now, is_wrapped
+
+    def within(x):
+        assert is_wrapped(x) and is_mapped_now(x) and is_mapped_now(x + 1) and not is_mapped_now(torch.ones(2))
+        return x
+
+    torch.vmap(lambda x: torch.func.grad(lambda y: (y * x).sum() if is_differentiated(y) else None)(x))(
+        torch.ones(3, 2)
+    )
+    torch.vmap(within)(torch.ones(3, 2))
+    assert not is_wrapped(torch.ones(2)) and not is_differentiated(torch.ones(2))
+    assert is_differentiated(torch.ones(2, requires_grad=True))
+
+    class Below(torch.autograd.Function):
+        """Its forward runs below all transforms."""
+
+        @staticmethod
+        def forward(x, outer):
+            assert is_foreign(outer()) and not is_foreign(x)
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))

@@ -1,0 +1,27 @@
+"""benchmarks/gpu.py at toy size on a CPU: it must not rot while no GPU is at hand."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_toy_run_shows_less_memory_at_each_stage():
+    pytest.importorskip("ninja")
+    command = [sys.executable, "benchmarks/gpu.py", "--toy", "--device", "cpu", "--backend", "fx", "--rounds", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [
+        re.split(r" *\| *", line)[1:-1] for line in done.stdout.splitlines() if re.match(r"\| (bert|vit)-\S+ \|", line)
+    ]
+    assert [r[:2] for r in rows] == [[m, s] for m in ("bert-large", "vit-g") for s in ("plain", "0", "1", "2", "3")]
+    for model in (rows[:5], rows[5:]):
+        formula, peak = ([float(r[i]) for r in model[1:]] for i in (2, 4))
+        assert all(f < p for f, p in zip(formula, peak, strict=True))
+        assert formula[3] == pytest.approx(formula[0] / 8, rel=0.05, abs=0.06)
+        assert peak == sorted(peak, reverse=True) and peak[3] < peak[0] / 2
+    assert "missed" not in done.stdout

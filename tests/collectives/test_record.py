@@ -1,0 +1,98 @@
+"""What is communicated and what is held: exactly the table of the design, plus padding."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import Shard, optim, tree
+from fzero.layout.boxes import is_box
+from fzero.testing import trees, world_sizes
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+
+def sizes(params: Any, n: int) -> tuple[int, int]:
+    """Elements of a tree, without padding and with it."""
+    boxes = fzero.mesh(dp=n).spmd(fzero.partition)(params)
+    shards = [x for x in tree.flatten(boxes, is_box)[0] if isinstance(x, Shard)]
+    return sum(x.spec.numel for x in shards), sum(x.spec.shard_numel * n for x in shards)
+
+
+def expected_elements(stage: int, k: int, exact: int, padded: int) -> int:
+    """Section 1 of the design, with k micro-batches: 2Ψ, 2Ψ, (k + 1)Ψ, 2kΨ; an all_reduce needs no padding."""
+    return [2 * exact, 2 * padded, (k + 1) * padded, 2 * k * padded][stage]
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("model", ["gpt", "odd sizes"])
+def test_elements_moved_are_the_tables(model, n, k):
+    if model == "gpt":
+        params, loss, batch = gpt_params(), gpt_loss, torch.zeros(n * k, 9, dtype=torch.int64)
+    else:
+        params, loss, batch = mlp_params(torch.float32), mlp_loss, mlp_batch(n * k, dtype=torch.float32)
+    opt, mesh = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)), fzero.mesh(dp=n)
+    exact, padded = sizes(params, n)
+    for stage in range(4):
+        step = fzero.shard(train_step_for(loss, opt, micro_batches=k), stage=stage, mesh=mesh)
+        state = step.init(params, opt)
+        with fzero.record() as log:
+            step(*state, mesh.split(batch))
+        units = len({e.unit for e in log.events})
+        assert log.elements == expected_elements(stage, k, exact, padded)
+        assert log.bytes == 4 * log.elements
+        assert {e.elements for e in log.metrics} == {2}  # the loss, and the norm where it is sharded
+        gathers, scatters, reduces = (log.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+        assert (gathers, scatters, reduces) == [
+            (0, 0, units),
+            (units, units, 0),
+            (units, k * units, 0),
+            (k * units, k * units, 0),
+        ][stage]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("model", ["gpt", "odd sizes"])
+def test_state_bytes_are_the_tables(model, n):
+    """float32 Adam: p = 4, s = 8 bytes an element, and the 8 bytes of the count."""
+    params = gpt_params() if model == "gpt" else mlp_params(torch.float32)
+    exact, padded = sizes(params, n)
+    step_for = train_step_for(mlp_loss, optim.adam(1e-3))
+    for stage, expected in enumerate(
+        [12 * exact, 4 * exact + 8 * padded // n, 4 * exact + 8 * padded // n, 12 * padded // n]
+    ):
+        step = fzero.shard(step_for, stage=stage, mesh=fzero.mesh(dp=n))
+        assert step.state_bytes(*step.init(params, optim.adam(1e-3))) == expected + 8
+
+
+@settings(max_examples=50)
+@given(trees(), world_sizes(), st.integers(0, 3))
+def test_state_bytes_of_any_tree(params, n, stage):
+    exact, padded = sizes(params, n)
+    step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=n))
+    cut, _ = step.init(params, optim.sgd(0.1))
+    assert step.state_bytes(cut) == 8 * (padded // n if stage == 3 else exact)
+
+
+def test_padding_is_less_than_a_rank_a_unit():
+    for n in range(1, 9):
+        exact, padded = sizes(mlp_params(), n)
+        assert exact <= padded < exact + 4 * n
+
+
+def test_the_log_prints_as_a_table():
+    with fzero.record() as log, fzero.record() as inner:
+        fzero.mesh(dp=2).spmd(lambda p: fzero.reduce_scatter(p, like=fzero.partition(p)))({"w": torch.ones(3)})
+    assert str(log) == str(inner)
+    assert "reduce_scatter  dp      w                                  4            16" in str(log)
+
+
+def test_nothing_is_recorded_after_the_block():
+    with fzero.record() as log:
+        pass
+    fzero.mesh(dp=2).spmd(fzero.psum)(torch.ones(3))
+    assert not log.metrics

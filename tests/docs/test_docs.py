@@ -1,0 +1,150 @@
+"""The pages of docs/: their Python runs and prints what they say, tutorials end in a comparison, links lead somewhere.
+
+The ```python blocks of a page run in order in one namespace. The ```text block right after one shows what it prints,
+`...` standing for anything. A block titled as a file is also written, and a ```sh block that launches it is run.
+Not run: ```python {.notest}, and blocks of other languages.
+"""
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
+REFERENCE = sorted((DOCS / "api").glob("*.md"))
+GUIDES = [p for p in PAGES if p not in [*TUTORIAL, *REFERENCE]]
+
+# A guide goes on from the README's example: its step and mesh, new parameters, a batch, and a loader.
+README = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("dp=-1", "dp=4")
+PRELUDE = f"""{README}
+loader, batch, initial = [batch], mesh.split(batch), full
+step = fzero.shard(train_step, stage=3, mesh=mesh)
+params, opt_state = step.init(initial, opt)
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the rest of its first line, its body, its line, and what it should print."""
+
+    language: str
+    options: str
+    body: str
+    line: int
+    output: str
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python" and "notest" not in self.options
+
+    @property
+    def file(self) -> str:
+        return "".join(re.findall(r'title="([^"]+)"', self.options))
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    text = page.read_text()
+    found = list(re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    out = []
+    for i, fence in enumerate(found):
+        following = found[i + 1] if i + 1 < len(found) else None
+        shown = following and following[1] == "text" and not text[fence.end() : following.start()].strip()
+        line = text.count("\n", 0, fence.start()) + 1
+        out.append(Block(fence[1], fence[2], fence[3], line, following[3] if following and shown else ""))
+    return out
+
+
+def check_output(page: pathlib.Path, block: Block, printed: str) -> None:
+    printed = re.sub(r"[ \t]+$", "", printed, flags=re.MULTILINE)
+    same = doctest.OutputChecker().check_output(block.output, printed, doctest.ELLIPSIS)
+    assert same, f"{page}:{block.line} prints\n{printed}\nand shows\n{block.output}"
+
+
+def run(page: pathlib.Path, block: Block, names: dict) -> str:
+    code = compile("\n" * block.line + block.body, str(page), "exec")  # errors name the page's line
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, names)
+    return out.getvalue()
+
+
+def launch(command: str) -> str:
+    words = [w for w in shlex.split(command) if w != "torchrun"]
+    command_line = [sys.executable, "-W", "error", "-m", "torch.distributed.run", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """An empty folder to work in; torch is left as it was."""
+    monkeypatch.chdir(tmp_path)
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng():
+        yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in [*TUTORIAL, *GUIDES] if any(b.runs for b in blocks(p))], ids=lambda p: p.stem
+)
+def test_a_page_runs_and_prints_what_it_shows(page, world):
+    names: dict = {"__name__": "__main__"}
+    if page in GUIDES:
+        exec(PRELUDE, names)
+    files = set()
+    for block in blocks(page):
+        if block.runs:
+            # compiling takes long, and no page is about it
+            fast = block._replace(body=block.body.replace("fzero.jit(step)", 'fzero.jit(step, backend="fx")'))
+            check_output(page, block, run(page, fast, names))
+            if block.file:
+                pathlib.Path(block.file).write_text(block.body)
+                files.add(block.file)
+        elif block.language == "sh" and block.body.startswith("torchrun") and block.body.split()[-1] in files:
+            check_output(page, block, launch(block.body))
+
+
+@pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
+def test_a_tutorial_ends_in_a_comparison(page):
+    last = [b for b in blocks(page) if b.runs][-1]
+    comparisons = r"assert torch\.allclose\(|assert_close\(|assert_equivalent\(|assert_trees_close\("
+    assert re.search(comparisons, last.body), f"{page}:{last.line} does not compare with unsharded training"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        assert f": {page.relative_to(DOCS).as_posix()}\n" in nav, f"mkdocs.yml: {page.name} is not in nav"
+
+
+def test_every_public_name_is_in_the_reference():
+    for page in REFERENCE:
+        described = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+        module = importlib.import_module(page.stem if page.stem == "fzero" else f"fzero.{page.stem}")
+        if module.__name__ in described:  # all of its names
+            continue
+        known = {name.rpartition(".")[2] for name in described}
+        missing = [x for x in module.__all__ if x not in known and not inspect.ismodule(getattr(module, x))]
+        assert not missing, f"{page}: add a line `::: fzero.NAME` for {missing}"

@@ -1,0 +1,94 @@
+"""The examples run, as a user runs them, and say what they promise."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*words: str) -> str:
+    torchs_own = ["-W", "ignore::DeprecationWarning"]  # when it imports Inductor
+    command = [sys.executable, "-W", "error", *torchs_own, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_zero_by_hand():
+    """It asserts that by hand, in one line and unsharded are equal; here is what it prints of memory."""
+    out = run("examples/zero_by_hand.py")
+    found = re.search(r"on one rank: (\S+) unsharded, (\S+) by ZeRO-2", out)
+    assert found is not None
+    whole, sharded = (int(x.replace(",", "")) for x in found.groups())
+    assert whole / 4 < sharded < whole / 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["examples/parallel_mlp.py", "--stage", "2", "--dp", "3", "--tp", "4"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel_mlp.py", "--tp", "2"],
+    ],
+    ids=["simulated", "torchrun"],
+)
+def test_parallel_mlp_is_the_dense_one(words):
+    out = run(*words, "--steps", "5")
+    losses = re.findall(r"loss (\S+), dense and unsharded (\S+)\n", out)
+    assert len(losses) == 5 and all(float(a) == pytest.approx(float(b), abs=1e-10) for a, b in losses)
+    held, whole = re.findall(r"a rank holds (\S+) bytes of (\S+);", out)[0]
+    assert int(held.replace(",", "")) < 0.6 * int(whole.replace(",", ""))  # tp=2 halves the matrices at every stage
+    assert float(out.split("from dense training: ")[1]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "stage,words,limit",
+    [
+        (2, ["--no-jit"], 1e-4),
+        (3, ["--jit"], 1e-4),
+        (3, ["--no-jit", "--precision", "float16", "--remat"], 0.02),
+        (1, ["--no-jit", "--precision", "bfloat16", "--remat"], 0.05),
+    ],
+    ids=["eager", "jit", "float16", "bfloat16"],
+)
+def test_train_gpt(stage, words, limit, tmp_path):
+    png = tmp_path / "curve.png"
+    words += ["--steps", "8", "--ranks", "2", "--batch", "4", "--stage", str(stage), "--compare", "--out", str(png)]
+    out = run("examples/train_gpt.py", *words, "--accumulate", "2", "--text", str(ROOT / "README.md"))
+    (apart,) = re.findall(r"largest difference .*: (\S+)", out)
+    assert float(apart) < limit
+    assert png.stat().st_size > 5000
+    assert "sample:\ndef main(" in out and "a unigram model's" in out
+
+
+def test_train_gpt_plans(tmp_path):
+    out = run("examples/train_gpt.py", "--plan", "--stage", "3", "--out", str(tmp_path / "curve.png"))
+    assert "train_step: peak" in out and "reduce_scatter" in out and "blocks.1" in out and "step " not in out
+    assert (tmp_path / "plan.png").stat().st_size > 5000 and not (tmp_path / "curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    "model, stage, simulate", [("gpt2", 3, "vmap"), ("vit", 2, "vmap"), ("mixtral", 3, "lockstep")]
+)
+def test_hf_model(model, stage, simulate):
+    out = run("examples/hf_model.py", "--model", model, "--stage", str(stage), "--simulate", simulate, "--steps", "4")
+    losses = [float(x) for x in re.findall(r"step \d: loss (\S+)", out)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    held, whole = (int(x.replace(",", "")) for x in re.findall(r"holds (\S+) of (\S+) bytes", out)[0])
+    assert held / whole == pytest.approx({2: 2 / 3, 3: 1 / 2}[stage], rel=0.01)  # of parameters and two moments
+
+
+@pytest.mark.slow
+def test_hf_model_on_two_processes_prints_the_same():
+    words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
+    launched = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_model.py", *words
+    )
+    alone = run("examples/hf_model.py", *words)
+    steps = re.compile(r"step .*")
+    assert steps.findall(launched) == steps.findall(alone) != []

@@ -1,0 +1,398 @@
+"""One table of optimizers, and the laws that each obeys: torch's or optax's numbers, on every layout, jitted too."""
+
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, tree
+from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
+from tests.helpers import train_step_for
+from tests.optim.test_optim import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
+from tests.stages.test_equivalence import RULES, loss_of_tree
+
+OPTAX = json.loads((pathlib.Path(__file__).parent / "fixtures" / "optax.json").read_text())
+
+
+class Row(NamedTuple):
+    """A pair, and who else computes its numbers: a torch optimizer made from a list of leaves, or optax."""
+
+    pair: optim.Optimizer
+    torch: Any = None
+    optax: str = ""  # a key of fixtures/optax.json
+
+
+def biases(params: Any) -> Any:
+    return tree.map(lambda p: p.ndim < 2, params)
+
+
+def with_clipping(learning_rate: Any, max_norm: Any, weight_decay: Any) -> optim.Optimizer:
+    return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(learning_rate, weight_decay=weight_decay))
+
+
+FALLING = optim.linear(1e-2, 1e-3, 5)
+
+TABLE = {
+    "sgd": Row(optim.sgd(0.1), lambda xs: torch.optim.SGD(xs, 0.1)),
+    "momentum": Row(optim.sgd(0.1, momentum=0.9), lambda xs: torch.optim.SGD(xs, 0.1, momentum=0.9)),
+    "nesterov": Row(
+        optim.sgd(0.1, momentum=0.9, nesterov=True),
+        lambda xs: torch.optim.SGD(xs, 0.1, momentum=0.9, nesterov=True),
+        "sgd",
+    ),
+    "adam": Row(optim.adam(1e-2), lambda xs: torch.optim.Adam(xs, 1e-2)),
+    "adam, betas and eps": Row(
+        optim.adam(1e-2, b1=0.8, b2=0.95, eps=1e-3), lambda xs: torch.optim.Adam(xs, 1e-2, (0.8, 0.95), 1e-3)
+    ),
+    "adamw": Row(optim.adamw(1e-2), lambda xs: torch.optim.AdamW(xs, 1e-2)),
+    "adamw, strong decay": Row(
+        optim.adamw(1e-2, weight_decay=0.5), lambda xs: torch.optim.AdamW(xs, 1e-2, weight_decay=0.5)
+    ),
+    "adamw, masked decay": Row(
+        optim.adamw(optim.warmup_cosine(0.1, 3, 8, 0.01), weight_decay=0.1, mask=matrices), optax="adamw"
+    ),
+    "adam in links": Row(
+        optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2)), lambda xs: torch.optim.Adam(xs, 1e-2)
+    ),
+    "adafactor": Row(optim.adafactor(0.1), lambda xs: torch.optim.Adafactor(xs, 0.1)),
+    "adafactor, everything else": Row(
+        optim.adafactor(0.1, 0.6, 0.05, 0.3, 1.5, 0.1),
+        lambda xs: torch.optim.Adafactor(xs, 0.1, -0.6, (0.05, 0.3), 1.5, 0.1),
+    ),
+    "adagrad": Row(optim.adagrad(0.1), lambda xs: torch.optim.Adagrad(xs, 0.1)),
+    "adagrad from 0.1": Row(
+        optim.adagrad(0.1, initial_accumulator_value=0.1, eps=1e-3),
+        lambda xs: torch.optim.Adagrad(xs, 0.1, initial_accumulator_value=0.1, eps=1e-3),
+    ),
+    "lion": Row(optim.lion(1e-2), optax="lion"),
+    "lion, masked decay": Row(
+        optim.lion(FALLING, 0.8, 0.95, weight_decay=0.1, mask=matrices), optax="lion, masked decay"
+    ),
+    "lamb": Row(optim.lamb(1e-2), optax="lamb"),
+    "lamb, masked decay": Row(
+        optim.lamb(FALLING, 0.8, 0.95, 1e-3, weight_decay=0.1, mask=matrices), optax="lamb, masked decay"
+    ),
+    "lars": Row(
+        optim.chain(optim.scale_by_trust_ratio(), optim.scale_by_learning_rate(1e-2)),
+        optax="lars",
+    ),
+    "clip_by_block_rms": Row(
+        optim.chain(optim.clip_by_block_rms(0.9), optim.sgd(0.1)),
+        optax="clip_by_block_rms",
+    ),
+    "clip_by_global_norm": Row(
+        optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1)), optax="clip_by_global_norm"
+    ),
+    "masked adam": Row(optim.masked(optim.adam(1e-2), matrices), optax="masked adam"),
+    "masked lamb": Row(optim.masked(optim.lamb(1e-2, weight_decay=0.1, mask=matrices), biases)),
+    "masked clipping": Row(
+        optim.chain(optim.masked(optim.clip_by_global_norm(0.5), matrices), optim.sgd(0.1)), optax="masked clipping"
+    ),
+    "frozen leaves": Row(
+        optim.chain(optim.adam(1e-2), optim.masked(optim.set_to_zero(), matrices)), optax="frozen leaves"
+    ),
+    "injected adamw": Row(
+        optim.inject_hyperparams(optim.adamw, static_args="mask")(
+            FALLING,
+            b1=optim.linear(0.5, 0.9, 5),
+            eps=1e-3,
+            weight_decay=optim.exponential_decay(0.1, 2, 0.5),
+            mask=matrices,
+        ),
+        optax="injected adamw",
+    ),
+    "injected numbers": Row(
+        optim.inject_hyperparams(with_clipping)(1e-2, 0.5, 0.1),
+        optax="clip_by_global_norm",
+    ),
+    "averaged gradients": Row(optim.chain(optim.ema(0.9), optim.sgd(0.1)), optax="averaged gradients"),
+    "averaged gradients, biased": Row(
+        optim.chain(optim.ema(0.9, debias=False), optim.sgd(0.1)), optax="averaged gradients, biased"
+    ),
+    "averaged parameters": Row(
+        optim.chain(optim.adam(1e-2), optim.params_ema(0.9)), lambda xs: torch.optim.Adam(xs, 1e-2)
+    ),
+    "averaged parameters, debiased": Row(
+        optim.chain(optim.sgd(0.1), optim.params_ema(0.9, debias=True)), lambda xs: torch.optim.SGD(xs, 0.1)
+    ),
+    "links": Row(
+        optim.chain(
+            optim.clip(0.9),
+            optim.scale_by_adam(eps=1e-3),
+            optim.add_decayed_weights(0.1, matrices),
+            optim.scale_by_schedule(optim.linear(-1e-2, -1e-3, 5)),
+            optim.scale(2.0),
+        ),
+        optax="links",
+    ),
+}
+
+# The same, where gradients near zero may not be blown up to a full step: what rounds differently must stay small.
+EXACT = {
+    **{name: row.pair for name, row in TABLE.items() if row.optax != "lamb" and name not in ("masked lamb", "lars")},
+    "adam": optim.adam(1e-2, eps=1e-3),
+    "adamw": optim.adamw(1e-2, eps=1e-3, weight_decay=0.1),
+    "lamb": optim.lamb(1e-2, eps=1e-3, weight_decay=0.1),
+    "masked lamb": optim.masked(optim.lamb(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices), biases),
+}
+
+every = pytest.mark.parametrize("name", TABLE)
+
+
+def small_params() -> dict[str, Any]:
+    """A unit of two leaves and one of a 0-d leaf; no size divides by 3 or 4 ranks."""
+    return {"layer": {"w": normal((5, 2), 0), "b": normal((3,), 1)}, "scale": normal((), 2)}
+
+
+def small_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x @ p["layer"]["w"]).sum(1, keepdim=True) * p["scale"] - p["layer"]["b"]).square().mean()
+
+
+def test_the_table_has_every_public_pair():
+    """A pair that is not in the table obeys no law."""
+    text = pathlib.Path(__file__).read_text()
+    makers = [
+        name for name in optim.__all__ if name.islower() and "-> Optimizer" in str(getattr(optim, name).__annotations__)
+    ]
+    known = {name for name in makers if f"optim.{name}(" in text or name == "leafwise"}
+    assert known == set(makers)
+
+
+# ---------------------------------------------------------------- the numbers of others
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.torch])
+def test_ten_steps_equal_torch_optim(name, dtype):
+    params, batches = params_of(dtype), batches_of(10, dtype)
+    expected = train_with_torch(TABLE[name].torch, params, batches)
+    assert_trees_close(train(TABLE[name].pair, params, batches), expected, RTOL[dtype])
+
+
+def stored(values: Any, dtype: torch.dtype) -> Any:
+    def read(x: Any, like: Any) -> Any:
+        if isinstance(like, dict):
+            return {k: read(x[k], v) for k, v in like.items()}
+        if isinstance(like, list):
+            return [read(a, b) for a, b in zip(x, like, strict=True)]
+        return None if x is None else torch.tensor(x, dtype=dtype)
+
+    return read(values, {"w": 0, "b": 0, "s": 0, "rest": [0, 0]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.optax])
+def test_ten_steps_equal_optax(name, dtype):
+    opt, params = TABLE[name].pair, stored(OPTAX["params"], dtype)
+    state = opt.init(params)
+    for grads in OPTAX["grads"]:
+        updates, state = opt.update(stored(grads, dtype), state, params)
+        params = optim.apply_updates(params, updates)
+    assert_trees_close(params, stored(OPTAX["trained"][TABLE[name].optax], dtype), RTOL[dtype])
+
+
+def test_every_optax_fixture_is_used():
+    assert {row.optax for row in TABLE.values() if row.optax} == set(OPTAX["trained"])
+
+
+SCHEDULES = {
+    "constant": optim.constant(0.3),
+    "linear": optim.linear(0.3, 0.1, 7),
+    "warmup_linear": optim.warmup_linear(0.3, 5, 12, 0.1),
+    "warmup_cosine": optim.warmup_cosine(0.3, 5, 12, 0.1),
+    "exponential_decay": optim.exponential_decay(0.3, 4, 0.7),
+    "exponential_decay, stairs": optim.exponential_decay(0.3, 4, 0.7, staircase=True, end=0.1),
+    "exponential_decay, growing": optim.exponential_decay(0.3, 4, 1.3, end=0.8),
+    "piecewise_constant": optim.piecewise_constant(0.3, {5: 0.5, 9: 0.1}),
+    "join_schedules": optim.join_schedules(
+        [optim.linear(0, 1, 5), optim.constant(1.0), optim.exponential_decay(1.0, 3, 0.5)], [5, 9]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX["values"])
+def test_schedules_equal_optax(name):
+    values = [SCHEDULES[name](torch.tensor(t)) for t in range(20)]
+    assert {(v.dtype, v.ndim) for v in values} == {(torch.float64, 0)}
+    assert [v.item() for v in values] == pytest.approx(OPTAX["values"][name], rel=1e-12, abs=1e-15)
+
+
+# ---------------------------------------------------------------- the same on every layout
+
+
+@every
+def test_every_stage_and_world_size_equals_unsharded_training(name):
+    opt = TABLE[name].pair
+    step = train_step_for(small_loss, opt)
+    assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 3, 4))
+
+
+@settings(max_examples=80)
+@given(
+    name=st.sampled_from(sorted(EXACT)),
+    params=trees(),
+    rule=st.sampled_from([None, *sorted(RULES)]),
+    tie=st.booleans(),
+    stage=stages(),
+    n=world_sizes(),
+)
+@example("lamb", {"first": torch.ones(()), "rest": [torch.ones(0), {"a": torch.ones(7)}]}, "one unit", True, 3, 8)
+@example("masked adam", {"first": torch.ones(5), "rest": [torch.ones(3, 3), None]}, "one unit", True, 1, 4)
+def test_every_tree_and_unit_rule_equals_unsharded_training(name, params, rule, tie, stage, n):
+    params = tree.map(lambda x: x.double(), params)
+    if tie:
+        params = {**params, "again": params["first"]}
+    opt, batches = EXACT[name], [{"x": torch.linspace(-1, 1 + i, n * 2, dtype=torch.float64)} for i in range(3)]
+    step = train_step_for(loss_of_tree, opt)
+    assert_equivalent(step, params, opt, batches, (stage,), (n,), units=rule and RULES[rule])
+
+
+@every
+def test_poisoned_padding_never_affects_training(name):
+    batches, mesh, opt = batches_of(2), fzero.mesh(dp=4), TABLE[name].pair
+    step = fzero.shard(train_step_for(small_loss, opt), 3, mesh)
+    params, state = step.init(small_params(), opt)
+    for batch in batches:
+        params, state, _ = step(poison(params, math.nan), poison(state, math.nan), mesh.split(batch))
+    assert_trees_close(step.gather(params), train(opt, small_params(), batches, small_loss), 1e-12)
+
+
+@every
+def test_a_jitted_step_equals_the_eager_one_bitwise(name):
+    opt, mesh, params = TABLE[name].pair, fzero.mesh(dp=2), small_params()
+    step = fzero.shard(train_step_for(small_loss, opt), 3, mesh, units=RULES["one unit"])
+    jitted = fzero.jit(step, backend="fx")
+    eager, fast = step.init(params, opt), jitted.init(params, opt)
+    for batch in batches_of(2):
+        eager, fast = step(*eager[:2], mesh.split(batch)), jitted(*fast[:2], mesh.split(batch))
+    assert jitted.traces == 1
+    assert_trees_close(fast, eager, 0.0)
+
+
+# ---------------------------------------------------------------- dtypes, purity, arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@every
+def test_parameters_and_state_keep_their_dtype(name, dtype):
+    opt = optim.chain(optim.clip_by_global_norm(0.5), TABLE[name].pair)
+    params = params_of(dtype)
+    state = opt.init(params)
+    updates, new_state = opt.update(tree.map(torch.ones_like, params), state, params)
+    new = optim.apply_updates(params, updates)
+    for before, after in [(params, updates), (params, new), (state, new_state)]:
+        assert [x.dtype for x in tree.tensors(before)] == [x.dtype for x in tree.tensors(after)]
+    sized = [x.dtype for x in tree.tensors(state) if x.ndim]
+    assert set(sized) <= {dtype}, "the state of an element has the element's dtype"
+    assert {x.dtype for x in tree.tensors(state)} <= {dtype, torch.int64, torch.float64}
+
+
+@every
+def test_half_precision_follows_float64(name):
+    params = stored(OPTAX["params"], torch.bfloat16)
+    trained = []
+    for dtype in (torch.bfloat16, torch.float64):
+        opt, new = TABLE[name].pair, tree.map(lambda x, dtype=dtype: x.to(dtype), params)
+        state = opt.init(new)
+        for grads in OPTAX["grads"][:3]:
+            updates, state = opt.update(stored(grads, dtype), state, new)
+            new = optim.apply_updates(new, updates)
+        trained.append(tree.map(lambda x: x.double(), new))
+    assert_trees_close(*trained, 0.02)
+
+
+@every
+def test_updates_are_pure(name):
+    opt, params = TABLE[name].pair, params_of()
+    arguments = (tree.map(torch.ones_like, params), opt.init(params), params)
+    before = tree.map(torch.clone, arguments)
+    opt.update(*arguments)
+    assert_trees_close(arguments, before, 0.0)
+
+
+@every
+@pytest.mark.parametrize("stage", [0, 2])
+def test_tied_leaves_stay_tied(name, stage):
+    w, opt = normal((4, 3), 0), TABLE[name].pair
+    step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=2), units=RULES["one unit"])
+    state = step.init({"a": w, "b": [w, normal((3,), 1)]}, opt)
+    new, state, _ = step(*state, step.mesh.split({"x": torch.ones(2, dtype=torch.float64)}))
+    assert new["a"] is new["b"][0]
+    for x in tree.tensors(state):
+        assert x.numel() < 24, "a tied leaf has one state"
+
+
+@every
+def test_state_shares_no_memory_with_the_parameters(name):
+    """A jitted step writes both anew, each in its own memory."""
+    params = params_of()
+    lent = {x.untyped_storage().data_ptr() for x in tree.tensors(params)}
+    state = tree.tensors(TABLE[name].pair.init(params))
+    pointers = [x.untyped_storage().data_ptr() for x in state]
+    assert not lent & set(pointers) and len(set(pointers)) == len(pointers)
+
+
+@every
+def test_every_pair_declares_that_it_runs_on_shards(name):
+    assert TABLE[name].pair.elementwise is True
+
+
+BAD = [
+    (optim.sgd, {"learning_rate": -0.1}, "learning_rate=-0.1: expected a number >= 0"),
+    (optim.sgd, {"learning_rate": math.nan}, "learning_rate=nan: expected a number >= 0"),
+    (optim.sgd, {"learning_rate": 0.1, "momentum": -1}, "momentum=-1: expected a number >= 0"),
+    (optim.adam, {"learning_rate": "fast"}, "learning_rate='fast': expected a number >= 0"),
+    (optim.adam, {"learning_rate": 0.1, "b1": 1.0}, r"b1=1.0: expected a number in \[0, 1\)"),
+    (optim.adamw, {"learning_rate": 0.1, "b2": -0.1}, r"b2=-0.1: expected a number in \[0, 1\)"),
+    (optim.adamw, {"learning_rate": 0.1, "eps": -1.0}, "eps=-1.0: expected a number >= 0"),
+    (optim.adamw, {"learning_rate": 0.1, "weight_decay": -1.0}, "weight_decay=-1.0: expected a number >= 0"),
+    (optim.adamw, {"learning_rate": 0.1, "weight_decay": FALLING}, "weight_decay=.*see optim.inject_hyperparams"),
+    (optim.scale_by_adam, {"b1": 2}, r"b1=2: expected a number in \[0, 1\)"),
+    (optim.scale_by_adam, {"eps": math.inf}, "eps=inf: expected a number >= 0"),
+    (optim.adafactor, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.adafactor, {"decay_rate": -0.8}, "decay_rate=-0.8: expected a number >= 0"),
+    (optim.adafactor, {"eps": -1}, "eps=-1: expected a number >= 0"),
+    (optim.adafactor, {"eps_scale": -1}, "eps_scale=-1: expected a number >= 0"),
+    (optim.adafactor, {"clipping_threshold": 0}, "clipping_threshold=0: expected a positive number"),
+    (optim.adafactor, {"weight_decay": -1}, "weight_decay=-1: expected a number >= 0"),
+    (optim.adagrad, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.adagrad, {"learning_rate": 1, "eps": -1}, "eps=-1: expected a number >= 0"),
+    (
+        optim.adagrad,
+        {"learning_rate": 1, "initial_accumulator_value": -1},
+        "initial_accumulator_value=-1: expected a number >= 0",
+    ),
+    (optim.lion, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.lion, {"learning_rate": 1, "b1": 1}, r"b1=1: expected a number in \[0, 1\)"),
+    (optim.scale_by_lion, {"b2": 1}, r"b2=1: expected a number in \[0, 1\)"),
+    (optim.lamb, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.lamb, {"learning_rate": 1, "weight_decay": -1}, "weight_decay=-1: expected a number >= 0"),
+    (optim.lamb, {"learning_rate": 1, "b2": 1}, r"b2=1: expected a number in \[0, 1\)"),
+    (optim.add_decayed_weights, {"weight_decay": None}, "weight_decay=None: expected a number >= 0"),
+    (optim.scale_by_learning_rate, {"learning_rate": -1}, "learning_rate=-1: expected a number >= 0"),
+    (optim.clip, {"max_delta": 0}, "max_delta=0: expected a positive number"),
+    (optim.clip_by_block_rms, {"threshold": -1}, "threshold=-1: expected a positive number"),
+    (optim.clip_by_global_norm, {"max_norm": math.nan}, "max_norm=nan: expected a positive number"),
+    (optim.ema, {"decay": 1}, r"decay=1: expected a number in \[0, 1\)"),
+    (optim.params_ema, {"decay": -0.1}, r"decay=-0.1: expected a number in \[0, 1\)"),
+    (optim.inject_hyperparams(optim.adamw), {"learning_rate": 0.1, "b1": 1}, r"b1=1: expected a number in \[0, 1\)"),
+    (optim.linear, {"start": 0, "end": 1, "steps": 0}, "steps=0: expected a positive number of updates"),
+    (optim.warmup_linear, {"peak": 1, "warmup_steps": 5, "total_steps": 5}, "0 <= warmup_steps < total_steps"),
+    (optim.exponential_decay, {"start": 1, "steps": 0, "decay_rate": 0.5}, "steps=0: expected a positive number"),
+    (optim.exponential_decay, {"start": 1, "steps": 1, "decay_rate": 0}, "decay_rate=0: expected a positive number"),
+    (optim.piecewise_constant, {"start": 1, "boundaries_and_scales": {-1: 1}}, "expected boundaries >= 0"),
+    (optim.join_schedules, {"schedules": [FALLING], "boundaries": [3]}, r"boundaries=\[3\]: expected 0 increasing"),
+    (optim.join_schedules, {"schedules": [FALLING] * 3, "boundaries": [5, 3]}, "expected 2 increasing numbers"),
+]
+
+
+@pytest.mark.parametrize("make,arguments,message", BAD, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_bad_hyperparameter_is_refused_by_name(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)

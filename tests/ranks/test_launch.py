@@ -1,0 +1,107 @@
+"""Finding the world: torchrun's variables, Slurm's, and processes that never arrive."""
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import fzero
+from fzero.ranks.launch import _first_host, world_at_hand
+
+SCRIPT = """
+import sys, torch, fzero
+torch.set_num_threads(1)
+mesh = fzero.mesh(dp=-1, tp=2, timeout=float(sys.argv[1]))
+print(mesh, mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp", "tp")), ("dp", "tp")))().item())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def start(timeout: float, **variables: Any) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))}
+    environment = {**clean, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
+    command = [sys.executable, "-c", SCRIPT, str(timeout)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def torchruns(rank: int, size: int, port: int) -> dict[str, Any]:
+    return {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+
+def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
+    return {
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_LOCALID": rank,
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+
+
+def test_the_tasks_of_a_slurm_step_are_a_world():
+    job = free_port() % 10000  # the port is 20000 + it
+    done = [p.communicate(timeout=120) for p in [start(60, **slurms(r, 2, job)) for r in range(2)]]
+    assert [out for out, _ in done] == [f"Mesh(dp=1, tp=2, rank {r}) 1\n" for r in range(2)], done
+
+
+def test_a_rank_that_never_arrives_is_named_in_time():
+    port = free_port()
+    _, err = start(3, **torchruns(0, 2, port)).communicate(timeout=120)
+    assert f"RuntimeError: rank 1 did not arrive within 3 s: 2 processes should meet at localhost:{port}" in err
+
+
+def test_without_rank_0_nobody_can_meet():
+    _, err = start(3, **torchruns(1, 2, free_port())).communicate(timeout=120)
+    assert "RuntimeError: rank 1 met no rank 0 within 3 s: 2 processes should meet at localhost" in err
+
+
+def test_a_batch_script_is_alone(monkeypatch):
+    """In an sbatch script Slurm's variables tell of tasks that only srun starts."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert world_at_hand() is None and fzero.mesh(dp=-1).simulated
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # srun --pty bash
+    assert world_at_hand() is None
+
+
+def test_torchruns_variables_go_before_slurms(monkeypatch):
+    """torchrun inside srun: one torchrun a machine is a task, and its workers are the ranks."""
+    for name, value in {**slurms(1, 2, 7), **torchruns(5, 16, 1234), "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert world_at_hand() == (5, 16, 1, "localhost:1234")
+
+
+def test_where_slurms_tasks_meet(monkeypatch):
+    variables = {**slurms(3, 8, 123456), "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": 2, "SLURM_LOCALID": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert world_at_hand() == (3, 8, 1, "gpu07:23458")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    assert world_at_hand() == (3, 8, 1, "10.0.0.1:4711")
+
+
+@pytest.mark.parametrize(
+    "nodes,first",
+    [
+        ("node1", "node1"),
+        ("a1,a2", "a1"),
+        ("gpu[07-09,12]", "gpu07"),
+        ("gpu[3]", "gpu3"),
+        ("rack-1-n[001-128],rack-2", "rack-1-n001"),
+        ("n[1-2].cluster", "n1.cluster"),
+        ("login.example.org", "login.example.org"),
+        ("rack[1-2]node[03-4],other", "rack1node03"),
+    ],
+)
+def test_first_machine_of_slurms_list(nodes, first):
+    assert _first_host(nodes) == first
