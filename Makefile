@@ -10,7 +10,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 # of CUDA. So by default: nothing extra where pip has indexes of its own configured, or where there
 # is an NVIDIA GPU to use (PyPI's build is then the right one); else PyTorch's CPU builds.
 # Your choice: make test TORCH_INDEX=https://download.pytorch.org/whl/cu130, or TORCH_INDEX= for none.
-TORCH_INDEX ?= $(shell $(BIN)/python -m pip config list | grep -E 'index|find-links' >/dev/null \
+TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .PHONY: help train test lint types tests test-all bench mutants docs format clean
@@ -41,7 +41,7 @@ bench: $(VENV)/bench.stamp ## compare with DDP, FSDP2 and DeepSpeed, two hours; 
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # The variable silences an advertisement; --strict makes every warning an error.
 docs: $(VENV)/docs.stamp ## build the documentation into site/

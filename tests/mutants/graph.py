@@ -1,0 +1,167 @@
+"""Faults in fzero/graph."""
+
+from tests.mutants.mutant import GRAPH, JIT, Mutant
+
+MUTANTS = [
+    Mutant(
+        "prefetch one more",
+        "graph/passes/_schedule.py",
+        "[i + 1 : i + 1 + prefetch]",
+        "[i + 1 : i + 2 + prefetch]",
+        GRAPH,
+    ),
+    Mutant("gathers start ahead without room", "graph/passes/_schedule.py", "+ size <= limit:", "<= limit:", GRAPH),
+    Mutant(
+        "what starts ahead is forgotten",
+        "graph/passes/_schedule.py",
+        "live[start:until] = [x + size for x in live[start:until]]",
+        "pass",
+        GRAPH,
+    ),
+    Mutant(
+        "nothing starts ahead",
+        "graph/passes/_schedule.py",
+        "found.setdefault(order[start], []).append(g)",
+        "pass",
+        GRAPH,
+    ),
+    Mutant(
+        "schedules in another order are taken for the same",
+        "graph/_agree.py",
+        "[n.name for n in graph.nodes if is_collective(n)]",
+        "[]",
+        GRAPH,
+    ),
+    Mutant(
+        "updates wait for the end",
+        "graph/passes/_schedule.py",
+        "                self._drain()\n            self._require(needed)",
+        "                pass\n            self._require(needed)",
+        GRAPH,
+    ),
+    Mutant("overwrite under a gather", "graph/passes/_schedule.py", "if is_wait(n) else []", "if False else []", GRAPH),
+    Mutant(
+        "more in flight than asked",
+        "graph/passes/_schedule.py",
+        "if len(starts) > self.in_flight else",
+        "if False else",
+        GRAPH,
+    ),
+    Mutant(
+        "hand on what is about to be overwritten",
+        "graph/passes/_donate.py",
+        "if not given & set(lent.of[value]):",
+        "if True:",
+        GRAPH,
+    ),
+    Mutant(
+        "hand out overwritten memory", "graph/passes/_donate.py", "{*donated, *into.values()}", "into.values()", GRAPH
+    ),
+    Mutant(
+        "count a unit at each use",
+        "graph/passes/_regather.py",
+        "if other not in between:",
+        "if True:",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets across groups",
+        "graph/passes/_bucket.py",
+        "            and node.args[1:] == group[0].args[1:]\n",
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets without an end",
+        "graph/passes/_bucket.py",
+        "sum(map(full_bytes, [*group, node])) <= max_bytes",
+        "full_bytes(node) <= max_bytes",
+        GRAPH,
+    ),
+    Mutant(
+        "buckets of what waits for itself",
+        "graph/passes/_bucket.py",
+        "lambda group, n: not _needs(n, group, index)",
+        "lambda group, n: True",
+        GRAPH,
+    ),
+    Mutant(
+        "a bucket's first for all",
+        "graph/passes/_bucket.py",
+        "if is_gather(node) else i",
+        "if is_gather(node) else 0",
+        GRAPH,
+    ),
+    Mutant(
+        "a collective holds nothing",
+        "graph/plan/_liveness.py",
+        "            held += lent.read_by(start_of(node))",
+        "            pass",
+        GRAPH,
+    ),
+    Mutant("free before use", "graph/run/_pieces.py", "for s in [*used, *(step", "for s in [*(step", GRAPH),
+    Mutant(
+        "one trace for all numbers",
+        "graph/trace/_signature.py",
+        "x.hex() if isinstance(x, float) else x))",
+        "None))",
+        JIT,
+    ),
+    Mutant(
+        "micro-batches cut inside", "graph/run/_pieces.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT
+    ),
+    Mutant("write into shared memory", "graph/trace/_signature.py", "if start < reach and", "if False and", JIT),
+    Mutant(
+        "matrix products run again",
+        "graph/passes/_recompute.py",
+        "known and not moves and is_cheap(node)",
+        "known and not moves",
+        GRAPH,
+    ),
+    Mutant(
+        "leaves arrive while the old ones are read",
+        "graph/passes/_schedule.py",
+        "writes = [n for n in graph.nodes if is_write(n)]",
+        "writes = [n for n in graph.nodes if n.target is COPY]",
+        GRAPH,
+    ),
+    Mutant("leaves arrive in another layout", "graph/passes/_gather_into.py", "return dense and", "return", GRAPH),
+    Mutant(
+        "what is read otherwise arrives in leaves",
+        "graph/passes/_gather_into.py",
+        "users if good and",
+        "users if",
+        GRAPH,
+    ),
+    Mutant(
+        "every leaf begins with the unit",
+        "graph/passes/_gather_into.py",
+        "_written(write)[1].storage_offset()",
+        "0",
+        GRAPH,
+    ),
+    Mutant(
+        "padding is not sent", "graph/_wire.py", "sent * group_size(node) if is_gather(node) else max(", "max(", GRAPH
+    ),
+    Mutant(
+        "a buffer that others read is summed in place",
+        "graph/passes/_in_place.py",
+        "readers[s] == [node] and ",
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "an argument is summed in place",
+        "graph/passes/_in_place.py",
+        ' and lent.born[s].op == "call_function"',
+        "",
+        GRAPH,
+    ),
+    Mutant(
+        "Inductor is given what overwrites",
+        "graph/_jit.py",
+        'self.backend == "inductor-whole"',
+        "False",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+]

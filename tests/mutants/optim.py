@@ -1,0 +1,94 @@
+"""Faults in fzero/optim."""
+
+from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, Mutant
+
+MUTANTS = [
+    Mutant(
+        "bias correction one step late",
+        "optim/_adam.py",
+        "state.count + 1",
+        "state.count + 2",
+        ("tests/optim/test_optim.py",),
+    ),
+    Mutant(
+        "decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/optim/test_optim.py",)
+    ),
+    Mutant("padding counts in leaf norms", "optim/_norms.py", ".sum(1)[:-1]", ".sum(1)[1:]", PAIRS),
+    Mutant(
+        "leaf norms of the own part",
+        "optim/_norms.py",
+        "totals = psum(torch.cat(list(own.values())), axes)",
+        "totals = torch.cat(list(own.values()))",
+        PAIRS,
+    ),
+    Mutant("a trust ratio of zero", "optim/_lamb.py", "(norm == 0) | (step_norm == 0)", "step_norm == 0", PAIRS),
+    Mutant("a mask of whole units", "optim/_masked.py", "return torch.where(mask != 0, x, y)", "return x", PAIRS),
+    Mutant(
+        "masked leaves count in norms",
+        "optim/_masked.py",
+        "chosen(grads, applies), state",
+        "grads, state",
+        OPTIM_LAWS,
+    ),
+    Mutant(
+        "average the old parameters",
+        "optim/_ema.py",
+        "apply_updates(params, grads), state.ema",
+        "params, state.ema",
+        PAIRS,
+    ),
+    Mutant("an average shares memory", "optim/_ema.py", "copy=True", "copy=False", OPTIM_LAWS),
+    Mutant(
+        "hyperparameters in float32",
+        "optim/_inject.py",
+        "dtype=torch.float64, device",
+        "dtype=torch.float32, device",
+        PAIRS,
+    ),
+    Mutant(
+        "columns of stacked matrices mix",
+        "optim/_factored.py",
+        "inner // area * width + inner % width",
+        "inner % width",
+        PAIRS,
+    ),
+    Mutant(
+        "padding counts as a row",
+        "optim/_factored.py",
+        "entries.append([0, 1, 1, slot, slot])",
+        "entries.append([0, 1, 1, 0, slot])",
+        OPTIM_LAWS,
+    ),
+    Mutant(
+        "the master copy is dropped",
+        "optim/_master.py",
+        "masters = master_params(params, state)",
+        "masters = tree.map(lambda p: p.to(master), params)",
+        HALF,
+    ),
+    Mutant(
+        "a rank skips alone",
+        "optim/_loss_scale.py",
+        "[psum(torch.stack(found).sum(), axes) for",
+        "[torch.stack(found).sum() for",
+        HALF,
+    ),
+    Mutant("a skipped step counts", "optim/_loss_scale.py", "torch.where(good, new, old) if", "new if", HALF),
+    Mutant(
+        "zero is taken for nothing", "optim/_loss_scale.py", "torch.full_like(u, -0.0)", "torch.zeros_like(u)", HALF
+    ),
+    Mutant(
+        "growth is not begun again",
+        "optim/_loss_scale.py",
+        "torch.where(grows, torch.zeros_like",
+        "torch.where(grows & False, torch.zeros_like",
+        HALF,
+    ),
+    Mutant(
+        "narrow gradients will do",
+        "optim/_master.py",
+        "given != torch.promote_types(given, expected)",
+        "given != torch.promote_types(given, torch.float32)",
+        HALF,
+    ),
+]

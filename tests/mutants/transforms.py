@@ -1,0 +1,161 @@
+"""Faults in fzero/transforms."""
+
+from tests.mutants.mutant import AXES, HALF, REMAT, Mutant
+
+MUTANTS = [
+    Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
+    Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
+    Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
+    Mutant(
+        "no version check", "transforms/gradients/_value_and_grad.py", "if versions != ", "if False and versions != "
+    ),
+    Mutant(
+        "keywords stay boxed",
+        "transforms/gradients/_value_and_grad.py",
+        "kwargs = gathered(kwargs) if gather else kwargs",
+        "pass",
+    ),
+    Mutant(
+        "reduce only the last micro-batch",
+        "transforms/gradients/_accumulate.py",
+        "= xs[i] + ys[i], None",
+        "= ys[i], None",
+    ),
+    Mutant(
+        "first micro-batch each time",
+        "transforms/gradients/_accumulate.py",
+        "x.narrow(0, j * m, m)",
+        "x.narrow(0, 0, m)",
+    ),
+    Mutant(
+        "shift the rank in the simulation",
+        "transforms/_partition.py",
+        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead)]",
+        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead).roll(1, 0)]",
+    ),
+    Mutant(
+        "shift the rank in a process",
+        "transforms/_partition.py",
+        "xs, meta[3], meta[2], params[1])]",
+        "xs, (meta[3] + 1) % meta[2], meta[2], params[1])]",
+        ("tests/distributed",),
+    ),
+    Mutant(
+        "swap the gather order",
+        "transforms/_gather.py",
+        "_narrow(params, xs[0]).movedim(0",
+        "_narrow(params, xs[0]).flip(0).movedim(0",
+    ),
+    Mutant("gather is no transpose", "transforms/_gather.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
+    Mutant(
+        "lose the remembered gradient",
+        "transforms/_gather.py",
+        "return (None, None, shard,",
+        "return (None, None, shard * 0,",
+    ),
+    Mutant(
+        "skip the all_reduce of stage 0",
+        "transforms/gradients/_all_reduce.py",
+        "x.sum(0, dtype=flat",
+        "x[0].to(dtype=flat",
+    ),
+    Mutant("forget leaves that no rule names", "transforms/gradients/_opened.py", 'rest="replicated"', "rest=None"),
+    Mutant(
+        "the loss is not fenced",
+        "transforms/gradients/_value_and_grad.py",
+        "(fence([loss], anchor)[0][0] if fenced else loss)",
+        "loss",
+        ("tests/distributed",),
+    ),
+    Mutant(
+        "copies keep their own gradients",
+        "transforms/gradients/_opened.py",
+        'copies = [a for a in axes if a.name not in fact(uid, "varies")]',
+        "copies: list[Axis] = []",
+        AXES,
+    ),
+    Mutant(
+        "experts are averaged",
+        "transforms/gradients/_opened.py",
+        'a.name not in fact(uid, "varies")]',
+        "a.name not in own]",
+        AXES,
+    ),
+    Mutant(
+        "the scale is not undone",
+        "transforms/gradients/_loss_scale.py",
+        "torch.float32)) / factor",
+        "torch.float32))",
+        HALF,
+    ),
+    Mutant(
+        "the loss is scaled as well",
+        "transforms/gradients/_loss_scale.py",
+        "return x.clone()",
+        "return x * scale",
+        HALF,
+    ),
+    Mutant(
+        "gradients are rounded before the update",
+        "transforms/gradients/_opened.py",
+        "Shard(box.data.to(dtype), cast",
+        "Shard(box.data, cast",
+        HALF,
+    ),
+    Mutant(
+        "whole weights on the wire",
+        "transforms/_gather.py",
+        "return x.to(flat.gathered_dtype",
+        "return x.to(flat.wire_dtype",
+        HALF,
+    ),
+    Mutant(
+        "accumulated in half precision", "transforms/gradients/_accumulate.py", "xs[i] = xs[i].to(dtype)", "pass", HALF
+    ),
+    Mutant(
+        "weights of the own rank",
+        "transforms/gradients/_returned.py",
+        "weight = psum(weights",
+        "weight = (lambda x, _: x)(weights",
+        HALF,
+    ),
+    Mutant("micro-batches weigh alike", "transforms/gradients/_returned.py", ".sum(), axis)", ".mean(), axis)", HALF),
+    Mutant("remat draws anew", "transforms/_remat/_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
+    Mutant(
+        "remat's gradient forgets an input",
+        "transforms/_remat/_remat.py",
+        "enumerate(ctx.needs_input_grad[skip:]) if needed]",
+        "enumerate(ctx.needs_input_grad[skip:]) if needed][:1]",
+        REMAT,
+    ),
+    Mutant(
+        "remat drops the origin",
+        "transforms/_remat/_block.py",
+        "None if x.origin is None else tuple([self._number(y) for y in x.origin])",
+        "None",
+        REMAT,
+    ),
+    Mutant(
+        "remat takes all for batched",
+        "transforms/_remat/_remat.py",
+        "= [is_mapped_now(y) for y",
+        "= [True for y",
+        REMAT,
+    ),
+    Mutant("remat forgets autocast", "transforms/_remat/_block.py", "with self.casts():", "if True:", REMAT),
+    Mutant("remat misses what is captured", "transforms/_remat/_block.py", "(is_foreign(y) or", "(False or", REMAT),
+    Mutant(
+        "remat keeps what was overwritten",
+        "transforms/_remat/_tape.py",
+        "self.kept[j] = self.kept[j].clone()",
+        "pass",
+        REMAT,
+    ),
+    Mutant(
+        "a remat block runs in the first micro-batch",
+        "transforms/_remat/_block.py",
+        "return scope._replace(axes=",
+        "return scope._replace(micro_batch=0, axes=",
+        REMAT,
+    ),
+]
