@@ -12,7 +12,7 @@ import torch
 
 from fzero import tree
 from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.spec import fact
+from fzero.layout.spec import facts
 
 __all__ = ["Precision"]
 
@@ -81,7 +81,7 @@ class Precision:
         found: dict[int, torch.Tensor] = {}  # places of one tensor have one dtype, the first's
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                entries[i] = Shard(torch.empty(0, dtype=fact(x.uid, "dtype"), device="meta"), x.uid)
+                entries[i] = Shard(torch.empty(0, dtype=facts(x.uid).dtype, device="meta"), x.uid)
             elif isinstance(x, torch.Tensor):
                 if id(x) not in found:
                     found[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
@@ -109,8 +109,8 @@ class Precision:
             leaf, key = x, id(x)
             if isinstance(x, Shard | Slot):
                 index = x.index if isinstance(x, Slot) else 0
-                shape, key = fact(x.uid, "whole_shapes")[index], (x.uid, index)
-                leaf = torch.empty(shape, dtype=fact(x.uid, "dtype"), device="meta")
+                shape, key = facts(x.uid).whole_shapes[index], (x.uid, index)
+                leaf = torch.empty(shape, dtype=facts(x.uid).dtype, device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
             dtype = x.data.dtype if isinstance(x, Shard) else leaf.dtype

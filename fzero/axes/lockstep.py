@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from fzero._torch import is_tracing, thread_state, user_line
-from fzero.axes.scope import Axis, bound
+from fzero.axes.axis import Axis
+from fzero.axes.scope import bound
 
 __all__ = ["DivergedError", "in_lockstep", "is_lockstep", "meet", "run", "same"]
 

@@ -11,8 +11,9 @@ import torch
 
 from fzero import tree
 from fzero._torch import allow_in_graph
+from fzero.axes.axis import Axis
 from fzero.axes.lockstep import is_lockstep, meet
-from fzero.axes.scope import Axis, bound
+from fzero.axes.scope import bound
 
 __all__ = ["assume_replicated", "check_replicated", "differs"]
 

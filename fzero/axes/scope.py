@@ -1,20 +1,20 @@
-"""Named axes: what a collective's axis name is bound to while a rank program runs.
+"""What a running rank program sees: the axes that are bound, the rules that cut trees, and the micro-batch it is at.
 
-An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)` mapped by the axis's own
-vmap, so a collective that is handed the token can tell that vmap from a user's: the token is batched there and
-nowhere else. In a distributed run, and in lockstep, the token is a constant and the axis has a group.
+Each rank program runs within a `Scope`. The scopes of nested programs form a stack, one a thread; the functions here
+answer from its top, and outside any program as if there were no axis.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fzero.axes.axis import Axis, AxisName, joined
+from fzero.axes.rules import DEFAULT_RULES, Rules
+
 __all__ = [
-    "DEFAULT_RULES",
-    "Axis",
-    "Rules",
+    "Axes",
     "Scope",
     "axis_index",
     "axis_names",
@@ -26,70 +26,37 @@ __all__ = [
     "lookup",
     "micro_batch",
     "resolve",
-    "rules_in_scope",
+    "rules_here",
     "scope_here",
     "within",
 ]
 
-AxisName = str | tuple[str, ...] | None
-UnitRule = Callable[[str, torch.Tensor], str | None]
-OverRule = Callable[[str, torch.Tensor], AxisName]
-DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
-SplitRule = Callable[[str, torch.Tensor], Mapping[str, int] | None]
 
-
-class Axis(NamedTuple):
-    """A bound axis: its name, size, group ("" under vmap), this process's rank on it, and token.
-
-    An axis may stand for several, such as "dp,ep"; one without a name is not recorded.
-    """
-
-    name: str
-    size: int
-    group: str
-    rank: int
-    token: torch.Tensor
-
-    @property
-    def meta(self) -> tuple[str, str, int, int, int]:
-        """Everything but the token: constants, which a traced collective can carry (see `fzero.linear_maps.Meta`)."""
-        return (self.name, self.group, self.size, self.rank, 1)
-
-
-class Rules(NamedTuple):
-    """How a tree is cut, given the path and the leaf.
+class Axes(NamedTuple):
+    """The axes of a running rank program.
 
     Attributes:
-        units: names the leaf's unit; None for the default rule.
-        over: lists the axes that the unit is sharded over; None for all those of the step.
-        split: says which further axes cut the leaf itself, and along which dimension; None for none.
-        dtype: the dtype that the leaf is about to be cast to, which its unit is to have; None for its own.
+        each: the bound axes, in the mesh's order.
+        joint: axes that stand for several: groups of the product of some bound axes.
+        default: the names that `axis=None` means; None for the only one.
     """
 
-    units: UnitRule | None = None
-    over: OverRule | None = None
-    split: SplitRule | None = None
-    dtype: DtypeRule | None = None
-
-
-DEFAULT_RULES = Rules()
+    each: tuple[Axis, ...] = ()
+    joint: tuple[Axis, ...] = ()
+    default: tuple[str, ...] | None = None
 
 
 class Scope(NamedTuple):
     """What a running rank program sees.
 
     Attributes:
-        axes: the bound axes, in the mesh's order.
-        default: the axes that `axis=None` means; None for the only one.
+        axes: the axes that are bound.
         rules: how trees are cut.
-        joint: axes that stand for several: groups of the product of some bound axes.
         micro_batch: which micro-batch of the step is being differentiated.
     """
 
-    axes: tuple[Axis, ...]
-    default: tuple[str, ...] | None = None
+    axes: Axes = Axes()
     rules: Rules = DEFAULT_RULES
-    joint: tuple[Axis, ...] = ()
     micro_batch: int = 0
 
 
@@ -101,6 +68,7 @@ class _Scopes(threading.local):
 
 
 _SCOPES = _Scopes()
+_NO_AXES = Scope(Axes(default=()))
 
 
 def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
@@ -115,9 +83,19 @@ def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
         _SCOPES.stack.pop()
 
 
+def scope_here() -> Scope | None:
+    """Return what the running rank program sees; None outside any."""
+    return _SCOPES.stack[-1] if _SCOPES.stack else None
+
+
+def rules_here() -> Rules:
+    """Return the rules given to `fzero.shard`, if its step is running."""
+    return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
+
+
 def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` as what a step does with its micro-batch `index`."""
-    scope = _SCOPES.stack[-1] if _SCOPES.stack else Scope((), default=())
+    scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
     return within(scope._replace(micro_batch=index), f, *args)
 
 
@@ -126,19 +104,12 @@ def micro_batch() -> int:
     return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
 
 
-def scope_here() -> Scope | None:
-    """Return what the running rank program sees; None outside any."""
-    return _SCOPES.stack[-1] if _SCOPES.stack else None
+# ---------------------------------------------------------------- axes
 
 
 def bound() -> tuple[Axis, ...]:
     """List the axes that are bound here; none outside a rank program."""
-    return _SCOPES.stack[-1].axes if _SCOPES.stack else ()
-
-
-def rules_in_scope() -> Rules:
-    """Return the rules given to `fzero.shard`, if its step is running."""
-    return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
+    return _SCOPES.stack[-1].axes.each if _SCOPES.stack else ()
 
 
 def lookup(name: str) -> Axis:
@@ -170,27 +141,18 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
         return tuple([lookup(name) for name in ((axis,) if isinstance(axis, str) else axis)])
     if not _SCOPES.stack:
         return ()
-    scope = _SCOPES.stack[-1]
-    if scope.default is not None:
-        return tuple([lookup(name) for name in scope.default])
-    if len(scope.axes) > 1:
-        names = [a.name for a in scope.axes]
+    axes = _SCOPES.stack[-1].axes
+    if axes.default is not None:
+        return tuple([lookup(name) for name in axes.default])
+    if len(axes.each) > 1:
+        names = [a.name for a in axes.each]
         raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
-    return scope.axes
+    return axes.each
 
 
 def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return the axes that a collective over `axes` runs over, the slowest first.
-
-    One, if there is a group of their product; else one after the other, and the first stands for all in records.
-    """
-    if len(axes) < 2:
-        return tuple(axes)
-    name = ",".join([a.name for a in axes])
-    for a in _SCOPES.stack[-1].joint:
-        if a.name == name:
-            return (a,)
-    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
+    """Return the axes that a collective over `axes` runs over: one, if there is a group of their product."""
+    return joined(axes, _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ())
 
 
 def axis_names() -> tuple[str, ...]:
@@ -213,8 +175,8 @@ def axis_names() -> tuple[str, ...]:
 
 def data_axes() -> tuple[Axis, ...]:
     """List the axes along which data differs, as far as is known: those of the running step, else all."""
-    scope = _SCOPES.stack[-1] if _SCOPES.stack else Scope(())
-    return scope.axes if scope.default is None else tuple([lookup(name) for name in scope.default])
+    axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
+    return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
 
 
 def axis_index(axis: AxisName = None) -> torch.Tensor:

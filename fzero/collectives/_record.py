@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.axes.axis import Binding
+
 __all__ = ["Event", "Log", "record"]
 
 
@@ -103,16 +105,16 @@ def record() -> Iterator[Log]:
 
 def add(
     kind: str,
-    meta: tuple[str, str, int, int, int],
+    binding: Binding,
     sent: int,
     received: int,
     dtype: torch.dtype,
     unit: str,
 ) -> None:
     """Tell every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
-    if not kind or not meta[0] or not _LOGS:
+    if not kind or not binding.axis or not _LOGS:
         return
-    full = {"all_gather": meta[2] * sent, "reduce_scatter": meta[2] * received, "all_reduce": 2 * sent}
-    elements = full.get(kind, sent) // meta[4]  # all_to_all, ppermute, broadcast: one buffer
+    full = {"all_gather": binding.size * sent, "reduce_scatter": binding.size * received, "all_reduce": 2 * sent}
+    elements = full.get(kind, sent) // binding.mapped  # all_to_all, ppermute, broadcast: one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        log.order.append(Event(kind, meta[0], elements, dtype, unit))
+        log.order.append(Event(kind, binding.axis, elements, dtype, unit))

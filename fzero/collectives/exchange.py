@@ -8,28 +8,28 @@ import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.axes.scope import AxisName, axis_size, joint, resolve
-from fzero.collectives.sums import dimension, group_psum, over, tensor
-from fzero.collectives.table import Meta, Params, Row, Tensors, add_row, apply
+from fzero.axes.axis import AxisName, Binding
+from fzero.axes.scope import axis_size, joint, resolve
+from fzero.collectives.sums import dimension, group_psum, tensor
+from fzero.collectives.table import Along, Pairs, Row, Source, Tensors, add_row, apply, apply_along
 
 __all__ = ["all_to_all", "broadcast", "ppermute"]
 
 
-def _stacked_ppermute(n: int, params: Params, xs: Tensors) -> Tensors:
-    source = dict(zip(params[1::2], params[::2], strict=True))
+def _stacked_ppermute(n: int, options: Pairs, xs: Tensors) -> Tensors:
+    source = {to: sender for sender, to in options.pairs}
     return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
 
 
-def _group_ppermute(meta: Meta, params: Params, xs: Tensors) -> Tensors:
+def _group_ppermute(binding: Binding, options: Pairs, xs: Tensors) -> Tensors:
     """Send and receive at most one tensor: an all_to_all with empty parts."""
-    (x,), n, rank = xs, meta[2], meta[3]
-    pairs = list(zip(params[::2], params[1::2], strict=True))
-    sent = [int((rank, r) in pairs) for r in range(n)]
-    received = [int((r, rank) in pairs) for r in range(n)]
+    (x,), rank = xs, binding.rank
+    sent = [int((rank, r) in options.pairs) for r in range(binding.size)]
+    received = [int((r, rank) in options.pairs) for r in range(binding.size)]
     if x.numel() == 0:
         return [x.clone()]
     parts = x.unsqueeze(0).contiguous() if sum(sent) else x.new_empty((0, *x.shape))
-    y = c10d.wait_tensor(c10d.all_to_all_single(parts, received, sent, meta[1]))
+    y = c10d.wait_tensor(c10d.all_to_all_single(parts, received, sent, binding.group))
     return [y.squeeze(0) if sum(received) else torch.zeros_like(x)]
 
 
@@ -41,63 +41,72 @@ add_row(
         local=_group_ppermute,
         transpose="ppermute",
         replicated=False,
-        # the way back
-        dual=lambda params: tuple([i for a, b in zip(params[::2], params[1::2], strict=True) for i in (b, a)]),
+        dual=lambda options: Pairs(tuple([(to, sender) for sender, to in options.pairs])),  # the way back
+        detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
     )
 )
 
 
-def _group_all_to_all(meta: Meta, params: Params, xs: Tensors) -> Tensors:
-    x = xs[0].movedim(params[0], 0).contiguous()
+def _group_all_to_all(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    x = xs[0].movedim(options.dim, 0).contiguous()
     if x.numel() == 0:
         return [xs[0].clone()]
-    ones = [1] * meta[2]
-    return [c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, meta[1])).movedim(0, params[0])]
+    ones = [1] * binding.size
+    return [c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, binding.group)).movedim(0, options.dim)]
 
 
 add_row(
     Row(
         name="all_to_all",
         wire="all_to_all",
-        # [from, .., to, ..] -> [to, .., from, ..]
-        stacked=lambda n, params, xs: [xs[0].transpose(0, params[0] + 1)],
+        stacked=lambda n, options, xs: [xs[0].transpose(0, options.dim)],  # [from, .., to, ..] -> [to, .., from, ..]
         local=_group_all_to_all,
         transpose="all_to_all",
         replicated=False,
-        shift=lambda params: (params[0] + 1,),
+        detail=lambda options, xs: f"({options.dim % xs[0].ndim})",
     )
 )
 
 
 def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
-    """Zeros for all ranks but one, which has the sum."""
+    """Return zeros for all ranks but one, which has the sum."""
     rank = torch.arange(len(xs), device=xs.device).reshape(-1, *[1] * (xs.ndim - 1))
     total = xs.sum(0, dtype=xs.dtype)
     return torch.where(rank == source, total, torch.zeros_like(total))
+
+
+def _group_broadcast(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+    (x,) = xs
+    if not x.numel():
+        return [x.clone()]
+    return [c10d.wait_tensor(c10d.broadcast(x.contiguous(), options.rank, binding.group))]
+
+
+def _group_psum_to_one(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+    total = group_psum(xs[0], binding)
+    return [total if binding.rank == options.rank else torch.zeros_like(total)]
 
 
 add_row(
     Row(
         name="broadcast",
         wire="broadcast",
-        stacked=lambda n, params, xs: [xs[0][params[0]]],
-        local=lambda meta, params, xs: [
-            c10d.wait_tensor(c10d.broadcast(xs[0].contiguous(), params[0], meta[1])) if xs[0].numel() else xs[0].clone()
-        ],
+        stacked=lambda n, options, xs: [xs[0][options.rank]],
+        local=_group_broadcast,
         transpose="psum_to_one",
         replicated=True,
+        detail=lambda options, xs: f"({options.rank})",
     )
 )
 add_row(
     Row(
         name="psum_to_one",
         wire="all_reduce",
-        stacked=lambda n, params, xs: [_only(xs[0], params[0])],
-        local=lambda meta, params, xs: [
-            total if meta[3] == params[0] else torch.zeros_like(total) for total in [group_psum(xs[0], meta)]
-        ],
+        stacked=lambda n, options, xs: [_only(xs[0], options.rank)],
+        local=_group_psum_to_one,
         transpose="broadcast",
         replicated=False,
+        detail=lambda options, xs: f"({options.rank})",
     )
 )
 
@@ -145,7 +154,7 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
     # [.., n k, ..] -> [to.., .., k, ..]: one dimension an axis, each exchanged on its own
     y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
     for i, a in enumerate(axes):
-        (y,) = apply(a.token, "all_to_all", a.meta, (i,), y)
+        (y,) = apply(a.token, "all_to_all", a.binding, Along(i - y.ndim), y)
     return y.flatten(0, len(sizes) - 1).movedim(0, concat).flatten(concat, concat + 1)
 
 
@@ -187,7 +196,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
             )
     if not axes:
         return x if perm else torch.zeros_like(x)
-    return over("ppermute", x, axes, tuple([r for pair in perm for r in pair]))
+    return apply_along("ppermute", x, axes, Pairs(tuple([(sender, to) for sender, to in perm])))
 
 
 def broadcast(x: Any, axis: AxisName = None, *, source: int = 0) -> Any:
@@ -219,7 +228,7 @@ def broadcast(x: Any, axis: AxisName = None, *, source: int = 0) -> Any:
         x, rank = tensor(path, x), source
         for a in reversed(axes):
             rank, i = divmod(rank, a.size)
-            (x,) = apply(a.token, "broadcast", a.meta, (i,), x)
+            (x,) = apply(a.token, "broadcast", a.binding, Source(i), x)
         return x
 
     return tree.map_with_path(one, x, tree.is_box)

@@ -13,50 +13,50 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.scope import AxisName, joint, resolve
-from fzero.collectives.sums import dimension, group_all_gather, group_psum, number, over, tensor
-from fzero.collectives.table import Meta, Params, Row, Tensors, add_row
+from fzero.axes.axis import AxisName, Binding
+from fzero.axes.scope import joint, resolve
+from fzero.collectives.sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
+from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
 
 __all__ = ["all_gather_invariant", "own_part", "psum_invariant", "pvary"]
 
 
 def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """View `[.., n k, ..]` as `[n, .., k, ..]`."""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+    """View `[.., n k, ..]` as `[n, .., k, ..]`; `dim` is counted from the end."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
 
 
-def _diagonal(n: int, params: Params, xs: Tensors) -> Tensors:
-    return [torch.diagonal(_parts(xs[0], n, params[0] + 1), 0, 0, 1).movedim(-1, 0)]
+def _diagonal(n: int, options: Along, xs: Tensors) -> Tensors:
+    parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
+    return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
-def _own(meta: Meta, params: Params, xs: Tensors) -> Tensors:
-    k = xs[0].shape[params[0]] // meta[2]
-    return [xs[0].narrow(params[0], meta[3] * k, k).clone()]
+def _own(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    k = xs[0].shape[options.dim] // binding.size
+    return [xs[0].narrow(options.dim, binding.rank * k, k).clone()]
 
 
-def _pad(meta: Meta, params: Params, xs: Tensors) -> Tensors:
-    (x,), (dim,), n, rank = xs, params, meta[2], meta[3]
-    whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :]))
-    whole.narrow(dim, rank * x.shape[dim], x.shape[dim]).copy_(x)
+def _pad(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    (x,), (dim,) = xs, options
+    shape = list(x.shape)
+    shape[dim] *= binding.size
+    whole = x.new_zeros(shape)
+    whole.narrow(dim, binding.rank * x.shape[dim], x.shape[dim]).copy_(x)
     return [whole]
 
 
-def _stacked_pad(n: int, params: Params, xs: Tensors) -> Tensors:
-    parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1)  # [n ranks, n parts, .., k, ..]
-    return [parts.movedim(1, params[0] + 1).flatten(params[0] + 1, params[0] + 2)]
-
-
-def _shift(params: Params) -> Params:
-    return (params[0] + 1,)
+def _stacked_pad(n: int, options: Along, xs: Tensors) -> Tensors:
+    parts, dim = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1), options.dim  # [n ranks, n parts, .., k, ..]
+    return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
 
 
 add_row(
     Row(
         name="pvary",
         wire="",
-        stacked=lambda n, params, xs: [xs[0]],
-        uniform=lambda n, params, xs: [xs[0].expand(n, *xs[0].shape)],
-        local=lambda meta, params, xs: [xs[0].view_as(xs[0])],
+        stacked=lambda n, options, xs: [xs[0]],
+        uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
+        local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
         transpose="psum_invariant",
         replicated=False,
         invariant=True,
@@ -66,8 +66,8 @@ add_row(
     Row(
         name="psum_invariant",
         wire="all_reduce",
-        stacked=lambda n, params, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
-        local=lambda meta, params, xs: [group_psum(xs[0], meta)],
+        stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+        local=lambda binding, options, xs: [group_psum(xs[0], binding)],
         transpose="pvary",
         replicated=True,
     )
@@ -76,11 +76,10 @@ add_row(
     Row(
         name="all_gather_invariant",
         wire="all_gather",
-        stacked=lambda n, params, xs: [xs[0].movedim(0, params[0]).flatten(params[0], params[0] + 1)],
-        local=lambda meta, params, xs: [group_all_gather(xs[0], meta, params[0])],
+        stacked=stacked_gather,
+        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
         transpose="own_part_invariant",
         replicated=True,
-        shift=_shift,
     )
 )
 add_row(
@@ -88,11 +87,10 @@ add_row(
         name="own_part_invariant",
         wire="",
         stacked=_diagonal,
-        uniform=lambda n, params, xs: [_parts(xs[0], n, params[0])],
+        uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
         local=_own,
         transpose="all_gather_invariant",
         replicated=False,
-        shift=_shift,
         invariant=True,
     )
 )
@@ -102,11 +100,10 @@ add_row(
         name="own_part",
         wire="",
         stacked=_diagonal,
-        uniform=lambda n, params, xs: [_parts(xs[0], n, params[0])],
+        uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
         local=_own,
         transpose="own_part_padded",
         replicated=False,
-        shift=_shift,
     )
 )
 add_row(
@@ -117,7 +114,6 @@ add_row(
         local=_pad,
         transpose="own_part",
         replicated=False,
-        shift=_shift,
     )
 )
 
@@ -146,7 +142,9 @@ def pvary(x: Any, axis: AxisName = None) -> Any:
         tensor([4., 6.])
     """
     axes = joint(resolve(axis))
-    return tree.map_with_path(lambda path, leaf: over("pvary", tensor(path, leaf), axes, ()), x, tree.is_box)
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, Whole()), x, tree.is_box
+    )
 
 
 def psum_invariant(x: Any, axis: AxisName = None) -> Any:
@@ -173,7 +171,9 @@ def psum_invariant(x: Any, axis: AxisName = None) -> Any:
         tensor(3.)
     """
     axes = joint(resolve(axis))
-    return tree.map_with_path(lambda path, leaf: over("psum_invariant", number(path, leaf), axes, ()), x, tree.is_box)
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, Whole()), x, tree.is_box
+    )
 
 
 def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -190,9 +190,9 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
         tensor([[2.],
                 [4.]])
     """
-    return over("all_gather_invariant", x, joint(resolve(axis))[::-1], (dimension("all_gather_invariant", x, dim),))
+    return apply_along("all_gather_invariant", x, joint(resolve(axis))[::-1], along("all_gather_invariant", x, dim))
 
 
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`."""
-    return over("own_part", x, joint(resolve(axis)), (dim,))
+    return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))

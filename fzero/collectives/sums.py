@@ -6,16 +6,16 @@ do the same. For values known to be equal on all ranks, as in tensor parallelism
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero._torch import c10d
-from fzero.axes.scope import Axis, AxisName, axis_size, joint, resolve
+from fzero.axes.axis import AxisName, Binding
+from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives import gloo
-from fzero.collectives.table import Meta, Params, Row, add_row, apply
+from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
 
@@ -23,37 +23,52 @@ __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
 # ---------------------------------------------------------------- what a rank of a process group does
 
 
-def group_psum(x: torch.Tensor, meta: Meta) -> torch.Tensor:
+def group_psum(x: torch.Tensor, binding: Binding) -> torch.Tensor:
     """All-reduce over a process group; an empty tensor is not sent."""
     if x.numel() == 0:
         return x.clone()
-    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "sum", meta[1]))
+    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "sum", binding.group))
 
 
-def group_all_gather(x: torch.Tensor, meta: Meta, dim: int) -> torch.Tensor:
+def group_all_gather(x: torch.Tensor, binding: Binding, dim: int) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if x.numel() == 0:
-        return x.new_empty((meta[2] * x.shape[0], *x.shape[1:])).movedim(0, dim)
-    return gloo.wait(gloo.all_gather(x, meta[2], meta[1])).movedim(0, dim)
+        return x.new_empty((binding.size * x.shape[0], *x.shape[1:])).movedim(0, dim)
+    return gloo.wait(gloo.all_gather(x, binding.size, binding.group)).movedim(0, dim)
 
 
-def group_psum_scatter(x: torch.Tensor, meta: Meta, dim: int) -> torch.Tensor:
+def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Tensor:
     """Sum the ranks' tensors and keep the own part along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if x.numel() == 0:
-        return x.new_empty((x.shape[0] // meta[2], *x.shape[1:])).movedim(0, dim)
-    return gloo.wait(gloo.reduce_scatter(x, "sum", meta[2], meta[1])).movedim(0, dim)
+        return x.new_empty((x.shape[0] // binding.size, *x.shape[1:])).movedim(0, dim)
+    return gloo.wait(gloo.reduce_scatter(x, "sum", binding.size, binding.group)).movedim(0, dim)
 
 
 # ---------------------------------------------------------------- the table
+
+
+def _shown_dim(options: Along, xs: Tensors) -> str:
+    return f"({options.dim % max(xs[0].ndim, 1)})"
+
+
+def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
+    dim = options.dim
+    return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
+
+
+def _stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+    total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
+    return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
+
 
 add_row(
     Row(
         name="psum",
         wire="all_reduce",
-        stacked=lambda n, params, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
-        local=lambda meta, params, xs: [group_psum(xs[0], meta)],
+        stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+        local=lambda binding, options, xs: [group_psum(xs[0], binding)],
         transpose="psum",
         replicated=True,
     )
@@ -62,41 +77,27 @@ add_row(
     Row(
         name="all_gather",
         wire="all_gather",
-        # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
-        stacked=lambda n, params, xs: [xs[0].movedim(0, params[0]).flatten(params[0], params[0] + 1)],
-        local=lambda meta, params, xs: [group_all_gather(xs[0], meta, params[0])],
+        stacked=stacked_gather,
+        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
         transpose="psum_scatter",
         replicated=True,
-        shift=lambda params: (params[0] + 1,),
+        detail=_shown_dim,
     )
 )
 add_row(
     Row(
         name="psum_scatter",
         wire="reduce_scatter",
-        # [n, .., n k, ..] -> [.., n k, ..] -> [.., n, k, ..] -> [n, .., k, ..]
-        stacked=lambda n, params, xs: [
-            xs[0]
-            .sum(0, dtype=xs[0].dtype)
-            .unflatten(params[0], (n, xs[0].shape[params[0] + 1] // n))
-            .movedim(params[0], 0)
-        ],
-        local=lambda meta, params, xs: [group_psum_scatter(xs[0], meta, params[0])],
+        stacked=_stacked_scatter,
+        local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
         transpose="all_gather",
         replicated=False,
-        shift=lambda params: (params[0] + 1,),
+        detail=_shown_dim,
     )
 )
 
 
 # ---------------------------------------------------------------- the public face
-
-
-def over(name: str, x: torch.Tensor, axes: Sequence[Axis], params: Params) -> torch.Tensor:
-    """Apply a row of one tensor over one axis after the other."""
-    for axis in axes:
-        (x,) = apply(axis.token, name, axis.meta, params, x)
-    return x
 
 
 def psum(x: Any, axis: AxisName = None) -> Any:
@@ -120,7 +121,7 @@ def psum(x: Any, axis: AxisName = None) -> Any:
         tensor(6)
     """
     axes = joint(resolve(axis))
-    return tree.map_with_path(lambda path, leaf: over("psum", number(path, leaf), axes, ()), x, tree.is_box)
+    return tree.map_with_path(lambda path, leaf: apply_along("psum", number(path, leaf), axes, Whole()), x, tree.is_box)
 
 
 def pmean(x: Any, axis: AxisName = None) -> Any:
@@ -139,8 +140,8 @@ def pmean(x: Any, axis: AxisName = None) -> Any:
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
-            return over("psum", x / n, axes, ())  # divided first: a sum could overflow in half precision
-        return (over("psum", x.long(), axes, ()) // n).to(leaf.dtype)
+            return apply_along("psum", x / n, axes, Whole())  # divided first: a sum could overflow in half precision
+        return (apply_along("psum", x.long(), axes, Whole()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 
@@ -184,7 +185,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    return over("all_gather", x, joint(resolve(axis))[::-1], (dimension("all_gather", x, dim),))
+    return apply_along("all_gather", x, joint(resolve(axis))[::-1], along("all_gather", x, dim))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
@@ -208,14 +209,15 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    dim, axes = dimension("psum_scatter", x, dim), joint(resolve(axis))
+    options, axes = along("psum_scatter", x, dim), joint(resolve(axis))
+    dim = dimension("psum_scatter", x, dim)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
         raise ValueError(
             f"psum_scatter cuts dimension {dim} of a tensor {list(x.shape)} into {n} equal parts, "
             f"and {x.shape[dim]} does not divide by {n}; pad it"
         )
-    return over("psum_scatter", x, axes, (dim,))
+    return apply_along("psum_scatter", x, axes, options)
 
 
 def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
@@ -225,3 +227,8 @@ def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
     if not -x.ndim <= dim < max(x.ndim, 1 - least):
         raise ValueError(f"dim={dim} is not a dimension of a tensor {list(x.shape)}")
     return dim % max(x.ndim, 1)
+
+
+def along(name: str, x: Any, dim: int) -> Along:
+    """Check a dimension of a tensor, and make the options of a row of it."""
+    return Along(dimension(name, x, dim) - x.ndim)

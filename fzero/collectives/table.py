@@ -16,18 +16,66 @@ import torch
 
 from fzero._torch import allow_in_graph
 from fzero._torch.levels import maps_now
+from fzero.axes.axis import Axis, Binding
 from fzero.axes.lockstep import is_lockstep, meet, same
 from fzero.axes.scope import bound
 from fzero.collectives import _record
 
-__all__ = ["ALONE", "Meta", "Params", "Row", "Tensors", "add_row", "apply", "not_invariant"]
+__all__ = [
+    "ALONE",
+    "Along",
+    "OfUnit",
+    "Options",
+    "Pairs",
+    "Row",
+    "Source",
+    "Tensors",
+    "Whole",
+    "add_row",
+    "apply",
+    "apply_along",
+    "not_invariant",
+]
 
 Tensors = Sequence[torch.Tensor]
-Meta = tuple[str, str, int, int, int]  # an axis: name, group, size, rank, and the ranks of others that are mapped over
-Params = tuple[int, ...]
 
 ALONE = "alone"
 """The group of an axis of one rank that is no axis of the mesh: collectives over no axis at all."""
+
+
+class Whole(NamedTuple):
+    """The options of a map of whole tensors: there is nothing to choose."""
+
+
+class Along(NamedTuple):
+    """The options of a map that cuts or joins tensors along a dimension.
+
+    Attributes:
+        dim: counted from the end, so that a dimension that a vmap puts in front changes nothing.
+    """
+
+    dim: int
+
+
+class Source(NamedTuple):
+    """The options of a map from one rank to all: its place along the axis."""
+
+    rank: int
+
+
+class Pairs(NamedTuple):
+    """The options of a map from rank to rank: `(from, to)`, each rank once at most on either side."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class OfUnit(NamedTuple):
+    """The options of a map of whole units: the uid of the unit's spec."""
+
+    uid: int
+
+
+Options = Whole | Along | Source | Pairs | OfUnit
 
 
 class Row(NamedTuple):
@@ -35,32 +83,32 @@ class Row(NamedTuple):
 
     Attributes:
         name: the row's key.
-        wire: the operation on the wire, such as "all_gather" (see `fzero.collectives._record`), or "" for none.
-        stacked: `(n, params, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
+        wire: the operation on the wire, such as "all_gather" (see `fzero.record`), or "" for none.
+        stacked: `(n, options, xs [n, ...]) -> ys`, all ranks at once; `ys` are `[n, ...]`, or without the leading
             dimension when `replicated`.
-        local: `(meta, params, xs) -> ys`, one rank of a process group.
+        local: `(binding, options, xs) -> ys`, one rank of a process group.
         transpose: the name of the transposed row.
         replicated: whether the results are equal on all ranks.
-        shift: what `params` become when a leading dimension is put before the inputs' own.
-        dual: what `params` become for the transposed row.
+        dual: what `options` become for the transposed row.
         invariant: whether the inputs must be equal on all ranks, as those of Megatron's f are.
         uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
-        label: what the recorder calls the map's operand, given `params`; "" for a user's own.
-        wire_dtype: the dtype on the wire, given `params` and the first input; by default the input's.
+        unit: the name of the unit that the map moves, for the recorder, given `options`; "" for a user's own.
+        detail: what tells this use of the row from another, for messages, given `options` and the inputs.
+        wire_dtype: the dtype on the wire, given `options` and the first input; by default the input's.
     """
 
     name: str
     wire: str
-    stacked: Callable[[int, Params, Tensors], Tensors]
-    local: Callable[[Meta, Params, Tensors], Tensors]
+    stacked: Callable[[int, Any, Tensors], Tensors]
+    local: Callable[[Binding, Any, Tensors], Tensors]
     transpose: str
     replicated: bool
-    shift: Callable[[Params], Params] = lambda params: params
-    dual: Callable[[Params], Params] = lambda params: params
+    dual: Callable[[Any], Options] = lambda options: options
     invariant: bool = False
-    uniform: Callable[[int, Params, Tensors], Tensors] | None = None
-    label: Callable[[Params], str] = lambda params: ""
-    wire_dtype: Callable[[Params, torch.Tensor], torch.dtype] = lambda params, x: x.dtype
+    uniform: Callable[[int, Any, Tensors], Tensors] | None = None
+    unit: Callable[[Any], str] = lambda options: ""
+    detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
+    wire_dtype: Callable[[Any, torch.Tensor], torch.dtype] = lambda options, x: x.dtype
 
 
 _ROWS: dict[str, Row] = {}
@@ -75,28 +123,28 @@ class _LinearMap(torch.autograd.Function):
     """A row of the table, applied."""
 
     @staticmethod
-    def forward(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
-        row, group = _ROWS[name], meta[1]
+    def forward(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
+        row, group = _ROWS[name], binding.group
         if not group:
-            raise RuntimeError(f"{name} over the simulated axis {meta[0]!r} ran outside that axis's vmap")
+            raise RuntimeError(f"{name} over the simulated axis {binding.axis!r} ran outside that axis's vmap")
         if group == ALONE:
-            ys = row.stacked(1, params, [x.unsqueeze(0) for x in xs])
+            ys = row.stacked(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.wire or row.invariant):
-            return _meet(row, meta, params, xs)
-        ys = tuple(row.local(meta, params, xs))
-        _record.add(row.wire, meta, _numel(xs), _numel(ys), row.wire_dtype(params, xs[0]), row.label(params))
+            return _meet(row, binding, options, xs)
+        ys = tuple(row.local(binding, options, xs))
+        _record.add(row.wire, binding, _numel(xs), _numel(ys), row.wire_dtype(options, xs[0]), row.unit(options))
         return ys
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.token, ctx.name, ctx.meta, ctx.params = inputs[:4]
+        ctx.token, ctx.name, ctx.binding, ctx.options = inputs[:4]
         ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[4:]]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         row = _ROWS[ctx.name]
-        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.meta, row.dual(ctx.params), *grads)
+        transposed = _LinearMap.apply(ctx.token, row.transpose, ctx.binding, row.dual(ctx.options), *grads)
         return (None, None, None, None, *transposed)
 
     @staticmethod
@@ -105,44 +153,44 @@ class _LinearMap(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if t is None else t
             for t, (shape, dtype, device) in zip(tangents[4:], ctx.like, strict=True)
         ]
-        return _LinearMap.apply(ctx.token, ctx.name, ctx.meta, ctx.params, *filled)
+        return _LinearMap.apply(ctx.token, ctx.name, ctx.binding, ctx.options, *filled)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, token: Any, name: str, meta: Meta, params: Params, *xs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: carry its dimension through, in front
             if any(maps_now(a.token) for a in bound()):
-                meta = (*meta[:4], meta[4] * n)
-            ys = _LinearMap.apply(token, name, meta, row.shift(params), *_in_front(xs, dims, n))
+                binding = binding._replace(mapped=binding.mapped * n)
+            ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.invariant and any(d is not None for d in dims):
-            raise ValueError(not_invariant(name, meta[0]))
+            raise ValueError(not_invariant(name, binding.axis))
         if row.uniform is not None and all(d is None for d in dims):
-            sent, ys = _numel(xs), tuple(row.uniform(n, params, xs))
+            sent, ys = _numel(xs), tuple(row.uniform(n, options, xs))
         else:
             stacked = _in_front(xs, dims, n)
-            sent, ys = _numel(stacked) // n, tuple(row.stacked(n, params, stacked))
+            sent, ys = _numel(stacked) // n, tuple(row.stacked(n, options, stacked))
         received = _numel(ys) if row.replicated else _numel(ys) // n
-        _record.add(row.wire, meta, sent, received, row.wire_dtype(params, xs[0]), row.label(params))
+        _record.add(row.wire, binding, sent, received, row.wire_dtype(options, xs[0]), row.unit(options))
         return ys, (None if row.replicated else 0,) * len(ys)
 
 
-def _meet(row: Row, meta: Meta, params: Params, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _meet(row: Row, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row where all ranks are threads: one of them computes the stacked map for all."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
         if row.invariant and not all(same(x, y) for other in ranks for x, y in zip(ranks[0], other, strict=True)):
-            raise ValueError(not_invariant(row.name, meta[0]))
-        ys = row.stacked(len(ranks), params, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
+            raise ValueError(not_invariant(row.name, binding.axis))
+        ys = row.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.replicated else _numel(ys) // len(ranks)
-            _record.add(row.wire, meta, _numel(xs), received, row.wire_dtype(params, xs[0]), row.label(params))
+            _record.add(row.wire, binding, _numel(xs), received, row.wire_dtype(options, xs[0]), row.unit(options))
         # copies, so that no rank writes into another's
         return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
-    label = row.label(params)
-    detail = f" of unit {label!r}" if label else f"({', '.join(map(str, params))})" if params else ""
-    return meet(meta[1], meta[3], row.name + detail, xs, compute)
+    unit = row.unit(options)
+    what = row.name + (f" of unit {unit!r}" if unit else row.detail(options, xs))
+    return meet(binding.group, binding.rank, what, xs, compute)
 
 
 def not_invariant(name: str, axis: str) -> str:
@@ -164,6 +212,13 @@ def _in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Ten
 
 
 @allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)
-def apply(token: torch.Tensor, name: str, meta: Meta, params: Params, *xs: torch.Tensor) -> Any:
-    """Apply the row `name` over the axis of `token` and `meta` to tensors; returns a tuple of tensors."""
-    return _LinearMap.apply(token, name, meta, params, *xs)
+def apply(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
+    """Apply the row `name` over the axis of `token` and `binding` to tensors; returns a tuple of tensors."""
+    return _LinearMap.apply(token, name, binding, options, *xs)
+
+
+def apply_along(name: str, x: torch.Tensor, axes: Sequence[Axis], options: Options) -> torch.Tensor:
+    """Apply a row of one tensor over one axis after the other."""
+    for axis in axes:
+        (x,) = apply(axis.token, name, axis.binding, options, x)
+    return x

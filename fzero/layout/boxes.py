@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import register_box
-from fzero.layout.spec import Spec, fact, intern, spec_of
+from fzero.layout.spec import Spec, facts, intern, spec_of
 from fzero.tree import is_box
 
 __all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
@@ -96,7 +96,7 @@ class Shard(_Box):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
-        return fact(self.uid, "varies")
+        return facts(self.uid).varies
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -108,7 +108,7 @@ class Shard(_Box):
 
     def describe(self) -> str:
         """Return all that tells this shard from another, for messages."""
-        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduce}"
+        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduced}"
 
     def __reduce__(self) -> Any:
         return _restore_shard, (self.data, self.spec)

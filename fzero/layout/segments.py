@@ -3,7 +3,7 @@
 A third-party optimizer may make the padding of a shard nonzero; it lies in no leaf, so nothing here counts it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from fzero import tree
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
-from fzero.layout.spec import fact, spec_of, unit_index
-from fzero.layout.units import groups
+from fzero.layout.spec import facts, spec_of, unit_index
+from fzero.layout.units import CutUnit, cut_units, map_units
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 
@@ -23,15 +23,15 @@ def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
     Returns:
         An int64 tensor `[k]`.
     """
-    k = fact(uid, "shard_numel")
+    k = facts(uid).shard_numel
     position = unit_index(uid).to(device) * k + torch.arange(k, device=device)
-    return torch.bucketize(position, torch.tensor(fact(uid, "offsets")[1:], device=device), right=True)
+    return torch.bucketize(position, torch.tensor(facts(uid).offsets[1:], device=device), right=True)
 
 
 def without_padding(box: Shard) -> torch.Tensor:
     """Return a shard's data `[k]` with zeros in the padding."""
-    k, numel = fact(box.uid, "shard_numel"), fact(box.uid, "numel")
-    if k * fact(box.uid, "ranks") == numel:
+    k, numel = facts(box.uid).shard_numel, facts(box.uid).numel
+    if k * facts(box.uid).ranks == numel:
         return box.data
     position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
     return torch.where(position < numel, box.data, torch.zeros_like(box.data))
@@ -59,7 +59,7 @@ def global_norm(params: Any) -> torch.Tensor:
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
-            axes = fact(x.uid, "varies")
+            axes = facts(x.uid).varies
             square = _square(without_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
@@ -83,15 +83,17 @@ def abstract(params: Any, parts: bool = False) -> Any:
         >>> fzero.mesh(dp=2).spmd(f)({"w": torch.ones(2, 3)})
         [(2, 3)]
     """
-    paths, entries, structure = tree.flatten_with_paths(params, is_box)
-    for i, x in enumerate(entries):
-        if isinstance(x, torch.Tensor):
-            entries[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    for uid, _, members in groups(paths, entries):
-        shapes, dtype = fact(uid, "shapes") if parts else fact(uid, "whole_shapes"), fact(uid, "dtype")
-        for position, index in members:
-            entries[position] = torch.empty(shapes[index], dtype=dtype, device="meta")
-    return tree.unflatten(structure, entries)
+
+    def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def whole(unit: CutUnit) -> list[torch.Tensor]:
+        known = facts(unit.uid)
+        return [meta(shape, known.dtype) for shape in (known.shapes if parts else known.whole_shapes)]
+
+    entries, structure = tree.flatten(map_units(whole, params), is_box)
+    plain = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in entries]
+    return tree.unflatten(structure, plain)
 
 
 def _conflict(path: str, other: str) -> str:
@@ -119,7 +121,7 @@ def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor) and leaves[first.setdefault(id(x), position)] != leaves[position]:
             raise ValueError(_conflict(paths[first[id(x)]], paths[position]))
-    for uid, box, members in groups(paths, entries):
+    for uid, box, members in cut_units(paths, entries):
         by_index: dict[int, float] = {}
         for position, index in members:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):

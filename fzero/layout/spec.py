@@ -9,18 +9,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero._torch import assume_constant_result
-from fzero.axes.scope import Axis, axis_index, bound, lookup
+from fzero.axes.axis import Axis
+from fzero.axes.scope import axis_index, bound, lookup
 
 __all__ = [
+    "Facts",
     "Spec",
     "Split",
     "check_cut_for",
-    "fact",
+    "facts",
     "intern",
     "intern_parts",
     "on_mesh",
@@ -45,6 +47,26 @@ class Split(NamedTuple):
     dims: tuple[int, ...]
 
 
+class Facts(NamedTuple):
+    """What traced code may know of a spec: its attributes, and what follows from them, as plain Python values."""
+
+    unit: str
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[str, ...]
+    varies: tuple[str, ...]
+    order: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    whole_shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    dtype: torch.dtype
+    reduced: str
+    split: tuple[Split, ...]
+    ranks: int
+    split_ranks: int
+    numel: int
+    shard_numel: int
+
+
 @dataclass(frozen=True)
 class Spec:
     """How one unit is cut. Two specs are equal if and only if shards cut by them may meet in one operation.
@@ -55,7 +77,7 @@ class Spec:
         paths: the path of each leaf, for messages.
         shapes: the shape of each leaf, as a rank has it that gathered the unit.
         dtype: the dtype of the parameters; other trees of their layout, such as moments, may have another.
-        reduce: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
+        reduced: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
         split: the further axes along which ranks have parts of the leaves, tensor or expert parallel.
         order: all these axes in the order of the mesh, which says which rank holds which shard.
         cast: in a gradient by a precision policy, its dtypes on the wire and in the end: the shard that is
@@ -67,7 +89,7 @@ class Spec:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    reduce: str = "each"
+    reduced: str = "each"
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
     cast: tuple[torch.dtype, torch.dtype] | None = None
@@ -82,10 +104,26 @@ class Spec:
         """The axes along which a shard differs by rank."""
         return (*self.axes, *(s.axis for s in self.split))
 
-    @property
-    def splits(self) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-        """The splits as plain tuples, which traced code can hold."""
-        return tuple((s.axis, s.size, s.dims) for s in self.split)
+    @cached_property
+    def facts(self) -> Facts:
+        """What traced code may know of it."""
+        return Facts(
+            unit=self.unit,
+            mesh=self.mesh,
+            axes=self.axes,
+            varies=self.varies,
+            order=self.order,
+            shapes=self.shapes,
+            whole_shapes=self.whole_shapes,
+            offsets=self.offsets,
+            dtype=self.dtype,
+            reduced=self.reduced,
+            split=self.split,
+            ranks=self.ranks,
+            split_ranks=self.split_ranks,
+            numel=self.numel,
+            shard_numel=self.shard_numel,
+        )
 
     @cached_property
     def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -153,13 +191,12 @@ def intern_parts(
     paths: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
-    reduce: str,
-    split: tuple[tuple[str, int, tuple[int, ...]], ...],
+    reduced: str,
+    split: tuple[Split, ...],
     bound: tuple[str, ...],
 ) -> int:
     """Return the uid of the spec with these attributes; `bound` are the mesh's axes."""
-    spec = Spec(unit, mesh, paths, shapes, dtype, reduce, tuple(Split(*s) for s in split))
-    return intern(_ordered(spec, bound))
+    return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduced, split), bound))
 
 
 def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
@@ -167,25 +204,25 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 
 @assume_constant_result
-def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduce: str, bound: tuple[str, ...]) -> int:
+def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tuple[str, ...]) -> int:
     """Return the uid of the same unit, sharded over other axes; `bound` are the mesh's axes."""
-    return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduce=reduce), bound))
+    return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduced=reduced), bound))
 
 
 @assume_constant_result
-def with_cast(uid: int, reduce: torch.dtype, grad: torch.dtype) -> int:
+def with_cast(uid: int, wire: torch.dtype, grad: torch.dtype) -> int:
     """Return the uid of the same unit, whose gradients are summed over ranks in one dtype, and end in another."""
-    return intern(replace(spec_of(uid), cast=(reduce, grad)))
+    return intern(replace(spec_of(uid), cast=(wire, grad)))
 
 
 @assume_constant_result
-def _constant(uid: int, name: str) -> Any:
-    return getattr(spec_of(uid), name)
+def _constant(uid: int) -> Facts:
+    return spec_of(uid).facts
 
 
-def fact(uid: int, name: str) -> Any:
-    """Return an attribute of a spec, of plain Python values, as a constant also to traced code."""
-    return _constant(uid + 0, name)  # Dynamo: + 0 makes a lazy constant a constant
+def facts(uid: int) -> Facts:
+    """Return what is known of a spec, as constants also to traced code."""
+    return _constant(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
 
 
 def unit_axes(uid: int) -> tuple[Axis, ...]:
@@ -194,14 +231,15 @@ def unit_axes(uid: int) -> tuple[Axis, ...]:
     Raises:
         ValueError: if one is not bound, or has another size than the unit was cut for.
     """
-    axes = [lookup(name) for name in fact(uid, "axes")]
-    check_cut_for(uid, f"unit {fact(uid, 'unit')!r}", tuple([(a.name, a.size) for a in bound()]))
+    known = facts(uid)
+    axes = [lookup(name) for name in known.axes]
+    check_cut_for(uid, f"unit {known.unit!r}", tuple([(a.name, a.size) for a in bound()]))
     return tuple(axes)
 
 
 def unit_index(uid: int) -> torch.Tensor:
     """Return which of a unit's shards this rank's is: an int64 tensor of shape []."""
-    return axis_index(fact(uid, "axes"))
+    return axis_index(facts(uid).axes)
 
 
 def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
@@ -210,14 +248,15 @@ def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None
     Raises:
         ValueError: if not; it calls the unit `what`.
     """
-    for pair in (*fact(uid, "mesh"), *[(name, size) for name, size, _ in fact(uid, "splits")]):
+    known = facts(uid)
+    for pair in (*known.mesh, *[(s.axis, s.size) for s in known.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise ValueError(
                 f"{what} was cut for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it was "
                 "cut for, and call step.init on this one"
             )
-    order, names = fact(uid, "order"), [name for name, _ in shape]
+    order, names = known.order, [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):
         raise ValueError(
             f"{what} was cut on a mesh with the axes {', '.join(order)} in this order, and this one has "

@@ -1,22 +1,23 @@
-"""Units: which leaves are gathered together, how a tree is cut into them, and how they are found in a cut tree.
+"""Units: which leaves are gathered together, which unit each leaf belongs to, and how units are found in a cut tree.
 
 A *unit* is stored flat: its leaves concatenated, padded to a multiple of N and cut in N equal 1-D shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.axes.scope import Axis, Rules, axis_names, bound, joint, lookup, rules_in_scope
+from fzero.axes.axis import Axis
+from fzero.axes.rules import Rules
+from fzero.axes.scope import axis_names, bound, lookup, rules_here
 from fzero.collectives.invariant import own_part
-from fzero.collectives.table import ALONE, apply
 from fzero.layout.boxes import Shard, Slot
-from fzero.layout.spec import intern_parts, unit_axes
+from fzero.layout.spec import Split, intern_parts
 from fzero.tree import is_box
 
-__all__ = ["Cut", "Group", "Unit", "apply_over", "apply_to_unit", "cut", "default_units", "groups", "wanted_axes"]
+__all__ = ["Assignment", "CutUnit", "WholeUnit", "assign", "cut_units", "default_units", "map_units", "wanted_axes"]
 
 
 def default_units(path: str, leaf: torch.Tensor) -> str:
@@ -37,7 +38,7 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
     return keys[0] or "params"  # a tree that is one tensor has an empty path
 
 
-class Unit(NamedTuple):
+class WholeUnit(NamedTuple):
     """A unit of a tree that is about to be cut: its spec, its distinct leaves, and the position of the first."""
 
     uid: int
@@ -45,11 +46,11 @@ class Unit(NamedTuple):
     position: int
 
 
-class Cut(NamedTuple):
-    """How a tree is cut: at each position of its flattened form a `Slot`, or the leaf if it belongs to no unit."""
+class Assignment(NamedTuple):
+    """The units of a tree: at each position of its flattened form a `Slot`, or the leaf if it belongs to no unit."""
 
     entries: list[Any]
-    units: list[Unit]
+    units: list[WholeUnit]
     structure: Any
 
     def with_shards(self, shards: Sequence[Shard]) -> Any:
@@ -60,20 +61,21 @@ class Cut(NamedTuple):
         return tree.unflatten(self.structure, entries)
 
 
-def cut(
+def assign(
     params: Any,
     axes: Sequence[Axis],
     rules: Rules | None = None,
-    reduce: str = "each",
+    reduced: str = "each",
     rest: str | None = None,
-) -> Cut:
-    """Decide how a tree is cut over `axes`, by the rules given, else the running step's, else the default one.
+) -> Assignment:
+    """Assign the leaves of a tree to units that are to be sharded over `axes`.
 
-    A unit has one dtype, and one set of axes: a rule's unit of several is cut in several. Leaves that are one tensor
-    object are one leaf of the unit of the first. Integer and bool leaves are in none, those that the rule names `None`
-    are in the unit `rest`, and what neither is sharded over an axis nor split along one stays as it is.
+    The rules are those given, else the running step's, else the default ones. A unit has one dtype and one set of axes:
+    a rule's unit that has several becomes several. Leaves that are one tensor object are one leaf of the first one's
+    unit. Integer and bool leaves belong to no unit. Leaves that the rule names `None` belong to the unit `rest`. A leaf
+    that is neither sharded over an axis nor split along one stays as it is.
     """
-    rules = rules_in_scope() if rules is None else rules
+    rules = rules_here() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
     owner: dict[Any, tuple[_Key, int]] = {}  # identity of a leaf -> its unit, and index there
@@ -91,10 +93,10 @@ def cut(
             unit = members.setdefault(key, [])
             owner[tree.identity(leaf)] = (key, len(unit))
             unit.append(position)
-    units = {key: _unit(key, axes, paths, leaves, at, split, reduce) for key, at in members.items()}
+    units = {key: _unit(key, axes, paths, leaves, at, split, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]
-    return Cut(entries, list(units.values()), structure)
+    return Assignment(entries, list(units.values()), structure)
 
 
 class _Key(NamedTuple):
@@ -155,8 +157,8 @@ def wanted_axes(
 
 
 def _unit(
-    key: _Key, axes: Sequence[Axis], paths: list[str], leaves: list[Any], at: list[int], split: Any, reduce: str
-) -> Unit:
+    key: _Key, axes: Sequence[Axis], paths: list[str], leaves: list[Any], at: list[int], split: Any, reduced: str
+) -> WholeUnit:
     parts = [leaves[i] for i in at]
     for name in key.split:
         parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, at, strict=True)]
@@ -166,22 +168,46 @@ def _unit(
         tuple([paths[i] for i in at]),
         tuple([tuple([int(d) for d in x.shape]) for x in parts]),
         key.dtype,
-        reduce,
-        tuple([(name, lookup(name).size, tuple([split[i][name] for i in at])) for name in key.split]),
+        reduced,
+        tuple([Split(name, lookup(name).size, tuple([split[i][name] for i in at])) for name in key.split]),
         axis_names(),
     )
-    return Unit(uid, parts, at[0])
+    return WholeUnit(uid, parts, at[0])
 
 
-class Group(NamedTuple):
-    """A unit found in a cut tree: its uid, its `Shard`, and `(position, index in the unit)` of each of its leaves."""
+# ---------------------------------------------------------------- in a cut tree
+
+
+class CutUnit(NamedTuple):
+    """A unit found in a cut tree.
+
+    Attributes:
+        uid: of its spec.
+        shard: its box.
+        members: `(position in the flattened tree, index in the unit)` of each of its leaves, the shard's own first.
+    """
 
     uid: int
     shard: Shard
     members: list[tuple[int, int]]
 
 
-def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
+def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Any) -> Any:
+    """Replace each unit of a cut tree by what `f` makes of it: a box of another shard, or the unit's leaves.
+
+    Plain leaves stay as they are.
+    """
+    paths, entries, structure = tree.flatten_with_paths(values, is_box)
+    for unit in cut_units(paths, entries):
+        made = f(unit)
+        for position, index in unit.members:
+            entries[position] = Slot(made.uid, index) if isinstance(made, Shard) else made[index]
+        if isinstance(made, Shard):
+            entries[unit.members[0][0]] = made
+    return tree.unflatten(structure, entries)
+
+
+def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
     """Find the units of a flattened cut tree.
 
     A tree may hold several trees of one layout, such as the parameters and their moving average: a slot belongs to
@@ -190,13 +216,13 @@ def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
     Raises:
         ValueError: if a slot's shard is not in the tree, or several trees of one layout alternate. Names the path.
     """
-    found: dict[int, list[Group]] = {}
-    order: list[Group] = []
+    found: dict[int, list[CutUnit]] = {}
+    order: list[CutUnit] = []
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            group = Group(x.uid, x, [(position, 0)])
-            found.setdefault(x.uid, []).append(group)
-            order.append(group)
+            unit = CutUnit(x.uid, x, [(position, 0)])
+            found.setdefault(x.uid, []).append(unit)
+            order.append(unit)
     seen: dict[int, int] = {}
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
@@ -209,32 +235,10 @@ def groups(paths: Sequence[str], entries: Sequence[Any]) -> list[Group]:
                 )
             found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
     for mine in found.values():
-        if len({tuple(sorted([index for _, index in group.members])) for group in mine}) > 1:
-            where = [paths[group.members[0][0]] for group in mine]
+        if len({tuple(sorted([index for _, index in unit.members])) for unit in mine}) > 1:
+            where = [paths[unit.members[0][0]] for unit in mine]
             raise ValueError(
                 f"leaves of {len(mine)} trees of one layout alternate ({mine[0].shard!r} at {where}), so it cannot be "
                 "told which leaf lies in which: keep each tree whole, one after the other"
             )
     return order
-
-
-_NOWHERE = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
-_REST = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
-
-
-def apply_over(name: str, axes: Sequence[Axis], uid: int, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Apply a row of units over one axis after the other: the slowest cuts the unit, the others its pieces."""
-    first, *rest = axes or [_NOWHERE]
-    if name == "gather":  # the way back
-        for a in rest[::-1]:
-            xs = apply(a.token, "all_gather", a.meta, (0,), *xs)
-        return apply(first.token, name, first.meta, (uid, 0), *xs)
-    xs = apply(first.token, name, first.meta, (uid, 0), *xs)
-    for a in rest:
-        xs = apply(a.token, _REST.get(name, name), a.meta, (0,) if name in _REST else (uid, 0), *xs)
-    return tuple(xs)
-
-
-def apply_to_unit(name: str, uid: int, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Apply a row of the table to a unit's tensors, over the unit's axes."""
-    return apply_over(name, joint(unit_axes(uid)), uid, xs)

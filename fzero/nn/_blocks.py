@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fzero.layout.boxes import is_box
-from fzero.layout.spec import fact
-from fzero.layout.units import groups
+from fzero.layout.spec import facts
+from fzero.layout.units import cut_units
 from fzero.transforms import gather, remat
 
 __all__ = ["boxes_to_blocks", "rematerialise"]
@@ -100,14 +100,14 @@ def boxes_to_blocks(
     entries: list[Any] = list(state.values())
     shared = _shared(module)
     lent: dict[str, dict[str, Any]] = {}
-    for uid, _, members in groups(names, entries):
+    for uid, _, members in cut_units(names, entries):
         own = [names[at] for at, _ in members]
         block = next((b for b in blocks if all(name.startswith(f"{b}.") for name in own)), None)
         if block is None or any(name in shared for name in own):
             continue
         for at, index in members:
             lent.setdefault(block, {})[names[at]] = entries[at]
-            entries[at] = torch.empty(fact(uid, "shapes")[index], dtype=fact(uid, "dtype"), device="meta")
+            entries[at] = torch.empty(facts(uid).shapes[index], dtype=facts(uid).dtype, device="meta")
     whole = gather(dict(zip(names, entries, strict=True)))
     forwards: list[Any] = []
     try:

@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.segments import abstract, per_leaf
-from fzero.layout.units import groups
+from fzero.layout.units import cut_units
 from fzero.optim._base import Optimizer
 from fzero.optim._factored import column_shape, row_shape, spread, sums_of_squares
 from fzero.optim._hyper import Number, at_least_float32, is_zero, nonnegative, positive
@@ -103,7 +103,7 @@ def _zeros(params: Any) -> tuple[Any, Any]:
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
     leaf: list[Any] = [id(x) for x in entries]  # what tells a leaf from another
-    for uid, box, members in groups(paths, entries):
+    for uid, box, members in cut_units(paths, entries):
         for position, index in members:
             leaf[position] = (uid, id(box), index)
     made: dict[Any, Any] = {}
@@ -137,7 +137,7 @@ def _directions(grads: Any, state: AdafactorState, weight: torch.Tensor, eps: Nu
         for position in positions:
             rows[position], columns[position], factors[position] = row, column, (*pair, least)
             out[position] = entries[position] if direction is None else direction
-    for uid, box, members in groups(paths, entries):
+    for uid, box, members in cut_units(paths, entries):
         of_leaf = dict(sorted([(i, factors[position]) for position, i in members], key=lambda pair: pair[0]))
         moment = spread(box, [rows for rows, _, _ in of_leaf.values()], [columns for _, columns, _ in of_leaf.values()])
         out[members[0][0]] = Shard(_over_root(box.data, moment, of_leaf[0][2]), uid)

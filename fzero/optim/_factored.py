@@ -15,8 +15,8 @@ from fzero import tree
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard
 from fzero.layout.segments import segment_ids
-from fzero.layout.spec import fact, unit_index
-from fzero.layout.units import groups
+from fzero.layout.spec import facts, unit_index
+from fzero.layout.units import cut_units
 from fzero.optim._hyper import at_least_float32
 
 __all__ = ["Sums", "column_shape", "row_shape", "spread", "sums_of_squares"]
@@ -60,19 +60,19 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
         found.append(Sums(positions, tuple(square.shape), rows, columns))
 
     own: dict[tuple[str, ...], list[tuple[torch.Tensor, Any]]] = {}  # axes -> of each unit its vector, and members
-    for uid, box, members in groups(paths, entries):
-        if fact(uid, "splits"):
+    for uid, box, members in cut_units(paths, entries):
+        if facts(uid).split:
             raise ValueError(
-                f"adafactor needs whole rows and columns, and leaves of unit {fact(uid, 'unit')!r} are split over "
-                f"{[name for name, _, _ in fact(uid, 'splits')]}: use an elementwise optimizer for them, or lamb"
+                f"adafactor needs whole rows and columns, and leaves of unit {facts(uid).unit!r} are split over "
+                f"{[split.axis for split in facts(uid).split]}: use an elementwise optimizer for them, or lamb"
             )
-        own.setdefault(fact(uid, "varies"), []).append((_own_sums(box), (uid, members)))
+        own.setdefault(facts(uid).varies, []).append((_own_sums(box), (uid, members)))
     for axes, units in own.items():
         totals = psum(torch.cat([sums for sums, _ in units]), axes).split([len(sums) for sums, _ in units])
         for total, (_, (uid, members)) in zip(totals, units, strict=True):
-            for index, (rows, columns) in enumerate(_cut(total, fact(uid, "shapes"))):
+            for index, (rows, columns) in enumerate(_cut(total, facts(uid).shapes)):
                 positions = [position for position, i in members if i == index]
-                found.append(Sums(positions, fact(uid, "shapes")[index], rows, columns))
+                found.append(Sums(positions, facts(uid).shapes[index], rows, columns))
     return found
 
 
@@ -93,7 +93,7 @@ def spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Ten
 def _own_sums(box: Shard) -> torch.Tensor:
     """Return this rank's part of the sums of a unit: each leaf's rows, then its columns, then the next leaf's."""
     squares, (row, column) = at_least_float32(box.data).square(), _slots(box)
-    sums = squares.new_zeros(_table(fact(box.uid, "shapes"))[1] + 1)
+    sums = squares.new_zeros(_table(facts(box.uid).shapes)[1] + 1)
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
@@ -114,8 +114,8 @@ def _slots(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
 
     Padding has no row, and elements of small leaves have no column.
     """
-    device, k = box.data.device, fact(box.uid, "shard_numel")
-    table, nowhere = _table(fact(box.uid, "shapes"))
+    device, k = box.data.device, facts(box.uid).shard_numel
+    table, nowhere = _table(facts(box.uid).shapes)
     position = unit_index(box.uid).to(device) * k + torch.arange(k, device=device)
     offset, width, area, rows, columns = torch.tensor(table, device=device)[:, segment_ids(box.uid, device)]
     inner = position - offset  # the position in the leaf

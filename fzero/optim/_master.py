@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.spec import fact
+from fzero.layout.spec import facts
 from fzero.optim._base import Optimizer, apply_updates, around, find_state
 from fzero.precision import Precision
 
@@ -144,7 +144,7 @@ def _check_params(params: Any, precision: Precision) -> None:
 def _dtype(x: Any) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; a unit's other leaves have their first one's."""
     if isinstance(x, Slot):
-        return fact(x.uid, "dtype")
+        return facts(x.uid).dtype
     data = x.data if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 

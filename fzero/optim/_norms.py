@@ -9,7 +9,7 @@ from fzero import tree
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.segments import segment_ids
-from fzero.layout.spec import fact
+from fzero.layout.spec import facts
 from fzero.optim._hyper import at_least_float32
 
 __all__ = ["leaf_norms", "leaf_rms"]
@@ -52,14 +52,14 @@ def _leaf_norms(values: Any, mean: bool) -> Any:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            sums.setdefault(fact(x.uid, "varies"), {})[position] = _sums_of_squares(x)
+            sums.setdefault(facts(x.uid).varies, {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, own in sums.items():
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
         for (position, s), total in zip(own.items(), totals, strict=True):
             x = entries[position]
-            n = fact(x.uid, "split_ranks")  # of whose ranks each has a part of the leaf
-            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in fact(x.uid, "shapes")]
+            n = facts(x.uid).split_ranks  # of whose ranks each has a part of the leaf
+            sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in facts(x.uid).shapes]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
             out[position] = Shard(table[segment_ids(x.uid, x.data.device)], x.uid)
@@ -76,7 +76,7 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
     squares, rows = (
         at_least_float32(box.data).square(),
-        len(fact(box.uid, "shapes")) + 1,
+        len(facts(box.uid).shapes) + 1,
     )  # last: padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from fzero.axes.scope import AxisName
+from fzero.axes.axis import AxisName
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["BatchPlan", "batch_plan"]

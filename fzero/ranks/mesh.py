@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero.axes.scope import Axis, AxisName
+from fzero.axes.axis import Axis, AxisName
 from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks.launch import TIMEOUT, join, world_at_hand
 from fzero.ranks.spmd import Spmd, check_stacked

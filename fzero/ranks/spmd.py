@@ -13,8 +13,10 @@ import torch
 from fzero import tree
 from fzero._torch import in_transform, quiet_vmap_fallback
 from fzero.axes import lockstep
+from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_replicated, differs
-from fzero.axes.scope import DEFAULT_RULES, Axis, Rules, Scope, within
+from fzero.axes.rules import DEFAULT_RULES, Rules
+from fzero.axes.scope import Axes, Scope, within
 from fzero.layout.boxes import PerRank, axes_of
 
 __all__ = ["Spmd", "check_stacked"]
@@ -59,7 +61,7 @@ class Spmd:
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = _unwrapped(call)
-        return within(Scope(axes, self.default, self.rules, joint), lambda: self.program(*args, **kwargs))
+        return within(Scope(Axes(axes, joint, self.default), self.rules), lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
         axes, joint = self.mesh.bound_axes()

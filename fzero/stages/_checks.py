@@ -7,11 +7,11 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.axes.scope import Rules
+from fzero.axes.rules import Rules
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.segments import abstract
-from fzero.layout.spec import check_cut_for, fact
-from fzero.layout.units import groups
+from fzero.layout.spec import check_cut_for, facts
+from fzero.layout.units import cut_units
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_tree"]
@@ -19,31 +19,31 @@ __all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_t
 
 def boxed(values: Any) -> bool:
     """Tell whether a tree holds units that are sharded."""
-    return any(isinstance(x, Shard) and fact(x.uid, "axes") for x in tree.flatten(values, is_box)[0])
+    return any(isinstance(x, Shard) and facts(x.uid).axes for x in tree.flatten(values, is_box)[0])
 
 
 def check_tree(values: Any, mesh: Mesh) -> None:
     """Check that the boxes of a tree were cut for this mesh, and that it holds whole units."""
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    groups(paths, entries)
+    cut_units(paths, entries)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
 
 
-def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, over: Sequence[str]) -> None:
+def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str]) -> None:
     """Check that boxes were cut for this mesh, and note it when no argument differs by rank.
 
     Args:
         call: the arguments.
         mesh: the ranks.
-        over: the axes that the step averages over.
+        averaged: the axes that the step averages over.
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
-    check_means(entries, over)
+    check_means(entries, averaged)
     if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
@@ -51,18 +51,18 @@ def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, over
         )
 
 
-def check_means(entries: Sequence[Any], over: Sequence[str]) -> None:
+def check_means(entries: Sequence[Any], averaged: Sequence[str]) -> None:
     """Check that no leaf is split along an axis that the step averages over, and along which no data differ.
 
     Its gradient would be divided by the axis's ranks, and summed over none.
     """
     batches = [x for x in entries if isinstance(x, PerRank)]
-    differ = [name for name in over if any(x.axes is None or name in x.axes for x in batches)]
+    differ = [name for name in averaged if any(x.axes is None or name in x.axes for x in batches)]
     for x in entries if batches else ():
-        for name, _, _ in fact(x.uid, "splits") if isinstance(x, Shard) else ():
-            if name in over and name not in differ:
+        for split in facts(x.uid).split if isinstance(x, Shard) else ():
+            if split.axis in averaged and split.axis not in differ:
                 raise ValueError(
-                    f"the step averages over {name!r}, along which {x!r} is split and no argument differs: give "
+                    f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: give "
                     f"fzero.shard the data-parallel axes only, axis={tuple(differ)!r}"
                 )
 

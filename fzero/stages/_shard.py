@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero._notice import notice
-from fzero.axes.scope import AxisName, OverRule, Rules, SplitRule, UnitRule
+from fzero.axes.axis import AxisName
+from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.mesh import mesh as make_mesh
 from fzero.stages._sharded_step import STAGES, ShardedStep

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.axes.scope import DEFAULT_RULES, Rules
+from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build, deferred_or_whole
 from fzero.init._deferred import Deferred
 from fzero.init._module import initializer
@@ -20,7 +20,7 @@ from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 from fzero.stages._checks import check_arguments, check_params, check_results, check_tree
 from fzero.transforms._gather import assemble, replicate
-from fzero.transforms._partition import check_plain, partition
+from fzero.transforms._partition import check_unsharded, partition
 
 __all__ = ["STAGES", "Layout", "ShardedStep"]
 
@@ -205,7 +205,7 @@ class ShardedStep:
                 boxes = build(made, self.program(self._cut), self.mesh)
                 return boxes, self._state(opt, boxes)
             params = made
-        check_plain(params)
+        check_unsharded(params)
         check_equal("params", params, self.mesh)
         if self.layout.params == "replicated":
             params = tree.map(torch.clone, params)  # a jitted step overwrites what it is given

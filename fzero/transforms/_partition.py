@@ -6,72 +6,16 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.scope import (
-    Axis,
-    AxisName,
-    OverRule,
-    Rules,
-    SplitRule,
-    UnitRule,
-    axis_names,
-    bound,
-    resolve,
-    rules_in_scope,
-)
-from fzero.collectives.table import Row, add_row
+from fzero.axes.axis import Axis, AxisName
+from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule
+from fzero.axes.scope import axis_names, bound, resolve, rules_here
 from fzero.layout import flat
 from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.spec import fact, on_mesh, spec_of
-from fzero.layout.units import apply_to_unit, cut, groups, wanted_axes
+from fzero.layout.rows import apply_to_unit
+from fzero.layout.spec import facts, on_mesh, spec_of
+from fzero.layout.units import CutUnit, assign, map_units, wanted_axes
 
-__all__ = ["check_plain", "partition", "rule_of"]
-
-
-def _split(buffer: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """View a buffer `[.., n k]` as `[n, .., k]`."""
-    return buffer.unflatten(dim, (n, buffer.shape[dim] // n)).movedim(dim, 0)
-
-
-def _stacked_partition(n: int, params: tuple[int, ...], xs: Any) -> list[torch.Tensor]:
-    uid, lead = params
-    parts = _split(flat.pack(spec_of(uid), xs, lead + 1), n, lead + 1)  # [n parts, n ranks, .., k]
-    return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
-
-
-def _stacked_pad(n: int, params: tuple[int, ...], xs: Any) -> list[torch.Tensor]:
-    uid, lead = params
-    parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
-    return flat.unpack(spec_of(uid), parts.flatten(-2), lead + 1)
-
-
-def _uniform_partition(n: int, params: tuple[int, ...], xs: Any) -> list[torch.Tensor]:
-    uid, lead = params
-    return [_split(flat.pack(spec_of(uid), xs, lead), n, lead)]
-
-
-add_row(
-    Row(
-        name="partition",
-        wire="",
-        stacked=_stacked_partition,
-        uniform=_uniform_partition,
-        local=lambda meta, params, xs: [flat.own_range(spec_of(params[0]), xs, meta[3], meta[2], params[1])],
-        transpose="pad",
-        replicated=False,
-        shift=lambda params: (params[0], params[1] + 1),
-    )
-)
-add_row(
-    Row(
-        name="pad",
-        wire="",
-        stacked=_stacked_pad,
-        local=lambda meta, params, xs: flat.pad_own(spec_of(params[0]), xs[0], meta[3], params[1]),
-        transpose="partition",
-        replicated=False,
-        shift=lambda params: (params[0], params[1] + 1),
-    )
-)
+__all__ = ["check_unsharded", "partition", "rule_of"]
 
 
 def partition(
@@ -120,15 +64,16 @@ def partition(
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
     if not bound():
         return params
-    axes, given = resolve(axis), rules_in_scope()
-    check_plain(params)
+    axes, given = resolve(axis), rules_here()
+    check_unsharded(params)
     rules = Rules(units or given.units, rule_of(over) or given.over, split or given.split, given.dtype)
-    plan = cut(_further(params, axes, rules, reduce), axes, rules, reduce)
-    shards = []
-    for unit in plan.units:
-        (data,) = apply_to_unit("partition", unit.uid, unit.leaves)
-        shards.append(Shard(data, unit.uid, origin=tuple(unit.leaves)))
-    return plan.with_shards(shards)
+    assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
+    return assignment.with_shards([_own_shard(unit.uid, unit.leaves) for unit in assignment.units])
+
+
+def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
+    (data,) = apply_to_unit("partition", uid, leaves)
+    return Shard(data, uid, origin=tuple(leaves))
 
 
 def rule_of(over: AxisName | OverRule) -> OverRule | None:
@@ -136,29 +81,26 @@ def rule_of(over: AxisName | OverRule) -> OverRule | None:
     return over if callable(over) or over is None else lambda path, leaf: over
 
 
-def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduce: str) -> Any:
+def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduced: str) -> Any:
     """Shard the units of a tree that are in boxes, and sharded over no axis yet."""
-    paths, entries, structure = tree.flatten_with_paths(params, is_box)
-    for uid, box, members in groups(paths, entries):
-        spec = spec_of(uid)
-        leaves = flat.unpack(spec, box.data)
-        whole = torch.empty(fact(uid, "whole_shapes")[0], dtype=spec.dtype, device="meta")
+
+    def sharded(unit: CutUnit) -> Shard:
+        spec = spec_of(unit.uid)
+        whole = torch.empty(facts(unit.uid).whole_shapes[0], dtype=spec.dtype, device="meta")
         over = wanted_axes(spec.paths[0], whole, axes, rules, spec.varies)
         if not over:
-            continue
-        cut_uid = on_mesh(uid, tuple([(a.name, a.size) for a in axes if a.name in over]), reduce, axis_names())
-        for position, index in members:
-            entries[position] = Slot(cut_uid, index)
-        (data,) = apply_to_unit("partition", cut_uid, leaves)
-        entries[members[0][0]] = Shard(data, cut_uid, origin=tuple(leaves))
-    return tree.unflatten(structure, entries)
+            return unit.shard
+        mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
+        return _own_shard(on_mesh(unit.uid, mesh, reduced, axis_names()), flat.unpack(spec, unit.shard.data))
+
+    return map_units(sharded, params)
 
 
-def check_plain(params: Any) -> None:
-    """Check that parameters that are to be cut are not; parts of split leaves may be."""
+def check_unsharded(params: Any) -> None:
+    """Check that parameters are sharded over no axis yet: plain tensors, or boxes of the parts of split leaves."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
-            if isinstance(x, Shard | Slot) and not fact(x.uid, "axes"):
+            if isinstance(x, Shard | Slot) and not facts(x.uid).axes:
                 continue
             raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
         if isinstance(x, torch.nn.Module):

@@ -5,42 +5,13 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.collectives.sums import group_psum_scatter, psum
-from fzero.collectives.table import Meta, Params, Row, add_row
-from fzero.layout import flat
+from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
+from fzero.layout.rows import apply_to_unit
 from fzero.layout.spec import spec_of
-from fzero.layout.units import apply_to_unit, groups
+from fzero.layout.units import CutUnit, map_units
 
 __all__ = ["reduce_scatter"]
-
-
-def _stacked_reduce_scatter(n: int, params: Params, xs: Any) -> list[torch.Tensor]:
-    spec, lead = spec_of(params[0]), params[1]
-    summed = flat.pack(spec, [x.sum(0, dtype=flat.wire_dtype(spec, x)) for x in xs], lead)
-    buffer = flat.reduced(spec, summed)
-    return [buffer.unflatten(lead, (n, buffer.shape[lead] // n)).movedim(lead, 0)]
-
-
-def _group_reduce_scatter(meta: Meta, params: Params, xs: Any) -> list[torch.Tensor]:
-    spec, lead = spec_of(params[0]), params[1]
-    buffer = flat.pack(spec, xs, lead)
-    return [flat.reduced(spec, group_psum_scatter(buffer.to(flat.wire_dtype(spec, buffer)), meta, lead))]
-
-
-add_row(
-    Row(
-        name="reduce_scatter",
-        wire="reduce_scatter",
-        stacked=_stacked_reduce_scatter,
-        local=_group_reduce_scatter,
-        transpose="gather",
-        replicated=False,
-        shift=lambda params: (params[0], params[1] + 1),
-        label=lambda params: spec_of(params[0]).unit,
-        wire_dtype=lambda params, x: flat.wire_dtype(spec_of(params[0]), x),
-    )
-)
 
 
 def reduce_scatter(grads: Any, like: Any) -> Any:
@@ -71,18 +42,20 @@ def reduce_scatter(grads: Any, like: Any) -> Any:
     for i, g in enumerate(full):
         if not is_box(entries[i]) and g is not None:
             entries[i] = psum(g)
-    for uid, _, members in groups(paths, entries):
-        (data,) = apply_to_unit("reduce_scatter", uid, sum_ties(uid, members, full, paths))
-        entries[members[0][0]] = Shard(data, uid)
-    return tree.unflatten(structure, entries)
+
+    def summed(unit: CutUnit) -> Shard:
+        (data,) = apply_to_unit("reduce_scatter", unit.uid, _sum_ties(unit, full, paths))
+        return Shard(data, unit.uid)
+
+    return map_units(summed, tree.unflatten(structure, entries))
 
 
-def sum_ties(uid: int, members: list[tuple[int, int]], full: list[Any], paths: list[str]) -> list[torch.Tensor]:
+def _sum_ties(unit: CutUnit, full: list[Any], paths: list[str]) -> list[torch.Tensor]:
     """Return a unit's full gradients in its order; different tensors at the places of one tied leaf add up."""
     leaves: dict[int, torch.Tensor] = {}
-    for position, index in members:
+    for position, index in unit.members:
         g = full[position]
-        expected = list(spec_of(uid).shapes[index])
+        expected = list(spec_of(unit.uid).shapes[index])
         if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
             given = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
             raise ValueError(f"grads leaf {paths[position]!r} is {given}, and its layout says {expected}")

@@ -3,21 +3,38 @@
 from tests.mutants.mutant import AXES, GLOO, STEP, Mutant
 
 MUTANTS = [
-    Mutant("half-precision sums", "collectives/sums.py", 'psum", x / n, axes, ())', 'psum", x, axes, ()) / n'),
+    Mutant(
+        "half-precision sums", "collectives/sums.py", 'psum", x / n, axes, Whole())', 'psum", x, axes, Whole()) / n'
+    ),
     Mutant("an inner vmap is the axis", "collectives/table.py", "if in_dims[0] is None:", "if False:"),
-    Mutant("a user's vmap shifts no dimension", "collectives/sums.py", "(params[0] + 1,)", "params"),
-    Mutant("integer means become floats", "collectives/sums.py", "axes, ()) // n).to(leaf.dtype)", "axes, ()) / n)"),
+    Mutant(
+        "a user's vmap shifts a dimension",
+        "collectives/sums.py",
+        "Along(dimension(name, x, dim) - x.ndim)",
+        "Along(dimension(name, x, dim))",
+    ),
+    Mutant(
+        "integer means become floats",
+        "collectives/sums.py",
+        "axes, Whole()) // n).to(leaf.dtype)",
+        "axes, Whole()) / n)",
+    ),
     Mutant("f adds nothing up", "collectives/invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
     Mutant("g adds up twice", "collectives/invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
     Mutant(
         "count the other axis's ranks",
         "collectives/_record.py",
-        "full.get(kind, sent) // meta[4]",
+        "full.get(kind, sent) // binding.mapped",
         "full.get(kind, sent)",
         AXES,
     ),
-    Mutant("nobody receives from others", "collectives/exchange.py", "[xs[0].transpose(0, params[0] + 1)]", "[xs[0]]"),
-    Mutant("the way back is the way there", "collectives/exchange.py", "for i in (b, a)]", "for i in (a, b)]"),
+    Mutant("nobody receives from others", "collectives/exchange.py", "[xs[0].transpose(0, options.dim)]", "[xs[0]]"),
+    Mutant(
+        "the way back is the way there",
+        "collectives/exchange.py",
+        "Pairs(tuple([(to, sender) for",
+        "Pairs(tuple([(sender, to) for",
+    ),
     Mutant(
         "a broadcast's gradient goes to all", "collectives/exchange.py", "rank == source, total", "rank >= 0, total"
     ),

@@ -29,6 +29,36 @@ MUTANTS = [
     Mutant("count a tied leaf twice", "layout/segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "layout/units.py", "or tree.identity(leaf) in seen", "or False"),
     Mutant("every part is cut along dimension 0", "layout/units.py", "dim=split[i][name]", "dim=0", AXES),
-    Mutant("axes in the wrong order", "layout/units.py", "for a in rest[::-1]:", "for a in rest:", AXES),
+    Mutant("axes in the wrong order", "layout/rows.py", "for a in rest[::-1]:", "for a in rest:", AXES),
     Mutant("summed in half precision", "layout/flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
+    Mutant(
+        "shift the rank in the simulation",
+        "layout/rows.py",
+        'return [rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]',
+        'return [rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n).roll(1, 0)]',
+    ),
+    Mutant(
+        "shift the rank in a process",
+        "layout/rows.py",
+        "xs, binding.rank, binding.size)]",
+        "xs, (binding.rank + 1) % binding.size, binding.size)]",
+        ("tests/distributed",),
+    ),
+    Mutant(
+        "swap the gather order",
+        "layout/rows.py",
+        "rearrange(_narrow(spec, xs[0]), ",
+        "rearrange(_narrow(spec, xs[0]).flip(0), ",
+    ),
+    Mutant("gather is no transpose", "layout/rows.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
+    Mutant(
+        "skip the all_reduce of stage 0", "layout/rows.py", "x.sum(0, dtype=flat.wire_dtype(spec, x))) for", "x[0]) for"
+    ),
+    Mutant(
+        "whole weights on the wire",
+        "layout/rows.py",
+        "return x.to(flat.gathered_dtype",
+        "return x.to(flat.wire_dtype",
+        HALF,
+    ),
 ]

@@ -28,36 +28,10 @@ MUTANTS = [
         "x.narrow(0, 0, m)",
     ),
     Mutant(
-        "shift the rank in the simulation",
-        "transforms/_partition.py",
-        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead)]",
-        "return [_split(flat.pack(spec_of(uid), xs, lead), n, lead).roll(1, 0)]",
-    ),
-    Mutant(
-        "shift the rank in a process",
-        "transforms/_partition.py",
-        "xs, meta[3], meta[2], params[1])]",
-        "xs, (meta[3] + 1) % meta[2], meta[2], params[1])]",
-        ("tests/distributed",),
-    ),
-    Mutant(
-        "swap the gather order",
-        "transforms/_gather.py",
-        "_narrow(params, xs[0]).movedim(0",
-        "_narrow(params, xs[0]).flip(0).movedim(0",
-    ),
-    Mutant("gather is no transpose", "transforms/_gather.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
-    Mutant(
         "lose the remembered gradient",
         "transforms/_gather.py",
         "return (None, None, shard,",
         "return (None, None, shard * 0,",
-    ),
-    Mutant(
-        "skip the all_reduce of stage 0",
-        "transforms/gradients/_all_reduce.py",
-        "x.sum(0, dtype=flat",
-        "x[0].to(dtype=flat",
     ),
     Mutant("forget leaves that no rule names", "transforms/gradients/_opened.py", 'rest="replicated"', "rest=None"),
     Mutant(
@@ -70,14 +44,14 @@ MUTANTS = [
     Mutant(
         "copies keep their own gradients",
         "transforms/gradients/_opened.py",
-        'copies = [a for a in axes if a.name not in fact(uid, "varies")]',
+        "copies = [a for a in axes if a.name not in facts(uid).varies]",
         "copies: list[Axis] = []",
         AXES,
     ),
     Mutant(
         "experts are averaged",
         "transforms/gradients/_opened.py",
-        'a.name not in fact(uid, "varies")]',
+        "a.name not in facts(uid).varies]",
         "a.name not in own]",
         AXES,
     ),
@@ -100,13 +74,6 @@ MUTANTS = [
         "transforms/gradients/_opened.py",
         "Shard(box.data.to(dtype), cast",
         "Shard(box.data, cast",
-        HALF,
-    ),
-    Mutant(
-        "whole weights on the wire",
-        "transforms/_gather.py",
-        "return x.to(flat.gathered_dtype",
-        "return x.to(flat.wire_dtype",
         HALF,
     ),
     Mutant(

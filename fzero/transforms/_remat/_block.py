@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from fzero import tree
 from fzero._torch import OpOverload
 from fzero._torch.levels import is_differentiated, is_foreign, is_wrapped
-from fzero.axes.scope import Axis, Scope, scope_here, within
+from fzero.axes.axis import Axis
+from fzero.axes.scope import Scope, scope_here, within
 from fzero.layout.boxes import Shard, Slot
 from fzero.transforms._gather import gather
 from fzero.transforms._remat._tape import Script, Tape
@@ -79,7 +80,7 @@ class Block:
         paths, leaves, self._structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
         self._leaves = [self._stand_in(path, x) for path, x in zip(paths, leaves, strict=True)]
         self._boxed = any(isinstance(x, _Box) for x in self._leaves)
-        axes = () if self.scope is None else (*self.scope.axes, *self.scope.joint)
+        axes = () if self.scope is None else (*self.scope.axes.each, *self.scope.axes.joint)
         self._tokens = [self._number(a.token) for a in axes]
         self.inputs = len(self.tensors)
         self.differentiated = [is_differentiated(x) for x in self.tensors]
@@ -143,7 +144,8 @@ class Block:
         def rebound(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
             return tuple([a._replace(token=next(tokens)) for a in axes])
 
-        return scope._replace(axes=rebound(scope.axes), joint=rebound(scope.joint))
+        axes = scope.axes._replace(each=rebound(scope.axes.each), joint=rebound(scope.axes.joint))
+        return scope._replace(axes=axes)
 
     def check_escapes(self, results: Sequence[torch.Tensor]) -> None:
         """Refuse what the first run computed of its arguments, and somebody holds who is not handed it."""

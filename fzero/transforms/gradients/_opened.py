@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes.scope import Axis, Rules, joint, rules_in_scope
+from fzero.axes.axis import Axis
+from fzero.axes.rules import Rules
+from fzero.axes.scope import joint, rules_here
 from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.spec import fact, unit_axes, with_cast
-from fzero.layout.units import apply_over, apply_to_unit, cut, groups
+from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
+from fzero.layout.spec import facts, unit_axes, with_cast
+from fzero.layout.units import assign, cut_units
 from fzero.precision import Precision
 from fzero.transforms._gather import gather_unit
-from fzero.transforms.gradients._all_reduce import all_reduce_shard
 
 __all__ = ["Opened", "open_argument"]
 
@@ -83,13 +85,13 @@ def open_argument(arg: Any, axes: Sequence[Axis], name: str, micro_batches: int,
     _check_floating(paths, entries, name)
     if precision is not None:
         precision.check(name, paths, entries)
-    pieces = [_shard_piece(*group, axes, micro_batches, precision) for group in groups(paths, entries)]
+    pieces = [_shard_piece(*group, axes, micro_batches, precision) for group in cut_units(paths, entries)]
     if axes:
-        plan = cut(arg, axes, Rules(rules_in_scope().units), rest="replicated")
-        for unit in plan.units:
+        assignment = assign(arg, axes, Rules(rules_here().units), rest="replicated")
+        for unit in assignment.units:
             members = [
                 (i, x.index)
-                for i, x in enumerate(plan.entries)
+                for i, x in enumerate(assignment.entries)
                 if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
             ]
             pieces.append(_replicated_piece(unit.uid, axes, unit.leaves, members, precision))
@@ -103,7 +105,7 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
 
 
 def _cast(uid: int, precision: Precision | None) -> int:
-    return uid if precision is None else with_cast(uid, *precision.gradients(fact(uid, "dtype")))
+    return uid if precision is None else with_cast(uid, *precision.gradients(facts(uid).dtype))
 
 
 def _shard_piece(
@@ -117,19 +119,19 @@ def _shard_piece(
     own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
     if any(name not in names for name in own):
         raise ValueError(
-            f"unit {fact(uid, 'unit')!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
+            f"unit {facts(uid).unit!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
             "summed over more ranks than the loss; name all its axes with axis="
         )
     # replicated along these, as in hybrid sharding: each copy has the gradient of its own part of the batch
-    copies = [a for a in axes if a.name not in fact(uid, "varies")]
+    copies = [a for a in axes if a.name not in facts(uid).varies]
     cast = _cast(uid, precision)
 
     def summed(g: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [all_reduce_shard(cast, copies, g[0])]
+        return list(apply_over_unit_axes("all_reduce_shard", joint(copies), cast, g)) if copies else list(g)
 
     # what varies has the gradient's dtype, or autograd would cast the gradient to its own
     dtype = _grad_dtype(box.data.dtype, precision)
-    if micro_batches > 1 and fact(uid, "reduce") == "once":
+    if micro_batches > 1 and facts(uid).reduced == "once":
 
         def scattered(g: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return summed(apply_to_unit("reduce_scatter", cast, g))
@@ -152,7 +154,7 @@ def _replicated_piece(
     precision: Precision | None,
 ) -> Piece:
     cast, dtypes = _cast(uid, precision), [_grad_dtype(x.dtype, precision) for x in leaves]
-    return Piece(members, leaves, _same, lambda g: apply_over("all_reduce", joint(axes), cast, g), dtypes)
+    return Piece(members, leaves, _same, lambda g: apply_over_unit_axes("all_reduce", joint(axes), cast, g), dtypes)
 
 
 def _plain_piece(entries: list[Any], precision: Precision | None) -> Piece:

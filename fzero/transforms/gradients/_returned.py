@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.scope import AxisName
+from fzero.axes.axis import AxisName
 from fzero.collectives.sums import psum
 
 __all__ = ["loss_and_aux_of", "total_and_aux", "weighted_mean"]

@@ -10,7 +10,8 @@ import torch
 
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.axes.scope import AxisName, resolve
+from fzero.axes.axis import AxisName
+from fzero.axes.scope import resolve
 from fzero.collectives.sums import psum
 from fzero.precision import Precision
 from fzero.transforms._gather import gather as gathered

@@ -1,0 +1,208 @@
+"""Linear maps of whole units: rows of the table of collectives that cut, gather and sum a unit by one collective.
+
+| row | forward | transpose |
+| --- | --- | --- |
+| gather | shards to leaves | reduce_scatter |
+| partition | replicated leaves to the own shard | pad: the own part among zeros |
+| all_reduce | the ranks' leaves to their sum | itself |
+
+The stacked form of a row computes for all ranks of a simulation at once, the local one for a rank of a process group.
+Two pairs follow the axes of a unit that is sharded over several: the slowest axis cuts the unit, the others its shards.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+
+from fzero.axes.axis import Axis, Binding
+from fzero.axes.scope import joint
+from fzero.collectives.sums import group_all_gather, group_psum, group_psum_scatter
+from fzero.collectives.table import ALONE, Along, OfUnit, Row, Tensors, add_row, apply
+from fzero.layout import flat
+from fzero.layout.spec import Spec, spec_of, unit_axes
+
+__all__ = ["apply_over_unit_axes", "apply_to_unit"]
+
+
+def _spec(options: OfUnit) -> Spec:
+    return spec_of(options.uid)
+
+
+def _unit(options: OfUnit) -> str:
+    return _spec(options).unit
+
+
+def _summed_dtype(options: OfUnit, x: torch.Tensor) -> torch.dtype:
+    return flat.wire_dtype(_spec(options), x)
+
+
+# ---------------------------------------------------------------- gather and reduce_scatter
+
+
+def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
+    """Cast a shard to the dtype that it is gathered in. In here, so that its gradient may have the shard's own."""
+    return x.to(flat.gathered_dtype(spec, x))
+
+
+def _stacked_gather(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    return flat.unpack(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
+
+
+def _local_gather(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    return flat.unpack(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
+
+
+add_row(
+    Row(
+        name="gather",
+        wire="all_gather",
+        stacked=_stacked_gather,
+        local=_local_gather,
+        transpose="reduce_scatter",
+        replicated=True,
+        unit=_unit,
+        wire_dtype=lambda options, x: flat.gathered_dtype(_spec(options), x),
+    )
+)
+
+
+def _stacked_reduce_scatter(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    summed = flat.pack(spec, [x.sum(0, dtype=flat.wire_dtype(spec, x)) for x in xs])
+    return [rearrange(flat.to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
+
+
+def _local_reduce_scatter(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    buffer = flat.pack(spec, xs)
+    summed = group_psum_scatter(buffer.to(flat.wire_dtype(spec, buffer)), binding, -1)
+    return [flat.to_gradient_dtype(spec, summed)]
+
+
+add_row(
+    Row(
+        name="reduce_scatter",
+        wire="reduce_scatter",
+        stacked=_stacked_reduce_scatter,
+        local=_local_reduce_scatter,
+        transpose="gather",
+        replicated=False,
+        unit=_unit,
+        wire_dtype=_summed_dtype,
+    )
+)
+
+
+# ---------------------------------------------------------------- partition and pad
+
+
+def _stacked_partition(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    parts = rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
+    return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
+
+
+def _uniform_partition(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    return [rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]
+
+
+def _stacked_pad(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
+    return flat.unpack(_spec(options), parts.flatten(-2))
+
+
+add_row(
+    Row(
+        name="partition",
+        wire="",
+        stacked=_stacked_partition,
+        uniform=_uniform_partition,
+        local=lambda binding, options, xs: [flat.own_range(_spec(options), xs, binding.rank, binding.size)],
+        transpose="pad",
+        replicated=False,
+    )
+)
+add_row(
+    Row(
+        name="pad",
+        wire="",
+        stacked=_stacked_pad,
+        local=lambda binding, options, xs: flat.pad_own(_spec(options), xs[0], binding.rank),
+        transpose="partition",
+        replicated=False,
+    )
+)
+
+
+# ---------------------------------------------------------------- all_reduce
+
+# A replicated value that each rank uses is, as a joint map over the ranks, the identity on each rank's copy. So the sum
+# stands after the gradient and not in a Function's backward: a gradient of a gradient would meet it twice.
+
+
+def _stacked_sum(n: int, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    return [flat.to_gradient_dtype(spec, x.sum(0, dtype=flat.wire_dtype(spec, x))) for x in xs]
+
+
+def _local_sum(spec: Spec, x: torch.Tensor, binding: Binding) -> torch.Tensor:
+    return flat.to_gradient_dtype(spec, group_psum(x.to(flat.wire_dtype(spec, x)), binding))
+
+
+def _local_all_reduce(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
+    spec = _spec(options)
+    return flat.unpack(spec, _local_sum(spec, flat.pack(spec, xs, padded=False), binding))
+
+
+add_row(
+    Row(
+        name="all_reduce",
+        wire="all_reduce",
+        stacked=_stacked_sum,
+        local=_local_all_reduce,
+        transpose="all_reduce",
+        replicated=True,
+        unit=_unit,
+        wire_dtype=_summed_dtype,
+    )
+)
+add_row(
+    Row(
+        name="all_reduce_shard",
+        wire="all_reduce",
+        stacked=_stacked_sum,
+        local=lambda binding, options, xs: [_local_sum(_spec(options), xs[0], binding)],
+        transpose="all_reduce_shard",
+        replicated=True,
+        unit=_unit,
+        wire_dtype=_summed_dtype,
+    )
+)
+
+
+# ---------------------------------------------------------------- over one axis after the other
+
+_NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
+# after the slowest axis the unit is one tensor [k], for which these rows of single tensors do
+_OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
+
+
+def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Apply a row of units over one axis after the other: the slowest cuts the unit, the others its shards."""
+    first, *rest = axes or [_NO_AXIS]
+    if name == "gather":  # the way back
+        for a in rest[::-1]:
+            xs = apply(a.token, "all_gather", a.binding, Along(-1), *xs)
+        return apply(first.token, name, first.binding, OfUnit(uid), *xs)
+    xs = apply(first.token, name, first.binding, OfUnit(uid), *xs)
+    for a in rest:
+        options = Along(-1) if name in _OF_SHARDS else OfUnit(uid)
+        xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
+    return tuple(xs)
+
+
+def apply_to_unit(name: str, uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Apply a row of the table to a unit's tensors, over the unit's axes."""
+    return apply_over_unit_axes(name, joint(unit_axes(uid)), uid, xs)
