@@ -141,7 +141,7 @@ def _joined(values: Any, dims: int = 1) -> Any:
 
 
 def check_elementwise(opt: Any, steps: int = 3) -> bool:
-    """Tell whether an (init, update) pair gives the same numbers on flat shards as on whole leaves.
+    """Return whether an (init, update) pair gives the same numbers on flat shards as on whole leaves.
 
     Args:
         opt: a pair; a third-party one, say (torchopt's in `optim.leafwise`).

@@ -12,7 +12,10 @@ import torch
 from fzero._donated import check_not_donated
 from fzero._torch import pytree
 
-__all__ = ["flatten", "flatten_with_paths", "map", "map_with_path", "tensors", "unflatten"]
+__all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "tensors", "unflatten"]
+
+Tree = Any
+"""A pytree: nested containers with tensors, boxes or other values at the leaves. Python's types cannot say more."""
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
@@ -149,7 +152,7 @@ def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = No
 
 
 def is_box(x: Any) -> bool:
-    """Tell whether a node is one of fzero's boxes (`fzero.layout.boxes`), which is shown and compared whole."""
+    """Return whether a node is one of fzero's boxes (`fzero.layout.boxes`), which is shown and compared whole."""
     return getattr(type(x), "is_box", False) is True
 
 

@@ -1,8 +1,8 @@
 """An axis of ranks, as a running rank program knows it: its constants, and the token that tells its vmap from others.
 
-An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)` mapped by the axis's own
-vmap, so a collective that is handed the token can tell that vmap from a user's: the token is batched there and
-nowhere else. In a distributed run, and in lockstep, the token is a constant and the axis has a group.
+An axis is bound to a *token*, its rank index. In a vmap simulation the token is `arange(n)`, mapped by the axis's own
+vmap. The token is batched there and nowhere else, so a collective that is handed it can tell that vmap from a user's.
+In a distributed run, and in lockstep, the token is a constant and the axis has a group.
 """
 
 from collections.abc import Sequence

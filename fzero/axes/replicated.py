@@ -1,7 +1,7 @@
 """The type check of replicated results: in a simulation a plain result that differs by rank is an error.
 
-A value that no rank made different has no batch dimension at the axis's vmap, so the check is exact there: what comes
-out unbatched is provably equal on all ranks. (Ranks in lockstep are compared by value, when they return.)
+A value that no rank made different has no batch dimension at the axis's vmap. So the check is exact there: an unbatched
+result is provably equal on all ranks. (Ranks in lockstep are compared by value, when they return.)
 """
 
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def add(
     dtype: torch.dtype,
     unit: str,
 ) -> None:
-    """Tell every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
+    """Note in every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
     if not kind or not binding.axis or not _LOGS:
         return
     full = {"all_gather": binding.size * sent, "reduce_scatter": binding.size * received, "all_reduce": 2 * sent}

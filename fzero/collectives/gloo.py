@@ -145,7 +145,7 @@ def _summed(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def _applies(x: torch.Tensor, group: str) -> bool:
-    """Tell whether messages take a collective's place: on gloo, and not in a trace, which records the collective."""
+    """Return whether messages take a collective's place: on gloo, and not in a trace, which records the collective."""
     return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
 
 

@@ -2,8 +2,8 @@
 
 The transposes in `collectives/sums.py` are those of the joint map, in which each rank's copy of a replicated value is
 an input of its own. Where ranks compute one loss together, each from its part of the weights, a replicated value is
-one value: the transpose of using it on every rank is the sum (`pvary`, Megatron's f), and the transpose of the sum of
-partial results is using it (`psum_invariant`, Megatron's g; arXiv:1909.08053). With the first family the gradients
+one value. The transpose of using it on every rank is the sum: `pvary`, Megatron's f (arXiv:1909.08053). The transpose
+of the sum of partial results is using it: `psum_invariant`, Megatron's g. With the first family the gradients
 would come out n times too large. JAX's `shard_map(check_vma=True)` tells the two by type; here they have names, and a
 simulation checks that what should be equal on all ranks is.
 """

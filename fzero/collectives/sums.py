@@ -1,8 +1,8 @@
 """Sums and gathers over ranks, as linear maps: rows of the table, and their public face.
 
-Transposes are those of the joint map over all ranks, so `psum` is its own transpose: `torch.func.grad` inside a
+Transposes are those of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
 rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
-do the same. For values known to be equal on all ranks, as in tensor parallelism, see `fzero.collectives.invariant`.
+do the same. For values known to be equal on all ranks, as in tensor parallelism, see `collectives/invariant.py`.
 """
 
 import math
@@ -168,6 +168,8 @@ def tensor(path: str, leaf: Any) -> torch.Tensor:
 def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`, in rank order.
 
+    The dimension grows n times, and none is added: JAX's `all_gather(tiled=True)`.
+
     Args:
         x: a tensor `[.., k, ..]`, of one shape on every rank.
         axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
@@ -190,6 +192,8 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Sum the ranks' tensors and keep the own one of n equal parts along `dim`: a reduce_scatter.
+
+    The dimension shrinks n times, and none is taken away: JAX's `psum_scatter(tiled=True)`.
 
     Args:
         x: a tensor `[.., n k, ..]`, of one shape on every rank.

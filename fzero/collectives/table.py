@@ -4,7 +4,7 @@ A row says what the map does to the stacked values of all ranks (simulation), wh
 group), and which row is its transpose. The Function makes every row differentiable to any order in both
 directions, vmappable, and traceable by make_fx and torch.compile.
 
-Transposes are those of the joint map over all ranks, so `psum` is its own transpose: `torch.func.grad` inside a
+Transposes are those of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
 rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
 do the same.
 """

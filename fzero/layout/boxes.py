@@ -1,7 +1,7 @@
 """The boxes that hold the pieces of a tree, and travel with it: layouts are never guessed from shapes.
 
-Cutting a tree keeps its structure: a unit's first leaf becomes a `Shard`, the box of the rank's piece, and each other
-leaf becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
+Cutting a tree keeps its structure. A unit's first leaf becomes a `Shard`, the box of the rank's piece. Each other leaf
+becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
 each shard once, and `tree["generator"]` still works.
 """
 

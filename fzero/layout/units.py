@@ -210,7 +210,7 @@ def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Any) -> Any
 def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
     """Find the units of a flattened cut tree.
 
-    A tree may hold several trees of one layout, such as the parameters and their moving average: a slot belongs to
+    A tree may hold several trees of one layout, such as the parameters and their moving average. Then a slot belongs to
     the nearest shard of its unit before it, or to the first.
 
     Raises:

@@ -126,7 +126,7 @@ class Spmd:
 
 
 def _is_of_vmap(error: str, mesh: Any) -> bool:
-    """Tell whether only vmap refuses what a program does, so that ranks in lockstep can do it."""
+    """Return whether only vmap refuses what a program does, so that ranks in lockstep can do it."""
     if "setup_context" in error:  # an autograd.Function that no transform of torch.func takes
         return False
     # what differs by rank, to be written into what does not: a rank's shape, and the ranks' shape

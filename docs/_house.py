@@ -1,0 +1,171 @@
+"""Draw the pictures of docs/architecture.md from the code: `python docs/_house.py` writes docs/house.svg and docs/way.svg.
+
+The rooms and arrows of the first are the folders of fzero/ and their imports, as the code has them now. The second is
+the way of one parameter, in words that stand here.
+"""
+
+import ast
+import pathlib
+from collections import defaultdict
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+DOCS = pathlib.Path(__file__).parent
+FZERO = DOCS.parent / "fzero"
+INK, PAPER, SHADE = "#24292f", "#ffffff", "#eef2f7"
+
+# what stands under a room's name
+CAPTIONS = {
+    "_torch": "private torch APIs",
+    "tree": "flatten, map, paths",
+    "axes": "what an axis name is bound to",
+    "collectives": "linear maps over ranks",
+    "random": "draws by key",
+    "layout": "how a tree is cut",
+    "ranks": "where ranks are",
+    "precision": "dtypes as data",
+    "optim": "(init, update) pairs",
+    "graph": "one scheduled graph",
+    "init": "leaf by leaf",
+    "transforms": "gather, gradients, remat",
+    "stages": "ZeRO 0 to 3",
+    "nn": "modules as functions",
+    "testing": "laws for your step",
+}
+
+# the way of one parameter at stage 3, jitted: a room, and what happens there
+WAY = [
+    ("init", "a leaf is made,\ncut, forgotten"),
+    ("layout", "its shard waits\nin a Shard box"),
+    ("graph", "trace, passes,\nplan: once"),
+    ("collectives", "all_gather:\nwhole leaf"),
+    ("transforms", "loss, backward:\nits gradient"),
+    ("collectives", "reduce_scatter:\ngradient shard"),
+    ("optim", "update of the\nshard, in place"),
+]
+
+
+def room_of(module: str) -> str:
+    """Return the folder, or the file that lies flat, that a module of fzero belongs to."""
+    return module.split(".")[1]
+
+
+def imports() -> dict[str, set[str]]:
+    """Return for each room the rooms that it imports."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(FZERO.rglob("*.py")):
+        parts = path.relative_to(FZERO).with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        found[parts[0]] |= set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fzero":
+                names = (
+                    [f"fzero.{alias.name}" for alias in node.names] if node.module == "fzero" else [node.module or ""]
+                )
+                found[parts[0]] |= {room_of(name) for name in names} - {parts[0]}
+    return dict(found)
+
+
+def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
+    """Return the floor of each room: one above the highest that it imports."""
+    levels: dict[str, int] = {}
+
+    def level(room: str) -> int:
+        if room not in levels:
+            levels[room] = 1 + max([level(other) for other in arrows[room]], default=-1)
+        return levels[room]
+
+    for room in arrows:
+        level(room)
+    return levels
+
+
+def needed(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """List the arrows that do not follow from others: where a room imports what its imports do not reach."""
+
+    def reach(room: str) -> set[str]:
+        return set().union(*[{other} | reach(other) for other in arrows[room]])
+
+    return [
+        (room, other)
+        for room, others in arrows.items()
+        for other in others
+        if not any(other in reach(between) for between in others)
+    ]
+
+
+def box(axes: Any, x: float, y: float, width: float, height: float, title: str, caption: str) -> None:
+    """Draw a room."""
+    shape = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.08", fc=SHADE, ec=INK, lw=1)
+    axes.add_patch(shape)
+    axes.text(x + width / 2, y + 0.68 * height, title, ha="center", va="center", weight="bold", color=INK, size=10)
+    axes.text(x + width / 2, y + 0.3 * height, caption, ha="center", va="center", color=INK, size=7.5)
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Any]:
+    """Return an empty figure, a unit an inch, and its axes."""
+    figure = Figure(figsize=(width, height), facecolor=PAPER)
+    FigureCanvasSVG(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def arrow(axes: Any, start: tuple[float, float], stop: tuple[float, float]) -> None:
+    """Draw an arrow."""
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=8, color=INK, lw=0.7, alpha=0.6))
+
+
+def draw_house() -> Figure:
+    """Draw the rooms, floor by floor, and the imports between them."""
+    arrows = {room: others for room, others in imports().items() if room in CAPTIONS}
+    arrows = {room: others & set(CAPTIONS) for room, others in arrows.items()}
+    levels = floors(arrows)
+    rows = [sorted(room for room in levels if levels[room] == i) for i in range(max(levels.values()) + 1)]
+    wide, high, gap = 2.0, 0.62, 0.42
+    width = max(len(row) for row in rows) * (wide + 0.4) + 0.4
+    figure, axes = canvas(width, len(rows) * (high + gap) + gap)
+    places = {}
+    for i, row in enumerate(rows):
+        left = (width - len(row) * wide - (len(row) - 1) * 0.4) / 2
+        for j, room in enumerate(row):
+            places[room] = (left + j * (wide + 0.4), gap + i * (high + gap))
+    for room, other in needed(arrows):
+        (x, y), (u, v) = places[room], places[other]
+        arrow(axes, (x + wide / 2, y), (u + wide / 2, v + high))
+    for room, (x, y) in places.items():
+        box(axes, x, y, wide, high, room, CAPTIONS[room])
+    return figure
+
+
+def draw_way() -> Figure:
+    """Draw the way of one parameter."""
+    wide, high, gap = 1.35, 0.95, 0.28
+    width = len(WAY) * (wide + gap) + gap
+    figure, axes = canvas(width, high + 0.9)
+    lefts = [gap + i * (wide + gap) for i in range(len(WAY))]
+    for x, (room, caption) in zip(lefts, WAY, strict=True):
+        box(axes, x, 0.55, wide, high, room, caption)
+    for x in lefts[1:]:
+        arrow(axes, (x - gap, 0.55 + high / 2), (x, 0.55 + high / 2))
+    first, last = lefts[3] + wide / 2, lefts[-1] + wide / 2
+    axes.plot([first, first, last, last], [0.5, 0.25, 0.25, 0.5], color=INK, lw=0.9, alpha=0.6)
+    axes.text((first + last) / 2, 0.08, "each step", ha="center", color=INK, size=8)
+    return figure
+
+
+def main() -> None:
+    """Write both pictures."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fzero", "font.family": "sans-serif"}):
+        for name, figure in (("house", draw_house()), ("way", draw_way())):
+            figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
