@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/architecture.md from the code: `python docs/_house.py` writes docs/house.svg and docs/way.svg.
+"""Draw the pictures of docs/architecture.md: `python docs/_house.py` writes docs/house.svg and docs/way.svg.
 
 The rooms and arrows of the first are the folders of fzero/ and their imports, as the code has them now. The second is
 the way of one parameter, in words that stand here.

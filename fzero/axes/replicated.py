@@ -14,6 +14,7 @@ from fzero._torch import allow_in_graph
 from fzero.axes.axis import Axis
 from fzero.axes.lockstep import is_lockstep, meet
 from fzero.axes.scope import bound
+from fzero.tree import Tree
 
 __all__ = ["assume_replicated", "check_replicated", "differs"]
 
@@ -56,7 +57,7 @@ def _as_replicated(x: torch.Tensor, token: torch.Tensor, group: str, message: st
     return _Replicated.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
 
 
-def assume_replicated(x: Any) -> Any:
+def assume_replicated(x: Tree) -> Tree:
     """Declare that a tree of tensors is equal on all ranks, for a reason that fzero cannot see.
 
     A simulation takes a value for replicated if no input of it differs by rank, or a collective made it equal:

@@ -12,6 +12,7 @@ from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives.sums import dimension, group_psum, tensor
 from fzero.collectives.table import Along, Pairs, Row, Source, Tensors, add_row, apply, apply_along
+from fzero.tree import Tree
 
 __all__ = ["all_to_all", "broadcast", "ppermute"]
 
@@ -199,7 +200,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     return apply_along("ppermute", x, axes, Pairs(tuple([(sender, to) for sender, to in perm])))
 
 
-def broadcast(x: Any, axis: AxisName = None, *, source: int = 0) -> Any:
+def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
     """Give every rank one rank's tensor, or tree of tensors.
 
     Args:

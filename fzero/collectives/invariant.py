@@ -8,8 +8,6 @@ would come out n times too large. JAX's `shard_map(check_vma=True)` tells the tw
 simulation checks that what should be equal on all ranks is.
 """
 
-from typing import Any
-
 import torch
 
 from fzero import tree
@@ -17,6 +15,7 @@ from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import joint, resolve
 from fzero.collectives.sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
 from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
+from fzero.tree import Tree
 
 __all__ = ["all_gather_invariant", "own_part", "psum_invariant", "pvary"]
 
@@ -118,7 +117,7 @@ add_row(
 )
 
 
-def pvary(x: Any, axis: AxisName = None) -> Any:
+def pvary(x: Tree, axis: AxisName = None) -> Tree:
     """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
 
     The identity; its transpose sums the ranks' gradients, so that the gradient is replicated too.
@@ -147,7 +146,7 @@ def pvary(x: Any, axis: AxisName = None) -> Any:
     )
 
 
-def psum_invariant(x: Any, axis: AxisName = None) -> Any:
+def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     """Sum a tensor, or each tensor of a tree, over ranks that make one result together: Megatron's g.
 
     Like `psum`, but the transpose is `pvary`: the result is one value, whose gradient every rank has.

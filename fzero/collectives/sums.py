@@ -16,6 +16,7 @@ from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives import gloo
 from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
+from fzero.tree import Tree
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
 
@@ -100,7 +101,7 @@ add_row(
 # ---------------------------------------------------------------- the public face
 
 
-def psum(x: Any, axis: AxisName = None) -> Any:
+def psum(x: Tree, axis: AxisName = None) -> Tree:
     """Sum a tensor, or each tensor of a tree, over the ranks of `axis`.
 
     Args:
@@ -124,7 +125,7 @@ def psum(x: Any, axis: AxisName = None) -> Any:
     return tree.map_with_path(lambda path, leaf: apply_along("psum", number(path, leaf), axes, Whole()), x, tree.is_box)
 
 
-def pmean(x: Any, axis: AxisName = None) -> Any:
+def pmean(x: Tree, axis: AxisName = None) -> Tree:
     """Average a tensor, or each tensor of a tree, over the ranks of `axis`.
 
     An integer or bool tensor keeps its dtype: its mean is rounded down, so a bool is true where all ranks' are. See

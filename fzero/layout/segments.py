@@ -13,6 +13,7 @@ from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.spec import facts, spec_of, unit_index
 from fzero.layout.units import CutUnit, cut_units, map_units
+from fzero.tree import Tree
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 
@@ -37,7 +38,7 @@ def without_padding(box: Shard) -> torch.Tensor:
     return torch.where(position < numel, box.data, torch.zeros_like(box.data))
 
 
-def global_norm(params: Any) -> torch.Tensor:
+def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
     Shards are summed over their ranks by one scalar psum for each set of axes, replicated leaves and tied ones are
@@ -72,7 +73,7 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
 
 
-def abstract(params: Any, parts: bool = False) -> Any:
+def abstract(params: Tree, parts: bool = False) -> Tree:
     """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
 
     With `parts`, of a leaf that is split along an axis the shape of this rank's part.
@@ -100,7 +101,7 @@ def _conflict(path: str, other: str) -> str:
     return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give them the same"
 
 
-def per_leaf(params: Any, values: Any | Callable[[Any], Any]) -> Any:
+def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
     """Spread one number a leaf over a tree of any layout.
 
     Args:

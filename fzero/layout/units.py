@@ -15,7 +15,7 @@ from fzero.axes.scope import axis_names, bound, lookup, rules_here
 from fzero.collectives.invariant import own_part
 from fzero.layout.boxes import Shard, Slot
 from fzero.layout.spec import Split, intern_parts
-from fzero.tree import is_box
+from fzero.tree import Tree, is_box
 
 __all__ = ["Assignment", "CutUnit", "WholeUnit", "assign", "cut_units", "default_units", "map_units", "wanted_axes"]
 
@@ -53,7 +53,7 @@ class Assignment(NamedTuple):
     units: list[WholeUnit]
     structure: Any
 
-    def with_shards(self, shards: Sequence[Shard]) -> Any:
+    def with_shards(self, shards: Sequence[Shard]) -> Tree:
         """Build the cut tree, with the shard of each unit in place of its first slot."""
         entries = list(self.entries)
         for unit, shard in zip(self.units, shards, strict=True):
@@ -62,7 +62,7 @@ class Assignment(NamedTuple):
 
 
 def assign(
-    params: Any,
+    params: Tree,
     axes: Sequence[Axis],
     rules: Rules | None = None,
     reduced: str = "each",
@@ -192,7 +192,7 @@ class CutUnit(NamedTuple):
     members: list[tuple[int, int]]
 
 
-def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Any) -> Any:
+def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tree:
     """Replace each unit of a cut tree by what `f` makes of it: a box of another shard, or the unit's leaves.
 
     Plain leaves stay as they are.

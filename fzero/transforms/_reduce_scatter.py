@@ -10,11 +10,12 @@ from fzero.layout.boxes import Shard, is_box
 from fzero.layout.rows import apply_to_unit
 from fzero.layout.spec import spec_of
 from fzero.layout.units import CutUnit, map_units
+from fzero.tree import Tree
 
 __all__ = ["reduce_scatter"]
 
 
-def reduce_scatter(grads: Any, like: Any) -> Any:
+def reduce_scatter(grads: Tree, like: Tree) -> Tree:
     """Sum full gradients over the ranks, and keep the own shard of each unit.
 
     The third transform, and the transpose of `gather`.
