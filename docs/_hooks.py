@@ -8,7 +8,11 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}  # in the repository: on the site
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}  # in the repository: on the site
 for pattern in ("benchmarks/*.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py"):
     for path in sorted(ROOT.glob(pattern)):
         source = path.relative_to(ROOT).as_posix()

@@ -7,7 +7,7 @@ Not run: ```python {.notest}, and blocks of other languages.
 
 import contextlib
 import doctest
-import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -23,7 +23,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
 REFERENCE = sorted((DOCS / "api").glob("*.md"))
 GUIDES = [p for p in PAGES if p not in [*TUTORIAL, *REFERENCE]]
@@ -126,7 +126,7 @@ def test_a_tutorial_ends_in_a_comparison(page):
     assert re.search(comparisons, last.body), f"{page}:{last.line} does not compare with unsharded training"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
@@ -136,7 +136,8 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
-        assert f": {page.relative_to(DOCS).as_posix()}\n" in nav, f"mkdocs.yml: {page.name} is not in nav"
+        on_site = page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name.lower()
+        assert f": {on_site}\n" in nav, f"mkdocs.yml: {page.name} is not in nav"
 
 
 def test_every_public_name_is_in_the_reference():
@@ -148,3 +149,18 @@ def test_every_public_name_is_in_the_reference():
         known = {name.rpartition(".")[2] for name in described}
         missing = [x for x in module.__all__ if x not in known and not inspect.ismodule(getattr(module, x))]
         assert not missing, f"{page}: add a line `::: fzero.NAME` for {missing}"
+
+
+def test_the_picture_of_the_house_has_every_room_and_no_circle():
+    spec = importlib.util.spec_from_file_location("house", DOCS / "_house.py")
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    rooms = {room for room in house.imports() if (ROOT / "fzero" / room).is_dir() or room in house.CAPTIONS}
+    drawn, page = (DOCS / "house.svg").read_text(), (DOCS / "architecture.md").read_text()
+    assert rooms == set(house.CAPTIONS)
+    for room in rooms:
+        assert f">{room}<" in drawn, f"python docs/_house.py draws {room}"
+        assert f"`{room}/`" in page or f"`{room}.py`" in page, f"docs/architecture.md: a row for {room}"
+    arrows = {room: others & rooms for room, others in house.imports().items() if room in rooms}
+    levels = house.floors(arrows)
+    assert all(levels[room] > levels[other] for room in arrows for other in arrows[room])
