@@ -1,7 +1,5 @@
 """Ranks in lockstep: any Python, one at a time, deterministic; and ranks that do not meet are found at once."""
 
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_trees_close
+from tests.distributed.launch import python
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -227,7 +226,7 @@ def program(x):
 print("sum", fzero.mesh(dp=3, simulate="lockstep").spmd(program)(torch.ones(())).item())
 """
     commands = "p 'mine', mine\np 'x', x.item()\nc\n"
-    done = subprocess.run([sys.executable, "-c", script], input=commands, capture_output=True, text=True, timeout=120)
+    done = python("-c", script, read=commands)
     assert "('mine', 1)" in done.stdout and "('x', 3.0)" in done.stdout and "sum 9.0" in done.stdout, done
 
 

@@ -1,19 +1,15 @@
 """benchmarks/gpu.py at toy size on a CPU: it must not rot while no GPU is at hand."""
 
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.distributed.launch import python
 
 
 def test_a_toy_run_shows_less_memory_at_each_stage():
     pytest.importorskip("ninja")
-    command = [sys.executable, "benchmarks/gpu.py", "--toy", "--device", "cpu", "--backend", "fx", "--rounds", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = python("benchmarks/gpu.py", "--toy", "--device", "cpu", "--backend", "fx", "--rounds", "2")
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [
         re.split(r" *\| *", line)[1:-1] for line in done.stdout.splitlines() if re.match(r"\| (bert|vit)-\S+ \|", line)

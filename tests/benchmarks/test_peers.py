@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.peers.report import cells, check_losses, verdicts
 from benchmarks.peers.row import Row
-from tests.distributed.test_gloo import launch
+from tests.distributed.launch import world
 
 
 def row(system: str, stage: int, variant: str, seconds: float, peak: int, loss: float = 1.0) -> Row:
@@ -37,7 +37,7 @@ def test_a_tiny_run(tmp_path: pathlib.Path):
     systems = ["fzero-0-fx", "fzero-2-fx", "fzero-3-fx", "DDP", "Zero", "FSDP2-2-keep", "FSDP2-3-reshard"]
     options = ["--models", "tiny", "--micro-batches", "2", "--rounds", "2", "--systems", *systems]
     out = tmp_path / "rows.json"
-    done = launch(2, "-m", "benchmarks.peers.measure", str(out), *options, "--eager-peers")
+    done = world(2, "-m", "benchmarks.peers.measure", str(out), *options, "--eager-peers")
     assert done.returncode == 0, done.stderr[-4000:]
     rows = {f"{r['system']}-{r['stage']}": Row(**r) for r in json.loads(out.read_text())}
     assert len(rows) == 7

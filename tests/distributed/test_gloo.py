@@ -1,24 +1,11 @@
-"""Real processes: torchrun with gloo runs `cases.py`, each of whose cases compares with unsharded training, and
-`jit_cases.py`, whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes,
-`training_cases.py` half precision and what goes with it."""
-
-import os
-import pathlib
-import subprocess
-import sys
+"""Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
+whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
+and what goes with it."""
 
 import pytest
 
 from tests.distributed import axes_cases, cases, jit_cases, training_cases
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def launch(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
+from tests.distributed.launch import python, torchrun, world
 
 MODULES = {"core": cases, "jit": jit_cases, "axes": axes_cases, "training": training_cases}
 SLOW = [pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4") for name in ("core", "jit", "training")]
@@ -31,20 +18,42 @@ def test_gloo_processes(name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,ranks", [("core", 2), ("axes", 4)])
+@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("axes", 4)])
 def test_slow_cases(name, ranks):
     check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))
 
 
 def check(ranks: int, module: str, names: list[str]) -> None:
-    done = launch(ranks, "-m", module, *names)
+    done = world(ranks, "-m", module, *names)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     for rank in range(ranks):
         for name in names:
             assert f"rank {rank}: {name}: ok" in done.stdout
 
 
+def test_torchrun_starts_a_world():
+    done = torchrun(2, "-m", cases.__name__, "messages_in_flight_arrive_where_they_belong")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert all(f"rank {rank}: messages_in_flight_arrive_where_they_belong: ok" in done.stdout for rank in range(2))
+
+
+# ---------------------------------------------------------------- the harness itself
+
+
 def test_a_failing_case_fails_the_run():
-    """The harness itself: an error on one rank ends the run with an error."""
-    done = launch(2, "-m", "tests.distributed.cases", "broken")
-    assert done.returncode != 0 and "planted" in done.stderr
+    """An error on one rank ends the run with an error, and is shown with its rank."""
+    done = world(2, "-m", cases.__name__, "broken")
+    assert done.returncode == 1
+    assert "RuntimeError: planted" in done.stderr.split("rank 1 ended with 1:\n")[1]
+
+
+def test_a_rank_that_hangs_is_ended_and_says_where_it_stood():
+    done = world(2, "-c", "import os, time\nif os.environ['RANK'] == '1': time.sleep(99)", timeout=1)
+    assert done.returncode == 1 and "Timeout" in done.stderr and 'File "<string>", line 2 in <module>' in done.stderr
+
+
+def test_a_forked_python_is_as_one_that_starts():
+    script = "import os, sys; print(sys.argv, os.environ['PLACE'], 'RANK' in os.environ, input()); sys.exit('over')"
+    done = python("-c", script, "--word", read="hello\n", PLACE=3)
+    assert done == (1, "['-c', '--word'] 3 False hello\n", "over\n")
+    assert "Deprecation" in python("-W", "error", "-c", "import warnings; warnings.warn('', DeprecationWarning)").stderr

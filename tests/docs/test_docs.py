@@ -10,16 +10,14 @@ import doctest
 import importlib.util
 import inspect
 import io
-import os
 import pathlib
 import re
-import shlex
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
+
+from tests.distributed.launch import world as processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,10 +79,9 @@ def run(page: pathlib.Path, block: Block, names: dict) -> str:
 
 
 def launch(command: str) -> str:
-    words = [w for w in shlex.split(command) if w != "torchrun"]
-    command_line = [sys.executable, "-W", "error", "-m", "torch.distributed.run", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    found = re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+)", command.strip())
+    assert found is not None, command
+    done = processes(int(found[1]), "-W", "error", found[2], cwd=pathlib.Path.cwd())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -1,21 +1,16 @@
 """The examples run, as a user runs them, and say what they promise."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.distributed.launch import ROOT, python, world
+
+WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning")  # the latter are torch's own, when it imports Inductor
 
 
-def run(*words: str) -> str:
-    torchs_own = ["-W", "ignore::DeprecationWarning"]  # when it imports Inductor
-    command = [sys.executable, "-W", "error", *torchs_own, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def run(*words: str, ranks: int = 1, **variables: str) -> str:
+    done = python(*WARNINGS, *words, **variables) if ranks == 1 else world(ranks, *WARNINGS, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -30,15 +25,10 @@ def test_zero_by_hand():
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["examples/parallel_mlp.py", "--stage", "2", "--dp", "3", "--tp", "4"],
-        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel_mlp.py", "--tp", "2"],
-    ],
-    ids=["simulated", "torchrun"],
+    "ranks,words", [(1, ["--stage", "2", "--dp", "3", "--tp", "4"]), (2, ["--tp", "2"])], ids=["simulated", "processes"]
 )
-def test_parallel_mlp_is_the_dense_one(words):
-    out = run(*words, "--steps", "5")
+def test_parallel_mlp_is_the_dense_one(ranks, words):
+    out = run("examples/parallel_mlp.py", *words, "--steps", "5", ranks=ranks)
     losses = re.findall(r"loss (\S+), dense and unsharded (\S+)\n", out)
     assert len(losses) == 5 and all(float(a) == pytest.approx(float(b), abs=1e-10) for a, b in losses)
     held, whole = re.findall(r"a rank holds (\S+) bytes of (\S+);", out)[0]
@@ -47,19 +37,20 @@ def test_parallel_mlp_is_the_dense_one(words):
 
 
 @pytest.mark.parametrize(
-    "stage,words,limit",
+    "words,limit,variables",
     [
-        (2, ["--no-jit"], 1e-4),
-        (3, ["--jit"], 1e-4),
-        (3, ["--no-jit", "--precision", "float16", "--remat"], 0.02),
-        (1, ["--no-jit", "--precision", "bfloat16", "--remat"], 0.05),
+        ("--no-jit --steps 8 --stage 2", 1e-4, {}),
+        ("--jit --steps 8 --stage 3", 1e-4, {"PATH": ""}),  # no compiler: the backend is fx
+        pytest.param("--jit --steps 8 --stage 3", 1e-4, {}, marks=pytest.mark.slow),
+        ("--no-jit --steps 4 --stage 3 --precision float16 --remat", 0.02, {}),
+        ("--no-jit --steps 4 --stage 1 --precision bfloat16 --remat", 0.05, {}),
     ],
-    ids=["eager", "jit", "float16", "bfloat16"],
+    ids=["eager", "jit", "inductor", "float16", "bfloat16"],
 )
-def test_train_gpt(stage, words, limit, tmp_path):
+def test_train_gpt(words, limit, variables, tmp_path):
     png = tmp_path / "curve.png"
-    words += ["--steps", "8", "--ranks", "2", "--batch", "4", "--stage", str(stage), "--compare", "--out", str(png)]
-    out = run("examples/train_gpt.py", *words, "--accumulate", "2", "--text", str(ROOT / "README.md"))
+    words = [*words.split(), "--ranks", "2", "--batch", "4", "--accumulate", "2", "--compare", "--out", str(png)]
+    out = run("examples/train_gpt.py", *words, "--text", str(ROOT / "README.md"), **variables)
     (apart,) = re.findall(r"largest difference .*: (\S+)", out)
     assert float(apart) < limit
     assert png.stat().st_size > 5000
@@ -86,9 +77,6 @@ def test_hf_model(model, stage, simulate):
 @pytest.mark.slow
 def test_hf_model_on_two_processes_prints_the_same():
     words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
-    launched = run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_model.py", *words
-    )
-    alone = run("examples/hf_model.py", *words)
+    launched, alone = (run("examples/hf_model.py", *words, ranks=ranks) for ranks in (2, 1))
     steps = re.compile(r"step .*")
     assert steps.findall(launched) == steps.findall(alone) != []

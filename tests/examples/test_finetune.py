@@ -83,6 +83,5 @@ def test_merged_weights_give_the_adapters_logits(tmp_path, example):
 @pytest.mark.slow
 def test_two_jitted_processes_print_what_a_simulation_does():
     words = [str(PATH), "--backend", "fx", "--lora", "4", *SMALL[1:]]
-    launched = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words)
-    alone = run(*words)
+    launched, alone = run(*words, ranks=2), run(*words)
     assert losses(launched) == pytest.approx(losses(alone), abs=1e-3) and losses(alone)

@@ -1,15 +1,12 @@
 """Finding the world: torchrun's variables, Slurm's, and processes that never arrive."""
 
-import os
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 import fzero
 from fzero.ranks.launch import _first_host, world_at_hand
+from tests.distributed.launch import Done, forked, free_port, python, rank_variables
 
 SCRIPT = """
 import sys, torch, fzero
@@ -19,21 +16,8 @@ print(mesh, mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp", "tp")), ("dp", 
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def start(timeout: float, **variables: Any) -> subprocess.Popen[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))}
-    environment = {**clean, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
-    command = [sys.executable, "-c", SCRIPT, str(timeout)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def torchruns(rank: int, size: int, port: int) -> dict[str, Any]:
-    return {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+def alone(timeout: float, **variables: Any) -> Done:
+    return python("-c", SCRIPT, str(timeout), **variables)
 
 
 def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
@@ -49,18 +33,18 @@ def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
 
 def test_the_tasks_of_a_slurm_step_are_a_world():
     job = free_port() % 10000  # the port is 20000 + it
-    done = [p.communicate(timeout=120) for p in [start(60, **slurms(r, 2, job)) for r in range(2)]]
-    assert [out for out, _ in done] == [f"Mesh(dp=1, tp=2, rank {r}) 1\n" for r in range(2)], done
+    done = forked(["-c", SCRIPT, "60"], [slurms(r, 2, job) for r in range(2)])
+    assert [d.stdout for d in done] == [f"Mesh(dp=1, tp=2, rank {r}) 1\n" for r in range(2)], done
 
 
 def test_a_rank_that_never_arrives_is_named_in_time():
     port = free_port()
-    _, err = start(3, **torchruns(0, 2, port)).communicate(timeout=120)
+    err = alone(3, **rank_variables(0, 2, port)).stderr
     assert f"RuntimeError: rank 1 did not arrive within 3 s: 2 processes should meet at localhost:{port}" in err
 
 
 def test_without_rank_0_nobody_can_meet():
-    _, err = start(3, **torchruns(1, 2, free_port())).communicate(timeout=120)
+    err = alone(3, **rank_variables(1, 2, free_port())).stderr
     assert "RuntimeError: rank 1 met no rank 0 within 3 s: 2 processes should meet at localhost" in err
 
 
@@ -75,7 +59,7 @@ def test_a_batch_script_is_alone(monkeypatch):
 
 def test_torchruns_variables_go_before_slurms(monkeypatch):
     """torchrun inside srun: one torchrun a machine is a task, and its workers are the ranks."""
-    for name, value in {**slurms(1, 2, 7), **torchruns(5, 16, 1234), "LOCAL_RANK": 1}.items():
+    for name, value in {**slurms(1, 2, 7), **rank_variables(5, 16, 1234), "LOCAL_RANK": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert world_at_hand() == (5, 16, 1, "localhost:1234")
 
