@@ -4,8 +4,8 @@ from allocator import peak_bytes                                # before the ten
 peak_bytes(lambda: torch.ones(1000) + torch.ones(1000))          # 12000
 
 torch's profiler sees only the threads that it follows; gloo frees its buffers in its own. This one replaces torch's CPU
-allocator for the process as soon as it is imported (some seconds to compile the first time, then from a cache; it needs
-a C++ compiler and ninja: pip install ninja). It counts the bytes asked for, not the pages of the system's own allocator.
+allocator for the process as soon as it is imported (it compiles for some seconds the first time, then comes from a
+cache). It counts the bytes asked for, not the pages of the system's own allocator.
 """
 
 import ctypes
