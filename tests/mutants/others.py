@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, REMAT, STEP, Mutant
+from tests.mutants.mutant import HALF, JIT, STEP, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -36,7 +36,6 @@ MUTANTS = [
     Mutant(
         "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
     ),
-    Mutant("one module for all ranks", "nn/__init__.py", "if not in_lockstep():", "if True:", STEP),
     Mutant(
         "random numbers are constants",
         "_torch/__init__.py",
@@ -52,11 +51,4 @@ MUTANTS = [
         JIT,
     ),
     Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
-    Mutant(
-        "remat updates statistics twice",
-        "nn/_blocks.py",
-        "name: buffers[name].clone()",
-        "name: buffers[name]",
-        REMAT,
-    ),
 ]

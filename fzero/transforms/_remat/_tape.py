@@ -1,6 +1,7 @@
-"""A tape of operations' results: what is drawn or kept in the forward pass is handed out again in the recomputation.
+"""A tape of operations' results: those that are drawn or kept in the forward pass are handed out in the recomputation.
 
-It is a dispatch mode, so it lies below the transforms of torch.func and sees the tensors that hold the values.
+`Recorder` and `Player` are dispatch modes, so they lie below the transforms of torch.func and see the tensors that hold
+the values. The recorder keeps tensors, and writes a `Script`, which says which operation each belongs to.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +12,14 @@ import torch
 from fzero._torch import OpOverload, TorchDispatchMode, storage_id
 from fzero.tree import flatten, tensors, unflatten
 
-__all__ = ["Player", "Recorder", "Script", "is_matmul"]
+__all__ = ["Chosen", "Player", "Recorder", "Script", "Tape", "is_matmul"]
 
 Chosen = Callable[[OpOverload], bool]
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "convolution"}
 
 
 def is_matmul(op: OpOverload) -> bool:
-    """Tell whether an operation is a matrix product, a convolution or an attention."""
+    """Return whether an operation is a matrix product, a convolution or an attention."""
     name = _name(op)
     return name in _MATMULS or name.startswith("_scaled_dot_product_")
 
@@ -45,12 +46,18 @@ class _Entry(NamedTuple):
     structure: Any
 
 
-class Script:
-    """What a tape holds besides tensors; `written` are those kept whose original was written into later."""
+class Script(NamedTuple):
+    """A recording without its tensors.
 
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.written: set[int] = set()
+    Attributes:
+        entries: the operations, in their order.
+        kept: the number of tensors that were kept.
+        written: the numbers of those kept whose original was written into later.
+    """
+
+    entries: tuple[_Entry, ...]
+    kept: int
+    written: frozenset[int]
 
 
 def _call_of(op: OpOverload, args: Any, kwargs: Any) -> str:
@@ -71,56 +78,66 @@ def _dropped(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) 
 
 
 class Tape(list[torch.Tensor]):
-    """What a recorder keeps; a type of its own, so that it is not taken for somebody else's list."""
+    """The tensors that a recorder keeps; a type of its own, so that it is not taken for somebody else's list."""
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the results of the operations that draw random numbers, and of those `chosen`."""
+    """Keeps the results of the operations that draw random numbers, and of those `chosen`.
 
-    def __init__(self, script: Script, chosen: Chosen | None) -> None:
+    Attributes:
+        kept: the tensors that it kept.
+    """
+
+    def __init__(self, chosen: Chosen | None) -> None:
         super().__init__()
-        self.script, self.chosen = script, chosen
+        self.chosen = chosen
         self.kept = Tape()
-        self.storages: dict[int, list[int]] = {}  # storage -> which of those kept lie in it
+        self._entries: list[_Entry] = []
+        self._written: set[int] = set()
+        self._storages: dict[int, list[int]] = {}  # storage -> which of those kept lie in it
+
+    def script(self) -> Script:
+        """Return what was recorded, without the tensors."""
+        return Script(tuple(self._entries), len(self.kept), frozenset(self._written))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         drawn = _draws(func)
-        if self.storages and func._schema.is_mutable:
-            self._copy_what_is_written(func, args, kwargs)
+        if self._storages and func._schema.is_mutable:
+            self._copy_written(func, args, kwargs)
         out = func(*args, **kwargs)
         if not drawn and not (self.chosen is not None and not func._schema.is_mutable and self.chosen(func)):
             return out
         call = _call_of(func, args, kwargs)
         if func._schema.is_mutable or _is_mask(func):  # it writes into its first argument, and so may what follows
-            self.script.entries.append(_Entry(call, drawn, [_Kept(len(self.kept))], flatten(out)[1]))
+            self._entries.append(_Entry(call, drawn, [_Kept(len(self.kept))], flatten(out)[1]))
             self.kept.append(out.to(torch.bool) if _is_mask(func) else out.clone())
             return out
         results, structure = flatten(out[1] if _is_dropout(func) else out)
         for i, x in enumerate(results):
             if isinstance(x, torch.Tensor):
-                self.storages.setdefault(storage_id(x), []).append(len(self.kept))
+                self._storages.setdefault(storage_id(x), []).append(len(self.kept))
                 results[i] = _Kept(len(self.kept))
                 self.kept.append(x)
-        self.script.entries.append(_Entry(call, drawn, results, structure))
+        self._entries.append(_Entry(call, drawn, results, structure))
         return out
 
-    def _copy_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _copy_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, a in enumerate(func._schema.arguments):
             if a.alias_info is not None and a.alias_info.is_write:
                 for x in tensors([args[i] if i < len(args) else kwargs.get(a.name)]):
-                    for j in self.storages.pop(storage_id(x), []):
+                    for j in self._storages.pop(storage_id(x), []):
                         self.kept[j] = self.kept[j].clone()
-                        self.script.written.add(j)
+                        self._written.add(j)
 
 
 class Player(TorchDispatchMode):
-    """Hands out what a `Recorder` kept, in order.
+    """Hands out the tensors that a `Recorder` kept, in order.
 
     Args:
-        script: the recorder's.
-        kept: likewise.
-        chosen: likewise; None to play only what was drawn.
+        script: the recorder's script.
+        kept: the tensors.
+        chosen: the recorder's choice; None to play only the operations that draw.
 
     Raises:
         RuntimeError: if the operations are not those of the recording.
@@ -156,7 +173,11 @@ class Player(TorchDispatchMode):
         return self.kept[i].clone() if i in self.written else self.kept[i].detach()
 
     def finish(self) -> None:
-        """Check that all was handed out."""
+        """Check that all was handed out.
+
+        Raises:
+            RuntimeError: if an operation of the recording did not run.
+        """
         if self.position < len(self.entries):
             self._differs("no further operation", self.entries[self.position])
 

@@ -1,0 +1,142 @@
+"""What a forward pass writes besides its result: into tensors that it was given, and into its module's attributes.
+
+`apply` runs a copy of the module. So a value in an attribute never reaches the module that the user holds, and a
+parameter that is replaced has no gradient. A call is compared with what was before it: writing into a parameter is an
+error; whatever else would go unseen is named in a notice.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from fzero._notice import notice
+from fzero._torch.modules import attributes, version_of
+
+__all__ = ["Held", "Versions", "check_left", "check_written", "held", "tensors_in", "versions_of"]
+
+CONTAINERS = (list, tuple, dict, set, deque)
+Tensors = Mapping[str, torch.Tensor]
+
+
+# ---------------------------------------------------------------- tensors that were given
+
+
+class Versions(NamedTuple):
+    """The tensors of a call by name, and their versions at its start: what it may replace or write in place."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, int | None]
+
+
+def versions_of(state: Tensors) -> Versions:
+    """Take down which tensors a call is given."""
+    return Versions(dict(state), {name: version_of(x) for name, x in state.items()})
+
+
+def check_written(before: Versions, state: Tensors, params: frozenset[str], mutable: frozenset[str]) -> None:
+    """Check that a forward pass wrote only what it may.
+
+    Args:
+        before: its tensors, before.
+        state: what stands in their places after it.
+        params: the names of the parameters, which it may not replace.
+        mutable: the names of the buffers that it may write in place.
+
+    Raises:
+        RuntimeError: if it wrote another tensor in place, or replaced a parameter. Names it.
+    """
+    for name, x in before.tensors.items():
+        what = "parameter" if name in params else "buffer"
+        if name in params and state[name] is not x:
+            raise RuntimeError(
+                f"the module's forward pass replaced parameter {name!r}, whose gradient would be lost: compute with a "
+                "local variable, or use torch.nn.utils.parametrize"
+            )
+        if name not in mutable and version_of(x) != before.numbers[name]:
+            expected = (
+                "change it in the train step, or let forward compute with a new tensor"
+                if name in params
+                else "it was taken for a constant, since it is not a persistent floating-point buffer, or a counter, "
+                "of a module in training mode"
+            )
+            raise RuntimeError(f"the module's forward pass wrote {what} {name!r} in place: {expected}")
+
+
+# ---------------------------------------------------------------- attributes
+
+
+class Held(NamedTuple):
+    """What a module and its submodules hold: a call may add to it, or change it.
+
+    Attributes:
+        tensors: attribute -> the ids of the tensors that it is, or holds in a container.
+        numbers: attribute -> its value, if that is a number.
+        parameters: the names of the parameters.
+        buffers: the names of the buffers.
+    """
+
+    tensors: dict[str, set[int]]
+    numbers: dict[str, int | float]
+    parameters: set[str]
+    buffers: set[str]
+
+
+def held(module: torch.nn.Module) -> Held:
+    """Take down what a module and its submodules hold."""
+    tensors: dict[str, set[int]] = {}
+    numbers: dict[str, int | float] = {}
+    for prefix, m in module.named_modules():
+        for name, x in _remembered(m).items():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(x, int | float):
+                numbers[path] = x
+            else:
+                tensors[path] = {id(y) for y in tensors_in(x)}
+    return Held(tensors, numbers, set(dict(module.named_parameters())), set(dict(module.named_buffers())))
+
+
+def _remembered(module: torch.nn.Module) -> dict[str, object]:
+    """Return a module's attributes without those that torch makes of its parameters at each call."""
+    made = {name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")}
+    if isinstance(module, torch.nn.RNNBase):
+        made.add("_flat_weights")
+    return {name: x for name, x in attributes(module).items() if name not in made}
+
+
+def tensors_in(x: object) -> Iterator[torch.Tensor]:
+    """Find the tensors in a value, and in containers in it."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, CONTAINERS):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(y)
+
+
+def check_left(before: Held, module: torch.nn.Module) -> None:
+    """Name what a forward pass left in its module's attributes, in a notice for each.
+
+    Raises:
+        RuntimeError: if it made a parameter, which would not be trained.
+    """
+    after, kind = held(module), type(module).__name__
+    for name in sorted(after.parameters - before.parameters):
+        raise RuntimeError(
+            f"{kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the constructor, "
+            "or run the module once on a batch before fzero.nn.functional(module)"
+        )
+    changed = [name for name, ids in after.tensors.items() if ids - before.tensors.get(name, set())]
+    for name in [*changed, *sorted(after.buffers - before.buffers)]:
+        notice(
+            f"fzero.nn: {kind}'s forward pass left a tensor in its attribute {name!r}. apply runs a copy of the "
+            "module, so your module does not get it: have forward return it. A cache belongs in a buffer that the "
+            "constructor makes"
+        )
+    for name, value in after.numbers.items():
+        if before.numbers.get(name, value) != value:
+            notice(
+                f"fzero.nn: {kind}'s forward pass changed the number in its attribute {name!r}. apply runs a copy of "
+                "the module, so your module does not see it, and a jitted step has the number of its trace: make it a "
+                "0-d integer buffer, which apply returns"
+            )

@@ -1,0 +1,45 @@
+"""Faults in fzero/nn."""
+
+from tests.mutants.mutant import REMAT, STEP, Mutant
+
+WRITTEN = ("tests/nn/test_written.py",)
+
+MUTANTS = [
+    Mutant("one module for all ranks", "nn/_functional.py", "if not in_lockstep():", "if True:", STEP),
+    Mutant(
+        "remat updates statistics twice",
+        "nn/_blocks.py",
+        "name: buffers[name].clone()",
+        "name: buffers[name]",
+        REMAT,
+    ),
+    Mutant(
+        "a gradient's hook is dropped",
+        "nn/_checks.py",
+        "for method in gradient_hooks(x):",
+        "for method in []:",
+        WRITTEN,
+    ),
+    Mutant(
+        "a tensor in an attribute goes unseen",
+        "nn/_written.py",
+        "if ids - before.tensors.get(name, set())]",
+        "if False]",
+        WRITTEN,
+    ),
+    Mutant(
+        "a list in an attribute goes unseen",
+        "nn/_written.py",
+        "elif isinstance(x, CONTAINERS):",
+        "elif False:",
+        WRITTEN,
+    ),
+    Mutant("a replaced parameter goes unseen", "nn/_written.py", "state[name] is not x:", "False:", WRITTEN),
+    Mutant(
+        "only the first call is looked at",
+        "nn/_functional.py",
+        "structure not in self._memory.seen",
+        "not self._memory.seen",
+        WRITTEN,
+    ),
+]

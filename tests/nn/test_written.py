@@ -1,0 +1,277 @@
+"""What a module's forward pass writes besides its result reaches nobody: it is refused, or named in a notice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero import optim
+from fzero._notice import notice
+from fzero.nn import functional
+
+
+@pytest.fixture
+def notices(caplog):
+    """The notices of a test, each of which is shown once in a process."""
+    notice.cache_clear()
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "fzero"]
+
+
+class Leaving(nn.Module):
+    """A block whose forward pass does something besides, inside a larger module."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.does = does
+        for name, x in attributes.items():
+            setattr(self, name, x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.w * x
+        self.does(self, y)
+        return y
+
+
+def called(does: Callable[[Any, torch.Tensor], Any], remat: bool = False, **attributes: Any) -> tuple[nn.Module, Any]:
+    """Differentiate a module with such a block, and return the module and the gradients."""
+    module = nn.Sequential(nn.Linear(3, 3), Leaving(does, **attributes))
+    apply, params, buffers = functional(module, remat=remat)
+    loss = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().sum())
+    return module, loss(params, torch.ones(2, 3))[1]
+
+
+LEFT = {
+    "an attribute": (lambda m, y: setattr(m, "aux", y.sum()), {}),
+    "an attribute that was a tensor": (lambda m, y: setattr(m, "aux", y.sum()), {"aux": torch.zeros(())}),
+    "an attribute that was None": (lambda m, y: setattr(m, "aux", y.sum()), {"aux": None}),
+    "a list": (lambda m, y: m.aux.append(y.sum()), {"aux": []}),
+    "a list that was not empty": (lambda m, y: m.aux.append(y.sum()), {"aux": [torch.zeros(())]}),
+    "a dict of lists": (lambda m, y: m.aux["losses"].append(y.sum()), {"aux": {"losses": []}}),
+    "a new tuple": (lambda m, y: setattr(m, "aux", (y, y.sum())), {}),
+    "a buffer that it makes": (lambda m, y: m.register_buffer("aux", torch.zeros(2)), {}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_tensor_that_is_left_in_an_attribute_is_named(notices, case):
+    does, attributes = LEFT[case]
+    module, _ = called(does, **attributes)
+    (message,) = notices()
+    assert "left a tensor in its attribute '1.aux'" in message and "have forward return it" in message
+    held = vars(module[1]).get("aux", attributes.get("aux"))  # pyright: ignore[reportIndexIssue]
+    assert held is attributes.get("aux")  # the user's module was not run
+
+
+def test_a_tensor_that_is_left_is_named_in_a_jitted_sharded_step(notices):
+    does, attributes = LEFT["an attribute"]
+    apply, params, buffers = functional(Leaving(does, **attributes))
+
+    def train_step(params: Any, state: Any, x: torch.Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().sum())(params, x)
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    opt, mesh = optim.sgd(0.1), fzero.mesh(dp=2)
+    step = fzero.shard(train_step, 2, mesh)
+    jitted = fzero.jit(step, backend="fx")
+    jitted(*step.init(params, opt), mesh.split(torch.ones(4, 3)))
+    assert sum("attribute 'aux'" in message for message in notices()) == 1
+
+
+def test_a_tensor_that_a_rerun_block_leaves_is_refused():
+    with pytest.raises(ValueError, match="held elsewhere than in its result"):
+        called(LEFT["an attribute"][0], remat=True)
+
+
+def test_each_structure_of_arguments_is_looked_at_once(notices):
+    class Switch(nn.Module):
+        def forward(self, x: torch.Tensor, aux: Any = None) -> torch.Tensor:
+            if aux is not None:
+                self.aux = x.sum()
+            return x
+
+    apply, params, buffers = functional(Switch())
+    x = torch.ones(2)
+    apply(params, buffers, x)
+    assert not notices()
+    for _ in range(2):
+        apply(params, buffers, x, aux=x)
+        assert len(notices()) == 1
+
+
+def test_a_number_that_forward_changes_is_named(notices):
+    def count(m: Any, y: torch.Tensor) -> None:
+        m.steps += 1
+
+    module, _ = called(count, steps=0)
+    (message,) = notices()
+    assert "changed the number in its attribute '1.steps'" in message and "0-d integer buffer" in message
+    assert vars(module[1])["steps"] == 0  # pyright: ignore[reportIndexIssue]
+
+
+utils: Any = torch.nn.utils
+
+OWN = {
+    "lstm": lambda: nn.LSTM(3, 3),
+    "gru": lambda: nn.GRU(3, 3),
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "spectral norm": lambda: utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "spectral norm by a hook": lambda: utils.spectral_norm(nn.Linear(3, 3)),
+    "weight norm": lambda: utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "orthogonal": lambda: utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+    "attention": lambda: nn.TransformerEncoderLayer(3, 1, 3, dropout=0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("remat", [False, True], ids=["once", "again"])
+@pytest.mark.parametrize("name", OWN)
+def test_torchs_own_modules_leave_nothing(notices, name, remat):
+    torch.manual_seed(0)
+    apply, params, buffers = functional(Only(OWN[name]()), remat=remat)
+    x = torch.randn(4, 3)
+    y, _ = apply(params, buffers, x)
+    assert y.shape == x.shape and not notices()
+
+
+class Only(nn.Module):
+    """A module in a list, so that it is a repeated block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([module])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def replace(m: Any, y: torch.Tensor) -> None:
+    m.w = nn.Parameter(m.w.detach() * 2)
+
+
+def write(m: Any, y: torch.Tensor) -> None:
+    with torch.no_grad():
+        m.w.mul_(2)
+
+
+def make(m: Any, y: torch.Tensor) -> None:
+    m.late = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    "does,message",
+    [
+        (replace, r"replaced parameter '1\.w', whose gradient would be lost"),
+        (write, r"wrote parameter '1\.w' in place: change it in the train step"),
+        (make, r"made parameter '1\.late\.bias', which would not be trained"),
+    ],
+)
+def test_a_parameter_that_forward_writes_is_an_error_that_names_it(does, message):
+    with pytest.raises(RuntimeError, match=message):
+        called(does)
+
+
+def test_a_constant_buffer_that_a_jitted_step_writes_is_named():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scratch += 1
+            return x
+
+    apply, params, buffers = functional(Counts())
+    with pytest.raises(RuntimeError, match="wrote buffer 'scratch' in place"):
+        fzero.jit(lambda x: apply(params, buffers, x)[0], backend="fx")(torch.ones(3))
+
+
+def test_a_module_in_inference_mode_runs():
+    with torch.inference_mode():
+        module = nn.BatchNorm1d(3)
+        apply, params, buffers = functional(module)
+        assert apply(params, buffers, torch.randn(4, 3))[0].shape == (4, 3)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_hook_on_a_parameters_gradient_is_refused_by_name(method, remat):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Embedding(5, 3))
+    handle = getattr(module[1].weight, method)(lambda x: None)
+    with pytest.raises(ValueError, match=rf"'1\.weight' has a hook on its gradient \({method}\)"):
+        functional(module, remat=remat)
+    handle.remove()
+    functional(module)
+
+
+def test_a_hook_on_a_buffers_gradient_is_refused_by_name():
+    module = nn.Module()
+    module.register_buffer("b", torch.ones(2, requires_grad=True))
+    module.get_buffer("b").register_hook(lambda g: g)
+    with pytest.raises(ValueError, match="'b' has a hook on its gradient"):
+        functional(module)
+
+
+@pytest.mark.parametrize("method", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_on_a_backward_pass_is_refused_by_name(method):
+    module = nn.Sequential(nn.Linear(3, 3))
+    getattr(module[0], method)(lambda *_: None)
+    with pytest.raises(ValueError, match="module '0' has a hook on its backward pass"):
+        functional(module)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_mask_that_the_refusal_advises_is_the_hooks(stage):
+    torch.manual_seed(0)
+    module, ids = nn.Embedding(5, 3).double(), torch.tensor([[0, 1], [4, 2], [1, 1], [3, 0]])
+    mask = torch.tensor([True, False, True, True, False])[:, None]
+    apply, params, buffers = functional(module)
+
+    def loss(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        masked = {"weight": torch.where(mask, params["weight"], params["weight"].detach())}
+        return apply(masked, buffers, ids)[0].square().mean()
+
+    mesh = fzero.mesh(dp=2)
+    step = fzero.shard(lambda p, s, ids: (fzero.value_and_grad(loss)(p, ids)[1], s), stage, mesh)
+    cut, state = step.init(params, optim.sgd(0.1))
+    grads = step.gather(step(cut, state, mesh.split(ids))[0])
+    module.weight.register_hook(lambda g: g * mask)
+    module(ids).square().mean().backward()
+    torch.testing.assert_close(grads["weight"], module.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_computed_tensor_in_an_attribute_is_refused_by_name():
+    module = nn.Sequential(nn.Linear(3, 3), Leaving(LEFT["a list"][0], aux=[]))
+    module(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"attribute '1\.aux' holds a tensor that was computed"):
+        functional(module)
+    with pytest.raises(ValueError, match=r"'weight' holds a tensor.*parametrizations in place of hooks"):
+        functional(torch.nn.utils.weight_norm(nn.Linear(3, 3)))
+
+
+# ---------------------------------------------------------------- what is no tensor
+
+
+def test_values_that_are_no_tensors_are_refused_by_name():
+    module = nn.Linear(3, 3)
+    apply, params, buffers = functional(module)
+    x = torch.ones(2, 3)
+    with pytest.raises(TypeError, match="params is a Linear: expected a dict of tensors"):
+        apply(module, buffers, x)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="params is a Functional: expected a dict of tensors"):
+        apply(functional(module), buffers, x)  # pyright: ignore[reportArgumentType]
+    for wrong in (module, None, params["bias"].numpy()):
+        with pytest.raises(TypeError, match=f"params: 'bias' is a {type(wrong).__name__}, expected a tensor"):
+            apply({**params, "bias": wrong}, buffers, x)  # pyright: ignore[reportArgumentType]
