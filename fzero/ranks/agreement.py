@@ -1,21 +1,73 @@
 """Compare values between the ranks of a distributed mesh: what they are, then by checksum what they hold."""
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero.layout.boxes import PerRank, axes_of, is_box
+from fzero.layout.elements import elements
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["check_equal", "checksum"]
+__all__ = ["check_alike", "check_equal", "checksum"]
+
+# A tensor is read in blocks of this many int32 words, 256 KiB: it stays in a core's cache. It is 4 times a prime, so
+# that what is regular, such as a column, does not fall on one word of each block. Elements of 16 bytes fill a block.
+_WORDS = 4 * 16381
+_FACTOR = 747796405  # odd, so that a product modulo 2**32 keeps all of a word
+_SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """Sum the bytes of a tensor, weighted by their position, modulo 2**64: an int64 of shape []."""
-    data = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).long()
-    return (data * (2 * torch.arange(data.numel(), device=x.device) + 1)).sum()
+    """Return a number that depends on a tensor's bits and their order: an int64 tensor of shape [].
+
+    One read of the tensor, and memory for a few blocks of it, whatever its size, strides and dtype are. Bits are
+    compared, so a nan is equal to itself, and 0.0 is not -0.0.
+    """
+    words = _folded(x.detach())
+    places = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_SCRAMBLE)
+    weights = places.bitwise_xor_(places >> 32).bitwise_or_(1)  # an odd one for each word
+    return weights.mul_(words).sum()
+
+
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's blocks, each times a power of a factor that tells its place: int32."""
+    total = torch.empty(0, dtype=torch.int32, device=x.device)
+    for i, block in enumerate(_blocks(x)):
+        if i == 0:
+            total = block
+            continue
+        if i == 1:
+            total = total.clone()  # it may be a view
+        part = total[: len(block)]
+        torch.add(block, part, alpha=_FACTOR, out=part)
+    return total
+
+
+def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's bytes as int32 words, a block at a time."""
+    in_words = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
+    if in_words and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
+        yield from x.view(-1).view(torch.int32).split(_WORDS)
+        return
+    size = 4 * _WORDS // x.element_size()
+    for start in range(0, x.numel(), size):
+        yield _words(elements(x, start, min(start + size, x.numel())))
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a block `[n]` as int32 words, the last one filled up with zeros."""
+    x = x.resolve_conj().resolve_neg()
+    # of at most one element torch takes any stride for contiguous
+    data = (x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+    rest = -len(data) % 4
+    if rest:
+        data = torch.nn.functional.pad(data, (0, rest))
+    elif data.storage_offset() % 4:  # a part of a larger tensor of small elements
+        data = data.clone()
+    return data.view(torch.int32)
 
 
 def _of_all_ranks(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
@@ -31,8 +83,44 @@ def _shown(x: Any) -> str:
     return "PerRank" if isinstance(x, PerRank) else tree.show(x)
 
 
-def check_equal(what: str, values: Any, mesh: Mesh) -> None:
+def check_equal(what: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor] | None = None) -> None:
     """Compare a tree between the ranks: its paths in their order, how boxes are cut, numbers, and plain tensors.
+
+    Args:
+        what: what the tree is called in messages.
+        values: the tree. Of tensors on the meta device there is nothing to compare but shape and dtype.
+        mesh: the ranks; where they are not processes, nothing is done.
+        sums: the checksums of the tree's leaves, if they are known; they are taken now by default.
+
+    Raises:
+        ValueError: on all ranks, if any differs. Names its path.
+    """
+    if not mesh.distributed:
+        return
+    check_alike(what, values, mesh)
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    varies = axes_of(values, mesh.axis_names)
+    compared = [
+        i
+        for i, (x, axes) in enumerate(zip(leaves, varies, strict=True))
+        if isinstance(x, torch.Tensor) and axes != mesh.axis_names and (sums is not None or not x.is_meta)
+    ]
+    if not compared:
+        return
+    device = mesh.device_mesh.device_type
+    mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(device) for i in compared]
+    everyones = _of_all_ranks(torch.stack(mine), mesh)
+    for n, i in enumerate(compared):
+        first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
+        for rank in range(mesh.size):
+            places = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
+            other = first.setdefault(tuple([place for place, name in places if name in varies[i]]), rank)
+            if everyones[other][n] != everyones[rank][n]:
+                raise ValueError(_message(tree.place(what, paths[i]), other, rank, varies[i]))
+
+
+def check_alike(what: str, values: Any, mesh: Mesh) -> None:
+    """Compare a tree between the ranks as `check_equal` does, but for what its tensors hold.
 
     Raises:
         ValueError: on all ranks, if any differs. Names its path.
@@ -42,28 +130,11 @@ def check_equal(what: str, values: Any, mesh: Mesh) -> None:
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     lines = [f"{tree.place(what, path)} is {_shown(x)}" for path, x in zip(paths, entries, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    prints = _of_all_ranks(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)]), mesh)
+    prints = _of_all_ranks(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(p != prints[0] for p in prints):
         everyones: list[Any] = [None] * mesh.size
         torch.distributed.all_gather_object(everyones, lines)
         _raise_first_difference(everyones)
-    leaves, varies = tree.flatten(values)[0], axes_of(values, mesh.axis_names)
-    paths = tree.flatten_with_paths(values)[0]
-    tensors = [
-        (path, x, axes)
-        for path, x, axes in zip(paths, leaves, varies, strict=True)
-        if isinstance(x, torch.Tensor) and axes != mesh.axis_names
-    ]
-    if not tensors:
-        return
-    sums = _of_all_ranks(torch.stack([checksum(x) for _, x, _ in tensors]), mesh)
-    for i, (path, _, axes) in enumerate(tensors):
-        first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
-        for rank in range(mesh.size):
-            places = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
-            other = first.setdefault(tuple([place for place, name in places if name in axes]), rank)
-            if sums[other][i] != sums[rank][i]:
-                raise ValueError(_message(tree.place(what, path), other, rank, axes))
 
 
 def _message(where: str, one: int, other: int, axes: tuple[str, ...]) -> str:

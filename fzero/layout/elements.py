@@ -1,0 +1,31 @@
+"""Part of a tensor's elements, in their order, without a copy of the rest: whatever its strides are."""
+
+import torch
+
+__all__ = ["elements"]
+
+
+def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return the elements from `start` to before `stop` of a tensor, in row-major order: `[stop - start]`.
+
+    A view where the tensor is contiguous; else a copy of these elements alone, where `x.reshape(-1)` copies all.
+    """
+    if x.is_contiguous():
+        return x.view(-1)[start:stop]
+    parts = [part.reshape(-1) for part in _slices(x, start, stop)]
+    return torch.cat(parts) if parts else x.new_empty(0)
+
+
+def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """List views of a tensor that hold these elements: whole rows, and at either end a part of one."""
+    if start >= stop:
+        return []
+    if x.ndim < 2:
+        return [x.reshape(-1)[start:stop]]
+    row = x[0].numel()
+    first, last = -(-start // row), stop // row  # whole rows: from the first to before the last
+    if first > last:  # all in one row
+        return _slices(x[last], start - last * row, stop - last * row)
+    before = _slices(x[first - 1], start - (first - 1) * row, row) if first * row > start else []
+    after = _slices(x[last], 0, stop - last * row) if last * row < stop else []
+    return [*before, *([x[first:last]] if first < last else []), *after]
