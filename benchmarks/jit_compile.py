@@ -58,7 +58,7 @@ def lowering(layers: int, stage: int) -> dict[str, Any]:
     from fzero.graph.trace import _signature
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
-    elsewhere = step.on(fzero.Mesh((("dp", 2),), _world._Absent()))
+    elsewhere = step._on(fzero.Mesh((("dp", 2),), _world._Absent()))
     args = _world.abstract_for(args, {"dp": 2}, stacked=True)
     entry = fzero.jit(elsewhere)._trace(_signature.call_of(args, {}), args, {})
     before = sum(os.times()[:4])

@@ -38,5 +38,5 @@ def state_of(step: fzero.ShardedStep, params: Any, opt: Any) -> list[Any]:
     def first(x: Any) -> Any:
         return Shard(x.data[0].clone(), x.uid) if isinstance(x, Shard) else x
 
-    simulated = step.on(fzero.mesh(simulate=True, dp=step.mesh.size))
+    simulated = step._on(fzero.mesh(simulate=True, dp=step.mesh.size))
     return [tree.map(first, x, is_leaf=is_box) for x in simulated.init(params, opt)]

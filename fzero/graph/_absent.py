@@ -9,6 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.graph._jit import Jitted, jit
+from fzero.graph._step import step_of
 from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 from fzero.layout.spec import intern, spec_of
@@ -56,8 +57,8 @@ def plan(
         262152
     """
     jitted = step if isinstance(step, Jitted) else jit(step)
-    sharded: Any = jitted.step
-    mesh = getattr(sharded, "mesh", None)
+    asked = step_of(jitted.step)
+    mesh = asked.mesh
     if mesh is None:
         if world_size is not None:
             raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
@@ -66,7 +67,7 @@ def plan(
     args, kwargs = abstract_for((args, kwargs), dict(shape), stacked=mesh.simulated)
     names = [",".join(chosen) for k in range(2, len(shape) + 1) for chosen in combinations(mesh.axis_names, k)]
     absent = Mesh(shape, _Absent(), tuple([(name, f"fzero.plan/{name}") for name in names]))
-    return replace(jitted, step=sharded.on(absent), _entries={}).plan(*args, **kwargs)
+    return replace(jitted, step=asked._on(absent), _entries={}).plan(*args, **kwargs)
 
 
 def _shape_of(mesh: Mesh, world_size: Any) -> tuple[tuple[str, int], ...]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fzero._notice import notice
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._agree import agree, order
 from fzero.graph._choose import FITTING, Candidate, Knobs, candidates, choose
+from fzero.graph._step import Step, step_of
 from fzero.graph.ir import is_input, results
 from fzero.graph.plan._plan import Plan, plan_of
 from fzero.graph.run._lower import BACKENDS, Executable, lower
@@ -151,8 +153,12 @@ class Jitted:
     @property
     def name(self) -> str:
         """The name of the step's function."""
-        f = getattr(self.step, "train_step", self.step)
-        return getattr(f, "__name__", type(f).__name__)
+        return self._asked.name
+
+    @cached_property
+    def _asked(self) -> Step:
+        """The step, as far as it can be asked."""
+        return step_of(self.step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -173,7 +179,8 @@ class Jitted:
         """
         if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
             return self.step(*args, **kwargs)
-        if in_lockstep() or getattr(getattr(self.step, "mesh", None), "simulation", "") == "lockstep":
+        mesh = self._asked.mesh
+        if in_lockstep() or (mesh is not None and mesh.simulation == "lockstep"):
             notice("fzero.jit: ranks in lockstep run eagerly, for debugging; threads cannot be compiled into one graph")
             return self.step(*args, **kwargs)
         call = call_of(args, kwargs)
@@ -181,10 +188,7 @@ class Jitted:
         entry = self._entries.get(call.key) or self._trace(call, args, kwargs)
         if entry.run is None:
             entry.run = lower(entry.chosen.graph, self.backend)
-        checked = getattr(self.step, "checked", None)
-        if checked is None:
-            return self._run(entry, call, args)
-        return checked(lambda *args, **kwargs: self._run(entry, call, args), *args, **kwargs)
+        return self._asked._checked(lambda *args, **kwargs: self._run(entry, call, args), *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan what a call with these arguments will do, without running it.
@@ -276,7 +280,7 @@ class Jitted:
 
     def _agreed(self, traced: Traced, offers: list[Candidate], positions: Sequence[int]) -> list[Candidate]:
         """Compare the trace with the other ranks', and rate each schedule by the rank that it suits least."""
-        mesh: Any = getattr(self.step, "mesh", None)
+        mesh = self._asked.mesh
         if mesh is None or not mesh.distributed:
             return offers
         asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
@@ -286,16 +290,13 @@ class Jitted:
         return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
     def _donated(self, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
-        if self.donate is not None:
-            return self.donate
-        handed_on = getattr(self.step, "handed_on", None)
-        return handed_on(args, out) if handed_on is not None else ()
+        return self._asked._handed_on(args, out) if self.donate is None else self.donate
 
     def _labels(self, call: Call, args: tuple[Any, ...]) -> list[dict[str, str]]:
         """Say of each distinct tensor what it is, for the plan."""
-        params = getattr(self.step, "params", ())
+        params = self._asked.params
         kinds = ["inputs"] * len(args)
-        if hasattr(self.step, "params"):
+        if params:
             for p, x in enumerate(args):
                 rank_own = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
                 kinds[p] = "parameters" if p in params else "inputs" if rank_own else "optimizer state"

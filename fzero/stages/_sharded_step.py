@@ -76,9 +76,13 @@ class ShardedStep:
         """What the stage does with parameters, gradients and optimizer state."""
         return STAGES[self.stage]
 
+    @property
+    def name(self) -> str:
+        """The name of the unsharded step's function."""
+        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
     def __repr__(self) -> str:
-        name = getattr(self.train_step, "__name__", "train_step")
-        return f"ShardedStep({name}, stage={self.stage}, {self.mesh!r}, {self.layout})"
+        return f"ShardedStep({self.name}, stage={self.stage}, {self.mesh!r}, {self.layout})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -103,14 +107,14 @@ class ShardedStep:
                 "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, or "
                 "a function that makes the parameters"
             )
-        return self.checked(self._run, *args, **kwargs)
+        return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
         return self.program(self.rank_step)(*args, **kwargs)
 
-    def checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, comparing plain arguments and results between the ranks if `check` says so now."""
         check = self._checks_now()
         if check:
@@ -120,7 +124,7 @@ class ShardedStep:
             check_equal("result", out, self.mesh)
         return out
 
-    def handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
         """List the arguments that the step hands on: its parameters, and each tree that it returns like it took it.
 
         A lone tensor is no state: a step's loss may look like one of its arguments.
@@ -142,7 +146,7 @@ class ShardedStep:
         """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
         return Spmd(self.mesh, f, self.axis, self.rules)
 
-    def on(self, mesh: Mesh) -> "ShardedStep":
+    def _on(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""
         return replace(self, mesh=mesh, _calls=[])
 

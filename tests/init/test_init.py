@@ -249,7 +249,7 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
         return {"blocks": [{"w": w, "b": torch.zeros(width)} for w in weights]}
 
     absent = fzero.Mesh((("dp", ranks),), _Absent())
-    step = step_on(3, dp=ranks).on(absent)
+    step = step_on(3, dp=ranks)._on(absent)
     shards = layers * (width * width + width) * 4 // ranks
     leaf = width * width * 4
     step.init(init, optim.sgd(0.1))  # warm

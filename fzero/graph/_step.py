@@ -1,0 +1,84 @@
+"""What jit asks of a step, beside calling it: its mesh, its parameters, and what it hands on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from fzero.ranks.mesh import Mesh
+from fzero.ranks.spmd import Spmd
+
+__all__ = ["PlainStep", "Step", "step_of"]
+
+
+@runtime_checkable
+class Step(Protocol):
+    """A step that knows how it trains: `fzero.ShardedStep`, or a `PlainStep` around any other function."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The ranks that it runs on; None where it knows of none."""
+        ...
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """The positions of the parameters among its arguments."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        ...
+
+    def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run` in the step's place, with the checks that the step makes of arguments and results."""
+        ...
+
+    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+        """List the positions of the arguments that the results `out` take the place of."""
+        ...
+
+    def _on(self, mesh: Mesh) -> "Step":
+        """Return the same step on another mesh."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """Any function as a step: it hands nothing on, and has a mesh only if `mesh.spmd` made it."""
+
+    function: Callable[..., Any]
+    params: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        f = self.function.program if isinstance(self.function, Spmd) else self.function
+        return getattr(f, "__name__", type(f).__name__)  # a callable object has none
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of `mesh.spmd`."""
+        return self.function.mesh if isinstance(self.function, Spmd) else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+        return ()
+
+    def _on(self, mesh: Mesh) -> "PlainStep":
+        assert isinstance(self.function, Spmd)
+        return PlainStep(replace(self.function, mesh=mesh))
+
+
+def step_of(function: Callable[..., Any]) -> Step:
+    """Return a function as a step, which it may be already."""
+    return function if isinstance(function, Step) else PlainStep(function)
