@@ -12,17 +12,12 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._torch import profiling
+from fzero.graph.ops import copies
 
 __all__ = ["Cost", "Profile", "profile"]
 
 MARK = "fzero.profile: step"
 KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
-# What only moves or fills memory; by aten's names.
-COPIES = {
-    *("copy_", "clone", "cat", "stack", "contiguous", "_to_copy", "constant_pad_nd", "slice_scatter", "index_copy_"),
-    *("fill_", "zero_", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_full"),
-    *("split_with_sizes_copy", "_foreach_copy_", "as_strided_copy", "view_copy", "expand_copy", "slice_copy"),
-}
 
 
 class Cost(NamedTuple):
@@ -219,7 +214,7 @@ def kind_of(name: str) -> str:
         return "collectives"
     if space == "fzero" or name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled"
-    return "copies" if op in COPIES else "compute"
+    return "copies" if copies(op) else "compute"
 
 
 def _line(name: str, *cells: str) -> str:

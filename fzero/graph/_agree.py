@@ -9,11 +9,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import exchange, line_of
-from fzero.graph.ir import FACTORIES, is_collective, is_view, name_of, values
+from fzero.graph._choose import Candidate
+from fzero.graph.ir import is_collective, shown
+from fzero.graph.ops import differs_by_rank
+from fzero.ranks.mesh import Mesh
 
-__all__ = ["agree", "order", "signatures"]
-
-_MOVEMENT = {"slice", "cat", "constant_pad_nd", "clone", "copy_", "new_empty", "empty", *FACTORIES}
+__all__ = ["agree", "agreed", "order", "signatures"]
 
 
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
@@ -22,16 +23,12 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     Movement of data and constants are left out: to cut its own shard out of the parameters, and to pad it, is what each
     rank does differently. So are the names of process groups, of which `groups` tells the axis.
     """
-    return [_signature(n, groups or {}) for n in graph.nodes if n.op == "call_function" and not _moves(n)]
-
-
-def _moves(node: Node) -> bool:
-    return is_view(node) or name_of(node) in _MOVEMENT
+    return [_signature(n, groups or {}) for n in graph.nodes if n.op == "call_function" and not differs_by_rank(n)]
 
 
 def _signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
-        return _Shown(", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(a)]))
+        return _Shown(shown(a))
 
     args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
     if is_collective(node):
@@ -51,8 +48,32 @@ class _Shown(str):
         return str(self)
 
 
+def agreed(graph: Graph, asked: str, found: list[Candidate], mesh: Mesh | None, name: str) -> list[Candidate]:
+    """Compare a trace with the other ranks', and rate each schedule by the rank that it suits least.
+
+    Args:
+        graph: the traced graph.
+        asked: what the user asked of jit.
+        found: this rank's schedules.
+        mesh: of the step; only the ranks of a distributed one need to agree.
+        name: of the step.
+
+    Returns:
+        The schedules that all ranks have, with the largest of all ranks' peaks and seconds.
+
+    Raises:
+        RuntimeError: as `agree` does.
+    """
+    if mesh is None or not mesh.distributed:
+        return found
+    mine = {f"{c.settings} {order(c.graph)}": c for c in found}
+    said = {key: (c.peak_bytes, c.seconds) for key, c in mine.items()}
+    largest = agree(graph, asked, said, mesh, name)
+    return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
+
+
 def agree(
-    graph: Graph, asked: str, offers: Mapping[str, Sequence[float]], mesh: Any, name: str
+    graph: Graph, asked: str, offers: Mapping[str, Sequence[float]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
     """Compare a traced graph with the other ranks', and exchange what each would choose from.
 

@@ -4,22 +4,22 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline, Setting
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction
-from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import parameter_gathers
 from fzero.graph.plan._cost import seconds
-from fzero.graph.plan._liveness import live_bytes, live_ranges
+from fzero.graph.plan._liveness import peak_bytes
 
-__all__ = ["FITTING", "Candidate", "Knobs", "candidates", "choose"]
-
-FITTING = "fitting"  # of prefetch: one ahead, where there is room
+__all__ = ["Candidate", "Knobs", "candidates", "choose"]
 
 SLACK = 1.03  # without a budget, what a faster schedule may take of the smallest peak
+
+T = TypeVar("T")
 
 
 class Knobs(NamedTuple):
@@ -37,57 +37,72 @@ class Candidate(NamedTuple):
     """One way to schedule a step.
 
     Attributes:
-        settings: the passes' arguments.
+        choice: the settings of the passes.
         graph: the scheduled graph.
         peak_bytes: the most that is alive at any time, arguments included.
         seconds: what the cost model says.
     """
 
-    settings: dict[str, Any]
+    choice: Choice
     graph: Graph
     peak_bytes: int
     seconds: float
 
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The settings that a plan tells, and that ranks agree on."""
+        return self.choice.settings()
 
-def candidates(
-    graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int], knobs: Knobs, functional: bool = False
-) -> list[Candidate]:
-    """Schedule a traced graph in every way that the knobs leave open; `functional`: no collective overwrites."""
-    gathers = bool(parameter_gathers(graph))
-    knobs = knobs if gathers else knobs._replace(prefetch=0)
-    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(graph), math.inf]) if gathers else [math.inf]
-    kept = {again: recompute(graph) if again else graph for again in _options(knobs.recompute, [False, True])}
-    if len(kept) > 1 and len(kept[True].nodes) == len(graph.nodes):
-        del kept[True]  # there is nothing to compute again
-    least, *more = _ways(knobs, any(is_reduction(n) for n in graph.nodes))
-    found: list[tuple[Graph, Candidate]] = []
-    for again, reuse in itertools.product(kept, reuses):
-        gathered = regather(kept[again], reuse)
-        (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(gathered)])
-        settled = donate(bucket(gathered, size), pairs, donated)
-        settled = settled if functional else gather_into(in_place(settled))
-        settings = {"recompute": again, "max_reuse_bytes": reuse, "bucket_bytes": size}
-        found.append((settled, _candidate(settled, {**settings, **least})))
-    first = [c for _, c in found]
+
+def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
+    """Schedule a traced graph in every way that the knobs leave open.
+
+    Each choice of what is computed, gathered and joined is scheduled first so that it takes the least memory. The other
+    orders, which start collectives ahead, are then tried of those that fit already.
+    """
+    passes = Pipeline(graph, given)
+    knobs = knobs if parameter_gathers(graph) else knobs._replace(prefetch=0)
+    (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for n in graph.nodes))
+    leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
+    first = [_rated(passes, c) for c in leanest]
     # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
     room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(room, _limit(first, knobs.memory_budget))
-    later = [_candidate(g, {**c.settings, **m}, room) for g, c in found for m in more if c.peak_bytes <= limit]
-    return [c for c in first + later if knobs.prefetch in ("auto", c.settings["prefetch"])] or first
+    later = [
+        _rated(passes, c.choice._replace(prefetch=ahead, in_flight=flying, room=room))
+        for c in first
+        if c.peak_bytes <= limit
+        for ahead, flying in more
+    ]
+    return [c for c in first + later if knobs.prefetch in ("auto", c.choice.prefetch)] or first
 
 
-def _ways(knobs: Knobs, reduces: bool) -> list[dict[str, Any]]:
-    """List how collectives may run beside work: first as what "fitting" is measured by, which takes least memory."""
+def _choices(passes: Pipeline, knobs: Knobs) -> list[Choice]:
+    """List what may be computed again, gathered again and joined, as far as the knobs leave it open."""
+    graph = passes.traced
+    gathers = parameter_gathers(graph)
+    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(gathers), math.inf]) if gathers else [math.inf]
+    agains = _options(knobs.recompute, [False, True])
+    (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
+    found = [Choice(again, reuse, size) for again, reuse in itertools.product(agains, reuses)]
+    if len(agains) > 1 and len(passes.run(found[-1], last="recompute")[-1].graph.nodes) == len(graph.nodes):
+        return [c for c in found if not c.recompute]  # there is nothing to compute again
+    return found
+
+
+def _ways(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
+    """List how collectives may run beside work, `(prefetch, in_flight)`: first the one that takes least memory.
+
+    The room for "fitting" gathers is measured by the first.
+    """
     ahead = [0, FITTING] if knobs.prefetch in ("auto", FITTING) else [knobs.prefetch]
     flying = _options(knobs.in_flight, [0, 1] if reduces else [0])
-    return [{"prefetch": k, "in_flight": j} for k, j in itertools.product(ahead, flying)]
+    return list(itertools.product(ahead, flying))
 
 
-def _candidate(graph: Graph, settings: dict[str, Any], room: float = math.inf) -> Candidate:
-    """Schedule a graph so; up to `room` bytes "fitting" gathers start ahead."""
-    ahead, flying = settings["prefetch"], settings["in_flight"]
-    scheduled = schedule(graph, 1, flying, room) if ahead == FITTING else schedule(graph, ahead, flying)
-    return Candidate(settings, scheduled, peak_bytes(scheduled), seconds(scheduled))
+def _rated(passes: Pipeline, choice: Choice) -> Candidate:
+    scheduled = passes.run(choice)[-1].graph
+    return Candidate(choice, scheduled, peak_bytes(scheduled), seconds(scheduled))
 
 
 def _limit(found: Sequence[Candidate], budget: int | None) -> float:
@@ -95,8 +110,8 @@ def _limit(found: Sequence[Candidate], budget: int | None) -> float:
     return budget if budget is not None else SLACK * min(c.peak_bytes for c in found)
 
 
-def _options(knob: Any, auto: list[Any]) -> list[Any]:
-    return auto if knob == "auto" else [knob]
+def _options(knob: T | str, auto: list[T]) -> list[T]:
+    return auto if isinstance(knob, str) else [knob]
 
 
 def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
@@ -118,14 +133,9 @@ def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
     return min(fits, key=lambda i: (found[i].seconds, found[i].peak_bytes, i))
 
 
-def peak_bytes(graph: Graph) -> int:
-    """Return the most bytes that are alive at any time of a scheduled graph, its arguments included."""
-    return max(live_bytes(live_ranges(graph), len(graph.nodes)))
-
-
-def _small_bytes(graph: Graph) -> int:
+def _small_bytes(gathers: Sequence[Node]) -> int:
     """Return the size of units that may come between two uses of another: an eighth of the largest."""
-    return max([full_bytes(g) for g in parameter_gathers(graph)]) // 8
+    return max(full_bytes(g) for g in gathers) // 8
 
 
 def _bucket_bytes(graph: Graph) -> int:

@@ -1,6 +1,7 @@
 """jit: a pure function of tensors, or a sharded step, as one scheduled graph."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +13,10 @@ from fzero import _torch, tree
 from fzero._donated import empty
 from fzero._notice import notice
 from fzero.axes.lockstep import in_lockstep
-from fzero.graph._agree import agree, order
-from fzero.graph._choose import FITTING, Candidate, Knobs, candidates, choose
+from fzero.graph import _dump
+from fzero.graph._agree import agreed
+from fzero.graph._choose import Candidate, Knobs, candidates, choose
+from fzero.graph._pipeline import FITTING, Given, Pipeline
 from fzero.graph._step import Step, step_of
 from fzero.graph.ir import is_input, results
 from fzero.graph.plan._plan import Plan, plan_of
@@ -38,6 +41,7 @@ def jit(
     bucket_bytes: int | str = "auto",
     max_reuse_bytes: float | str = "auto",
     recompute: bool | str = "auto",
+    dump: str | os.PathLike[str] | None = None,
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -62,12 +66,15 @@ def jit(
             used between two of its uses; 0 for always, `math.inf` for never.
         recompute: whether what is cheap, such as an activation function, is computed again for the backward pass
             instead of kept.
+        dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
+            `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
 
     Returns:
         A `Jitted` step: call it like `step`.
 
     Raises:
-        ValueError: if an argument here is none of its values.
+        TypeError: if `step` is no function, or is jitted already, or if `dump` is no path.
+        ValueError: if an argument here is none of its values, or if `dump` names no folder that can be written into.
 
     Example:
         >>> import fzero, torch
@@ -105,7 +112,7 @@ def jit(
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in donate):
             raise ValueError(f"donate={donate!r}: expected positions of arguments, counted from 0")
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute)
-    return Jitted(step, donate, backend, knobs)
+    return Jitted(step, donate, backend, knobs, None if dump is None else _dump.checked_folder(dump))
 
 
 @dataclass
@@ -132,12 +139,14 @@ class Jitted:
         donate: the positions of donated arguments, or None for the default.
         backend: "inductor", "fx" or "inductor-whole".
         knobs: what was asked of the schedule.
+        dump: the folder for the graph after each pass, if one was asked for.
     """
 
     step: Callable[..., Any]
     donate: tuple[int, ...] | None
     backend: str
     knobs: Knobs
+    dump: str | None = None
     _entries: dict[Any, _Entry] = field(default_factory=dict, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -260,10 +269,15 @@ class Jitted:
         donated = [i for i, p in enumerate(call.owners) if p in positions]
         into = call.pairs(positions, out, leaves)
         functional = self.backend == "inductor-whole"  # Inductor says itself what is overwritten
-        found = candidates(traced.graph, sorted(into.items()), donated, self.knobs, functional)
-        offers = self._agreed(traced, found, positions)
+        given = Given(tuple(sorted(into.items())), tuple(donated), functional)
+        found = candidates(traced.graph, given, self.knobs)
+        asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
+        offers = agreed(traced.graph, asked, found, self._asked.mesh, self.name)
         index = choose(offers, self.knobs.memory_budget, self.name)
         kept = offers[index]
+        if self.dump is not None:
+            folder = _dump.folder_of(self.dump, self._asked.mesh, len(self._entries))
+            _dump.dump(folder, Pipeline(traced.graph, given), kept.choice, self.name)
         rejected = [(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
         entry = _Entry(
             traced=traced,
@@ -277,17 +291,6 @@ class Jitted:
         )
         self._entries[call.key] = entry
         return entry
-
-    def _agreed(self, traced: Traced, offers: list[Candidate], positions: Sequence[int]) -> list[Candidate]:
-        """Compare the trace with the other ranks', and rate each schedule by the rank that it suits least."""
-        mesh = self._asked.mesh
-        if mesh is None or not mesh.distributed:
-            return offers
-        asked = f"jit with backend {self.backend}, donate={positions}, {self.knobs}"
-        mine = {f"{c.settings} {order(c.graph)}": c for c in offers}
-        said = {key: (c.peak_bytes, c.seconds) for key, c in mine.items()}
-        largest = agree(traced.graph, asked, said, mesh, self.name)
-        return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
     def _donated(self, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
         return self._asked._handed_on(args, out) if self.donate is None else self.donate

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OpOverload, c10d, storage_id
 from fzero.collectives import gloo
+from fzero.graph.ops import is_known_cheap, is_random, is_view
 
 __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
 
@@ -39,48 +40,43 @@ COPY = aten.copy_.default
 
 
 def is_wait(node: Node) -> bool:
-    """Tell whether a node waits for a collective."""
+    """Return whether a node waits for a collective."""
     return node.target is WAIT
 
 
 def is_gather(node: Node) -> bool:
-    """Tell whether a node starts an all_gather."""
+    """Return whether a node starts an all_gather."""
     return node.target in GATHERS
 
 
 def is_reduction(node: Node) -> bool:
-    """Tell whether a node starts a reduce_scatter or an all_reduce."""
+    """Return whether a node starts a reduce_scatter or an all_reduce."""
     return node.target in REDUCTIONS
 
 
 def is_write(node: Node) -> bool:
-    """Tell whether a node writes into arguments."""
+    """Return whether a node writes into arguments."""
     return node.target is COPY or node.target is GATHER_INTO
 
 
 def is_collective(node: Node) -> bool:
-    """Tell whether a node starts a collective."""
+    """Return whether a node starts a collective."""
     return node.target in GATHERS or node.target in REDUCTIONS or is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
-    """Tell whether a node sends activations or other values from rank to rank: work, as far as its order goes."""
+    """Return whether a node sends activations or other values from rank to rank: work, as far as its order goes."""
     return node.target in EXCHANGES
 
 
 def is_input(node: Node) -> bool:
-    """Tell whether a node is an argument of the graph."""
+    """Return whether a node is an argument of the graph."""
     return node.op == "placeholder"
 
 
 def results(graph: Graph) -> list[Any]:
     """List a graph's results: nodes, and None where the function returned none."""
     return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])  # pyright: ignore[reportArgumentType]
-
-
-def name_of(node: Node) -> str:
-    """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
-    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
 
 
 def start_of(wait: Node) -> Node:
@@ -100,6 +96,11 @@ def values(node: Node) -> list[torch.Tensor]:
 def values_of_args(node: Node) -> list[torch.Tensor]:
     """List the tensors that a node is given."""
     return [x for a in node.all_input_nodes for x in values(a)]
+
+
+def shown(node: Node) -> str:
+    """Say of what dtypes and shapes a node's tensors are: "float32[4, 8], int64[4]"."""
+    return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(node)])
 
 
 def nbytes(*xs: torch.Tensor) -> int:
@@ -172,31 +173,6 @@ def _computed(found: Storages, node: Node) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- what may move
 
-# Operations that take time in proportion to their bytes, and so may run wherever it suits memory; beside those that
-# torch tags as pointwise, and views. What is not known to be cheap keeps its place.
-_CHEAP = {
-    *("cat", "stack", "constant_pad_nd", "clone", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous", "fill"),
-    *("sum", "mean", "amax", "amin", "any", "all", "var", "var_mean", "argmax", "_log_softmax", "_softmax"),
-    *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "empty", "empty_like", "new_zeros"),
-    *("new_ones", "new_full", "new_empty", "arange", "scalar_tensor", "eye", "diagonal_copy", "slice_backward"),
-    *("select_backward", "slice_scatter", "select_scatter", "gather", "bucketize", "index", "embedding"),
-    *("native_layer_norm", "native_layer_norm_backward", "gelu_backward", "tril", "triu", "where"),
-    *("linalg_vector_norm", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
-    "convert_element_type",
-}
-FACTORIES = {
-    *("full", "zeros", "ones", "empty", "arange", "scalar_tensor", "eye", "lift_fresh_copy", "lift_fresh"),
-    *("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "_to_copy", "convert_element_type"),
-}
-
-
-def is_view(node: Node) -> bool:
-    """Tell whether a node computes nothing but a view, or takes an item of a tuple."""
-    if node.target is operator.getitem:
-        return True
-    aliases = isinstance(node.target, OpOverload) and node.target.is_view
-    return aliases or name_of(node) in ("_unsafe_view", "_reshape_alias")
-
 
 def users_through_views(node: Node) -> list[Node]:
     """List the nodes, other than views, that use a node or a view of it."""
@@ -206,13 +182,8 @@ def users_through_views(node: Node) -> list[Node]:
     return [u for u in found if not is_view(u)]
 
 
-def is_random(node: Node) -> bool:
-    """Tell whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def is_cheap(node: Node) -> bool:
-    """Tell whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
+    """Return whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
     if node.op != "call_function":
         return False
     if is_wait(node) or is_view(node) or (is_collective(node) and not is_exchange(node)):
@@ -220,9 +191,7 @@ def is_cheap(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
         return False
-    if name_of(node) in _CHEAP or target is COPY:
-        return True
-    return torch.Tag.pointwise in target.tags and not is_random(node)
+    return is_known_cheap(node) or (torch.Tag.pointwise in target.tags and not is_random(node))
 
 
 def feeding_work(graph: Graph) -> set[Node]:

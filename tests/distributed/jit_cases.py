@@ -12,7 +12,7 @@ import torch
 
 import fzero
 from fzero import _torch, optim, tree
-from fzero.graph import _jit
+from fzero.graph import _agree
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -101,15 +101,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.Mesh)
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _jit.order
-    _jit.order = lambda graph: original(graph) + str(mesh.rank)
+    original = _agree.order
+    _agree.order = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in another order on each rank" in str(error), error
     finally:
-        _jit.order = original
+        _agree.order = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 

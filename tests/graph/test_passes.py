@@ -16,7 +16,7 @@ import fzero.graph.run._lower as lowering
 from fzero import _torch
 from fzero._torch import c10d
 from fzero.graph._agree import order
-from fzero.graph._choose import peak_bytes
+from fzero.graph._pipeline import PASSES
 from fzero.graph._wire import elements, full_bytes, wire
 from fzero.graph.ir import (
     COPY,
@@ -25,11 +25,8 @@ from fzero.graph.ir import (
     is_collective,
     is_gather,
     is_input,
-    is_random,
     is_reduction,
-    is_view,
     is_wait,
-    name_of,
     nbytes,
     results,
     sort,
@@ -37,9 +34,10 @@ from fzero.graph.ir import (
     storages,
     values,
 )
+from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
 from fzero.graph.passes._regather import family, parameter_gathers
-from fzero.graph.plan._liveness import live_bytes, live_ranges
+from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Call, Program, Segment, pieces
 from fzero.graph.trace._trace import trace
@@ -83,29 +81,24 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
     }
 
 
-def steps(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
+def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
-    found: list[tuple[str, Any]] = []
-    if "recompute" in how["passes"]:
-        found.append(("recompute", lambda g: recompute(g, 1)))
-    if "regather" in how["passes"]:
-        found.append(("regather", lambda g: regather(g, how["reuse"])))
-    if "bucket" in how["passes"]:
-        found.append(("bucket", lambda g: bucket(g, how["bucket_bytes"])))
-    if how["donate"]:
-        found.append(("donate", lambda g: donate(g, sample.pairs, sample.donated)))
-    if "in_place" in how["passes"]:
-        found.append(("in_place", in_place))
-    if "gather_into" in how["passes"]:
-        found.append(("gather_into", gather_into))
-    if "schedule" in how["passes"]:
-        found.append(("schedule", lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"])))
-    return found
+    asked = {
+        "recompute": lambda g: recompute(g, 1),
+        "regather": lambda g: regather(g, how["reuse"]),
+        "bucket": lambda g: bucket(g, how["bucket_bytes"]),
+        "donate": lambda g: donate(g, sample.pairs, sample.donated),
+        "in_place": in_place,
+        "gather_into": gather_into,
+        "schedule": lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"]),
+    }
+    chosen = {*how["passes"], *(["donate"] if how["donate"] else [])}
+    return [(row.name, asked[row.name]) for row in PASSES if row.name in chosen]
 
 
 def passed(sample: Sample, how: dict[str, Any]) -> Graph:
     graph = sample.graph
-    for _, f in steps(sample, how):
+    for _, f in asked_of(sample, how):
         graph = f(graph)
     return graph
 
@@ -132,7 +125,7 @@ def test_every_pass_keeps_the_results_to_the_bit(make, how):
     sample = make()
     expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
     graph, donated = sample.graph, False
-    for name, f in steps(sample, how):
+    for name, f in asked_of(sample, how):
         graph = f(graph)
         donated = donated or name == "donate"
         for late in (False, True):
@@ -144,7 +137,7 @@ def test_every_pass_keeps_the_results_to_the_bit(make, how):
 def test_a_pass_leaves_its_graph_as_it_was(make, how):
     sample = make()
     graph = sample.graph
-    for _, f in steps(sample, how):
+    for _, f in asked_of(sample, how):
         before = snapshot(graph)
         out = f(graph)
         assert snapshot(graph) == before
@@ -168,7 +161,7 @@ def test_a_pass_depends_on_the_graph_alone(make, how):
 def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
     sample = make()
     graph = sample.graph
-    for _, f in steps(sample, how):
+    for _, f in asked_of(sample, how):
         graph = f(graph)
         graph.lint()
         nodes = list(graph.nodes)

@@ -1,6 +1,6 @@
 """Faults in fzero/graph."""
 
-from tests.mutants.mutant import GRAPH, JIT, Mutant
+from tests.mutants.mutant import GRAPH, JIT, OPS, PIPELINE, Mutant
 
 MUTANTS = [
     Mutant(
@@ -163,5 +163,52 @@ MUTANTS = [
         'self.backend == "inductor-whole"',
         "False",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    # the table of operations
+    Mutant("an empty buffer is made twice", "graph/ops.py", '"empty_like": CHEAP | EMPTY', '"empty_like": CHEAP', OPS),
+    Mutant("a maximum is called linear", "graph/ops.py", '"amax": CHEAP', '"amax": CHEAP | LINEAR', OPS),
+    Mutant(
+        "to pad a shard is another step",
+        "graph/ops.py",
+        '"constant_pad_nd": CHEAP | BY_RANK',
+        '"constant_pad_nd": CHEAP',
+        OPS,
+    ),
+    Mutant("constants are made early", "graph/ops.py", '"full": CHEAP | FACTORY', '"full": CHEAP', OPS),
+    Mutant("a row is no operation", "graph/ops.py", '"bucketize": ', '"bucketise": ', OPS),
+    # the list of passes
+    Mutant(
+        "a pass is left out",
+        "graph/_pipeline.py",
+        '    Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),\n',
+        "",
+        PIPELINE,
+    ),
+    Mutant(
+        "leaves are gathered into before they are donated",
+        "graph/_pipeline.py",
+        """    Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
+    Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
+    Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
+""",
+        """    Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
+    Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
+    Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
+""",
+        PIPELINE,
+    ),
+    Mutant("every choice runs every pass", "graph/_pipeline.py", "if key not in self._made:", "if True:", PIPELINE),
+    Mutant(
+        "choices share what differs",
+        "graph/_pipeline.py",
+        "key = (*key, arguments)",
+        "key = (*key, row.name)",
+        PIPELINE,
+    ),
+    Mutant(
+        "a dump of another schedule", "graph/_dump.py", "passes.run(choice)", "passes.run(Choice(True, 0, 0))", PIPELINE
+    ),
+    Mutant(
+        "a second trace is dumped over the first", "graph/_dump.py", "if traces else []", "if False else []", PIPELINE
     ),
 ]

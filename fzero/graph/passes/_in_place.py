@@ -6,7 +6,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import copied, is_view, storages, values
+from fzero.graph.ir import copied, storages, values
+from fzero.graph.ops import is_view
 
 __all__ = ["IN_PLACE", "in_place"]
 

@@ -15,12 +15,11 @@ from fzero.graph.ir import (
     is_cheap,
     is_collective,
     is_input,
-    is_view,
     is_wait,
-    name_of,
     nbytes,
     values,
 )
+from fzero.graph.ops import is_view, leaves_memory_as_it_is
 from fzero.graph.passes._regather import again, clusters, family
 
 __all__ = ["recompute"]
@@ -82,10 +81,10 @@ def _bytes_made(node: Node) -> int:
 
 
 def _repeats(node: Node) -> bool:
-    """Tell whether a node is cheap, and computes the same whenever it runs."""
+    """Return whether a node is cheap, and computes the same whenever it runs."""
     moves = is_view(node) or is_wait(node) or is_collective(node)
     known = isinstance(node.target, OpOverload) and node.target is not COPY
-    return known and not moves and is_cheap(node) and "empty" not in name_of(node)
+    return known and not moves and is_cheap(node) and not leaves_memory_as_it_is(node)
 
 
 def _results(node: Node) -> Sequence[Node]:
@@ -96,7 +95,7 @@ def _results(node: Node) -> Sequence[Node]:
 
 
 def _at_hand(node: Node, at: int, index: dict[Node, int], depth: int) -> bool:
-    """Tell whether a value is there at a position: an argument, one that is used later, or made again of such."""
+    """Return whether a value is there at a position: an argument, one that is used later, or made again of such."""
     while is_view(node):
         node = node.all_input_nodes[0]
     if is_input(node):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import copied, is_gather, is_input, is_view, name_of, nbytes, values
+from fzero.graph.ir import copied, is_gather, is_input, nbytes, values
+from fzero.graph.ops import is_view, lays_out
 
 __all__ = ["again", "clusters", "family", "parameter_gathers", "regather"]
 
@@ -17,16 +18,11 @@ def parameter_gathers(graph: Graph) -> list[Node]:
     found = []
     for node in graph.nodes:
         known = all(a in from_inputs for a in node.all_input_nodes)
-        if is_input(node) or (known and _moves(node)):
+        if is_input(node) or (known and lays_out(node)):
             from_inputs.add(node)
         elif is_gather(node) and known:
             found.append(node)
     return found
-
-
-def _moves(node: Node) -> bool:
-    """Tell whether a node only lays out or casts what it is given."""
-    return is_view(node) or name_of(node) in ("_to_copy", "clone", "convert_element_type", "constant_pad_nd")
 
 
 def family(wait: Node) -> tuple[list[Node], list[Node]]:

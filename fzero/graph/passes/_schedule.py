@@ -8,18 +8,14 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import (
     COPY,
-    FACTORIES,
     feeding_work,
     is_cheap,
     is_collective,
     is_gather,
     is_input,
-    is_random,
     is_reduction,
-    is_view,
     is_wait,
     is_write,
-    name_of,
     nbytes,
     reordered,
     start_of,
@@ -28,6 +24,7 @@ from fzero.graph.ir import (
     values,
     values_of_args,
 )
+from fzero.graph.ops import is_factory, is_random, is_view
 from fzero.graph.passes._regather import parameter_gathers
 from fzero.graph.plan._liveness import live_bytes, live_ranges
 
@@ -78,7 +75,7 @@ def _late_and_early(graph: Graph) -> tuple[set[Node], set[Node]]:
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in from_inputs:
-            moves = is_view(n) or is_gather(n) or is_wait(n) or name_of(n) in FACTORIES
+            moves = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
             if moves or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     early = {n for n in nodes if n not in feeds_work and n not in late}

@@ -9,13 +9,13 @@ from fzero.graph.ir import (
     flops,
     is_collective,
     is_input,
-    is_view,
     is_wait,
     nbytes,
     start_of,
     values,
     values_of_args,
 )
+from fzero.graph.ops import is_view
 
 __all__ = ["DEVICES", "Device", "seconds"]
 

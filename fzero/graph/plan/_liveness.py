@@ -16,18 +16,17 @@ from fzero.graph.ir import (
     is_gather,
     is_input,
     is_reduction,
-    is_view,
     is_wait,
-    name_of,
     nbytes,
     start_of,
     storages,
     users_through_views,
     values,
 )
+from fzero.graph.ops import is_linear
 from fzero.graph.plan._workspace import workspace_bytes
 
-__all__ = ["KINDS", "Range", "live_bytes", "live_ranges"]
+__all__ = ["KINDS", "Range", "live_bytes", "live_ranges", "peak_bytes"]
 
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
@@ -105,6 +104,11 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
     return list(itertools.accumulate(change))[:nodes]
 
 
+def peak_bytes(graph: Graph) -> int:
+    """Return the most bytes that are alive at any time of a graph, its arguments included."""
+    return max(live_bytes(live_ranges(graph), len(graph.nodes)))
+
+
 def _label(node: Node) -> str:
     return node.meta.get("unit", "") or line_of(node) or str(node.target)
 
@@ -139,6 +143,5 @@ def _kinds(graph: Graph) -> dict[Node, str]:
 
 
 def _passes_on(user: Node, kinds: dict[Node, str]) -> bool:
-    """Tell whether a user of gradients only lays them out, scales or sums them."""
-    passing = is_view(user) or name_of(user) in ("add", "div", "mul", "cat", "_to_copy", "constant_pad_nd", "clone")
-    return passing and kinds.get(user) == "gradients"
+    """Return whether a user of gradients only lays them out, scales or sums them."""
+    return is_linear(user) and kinds.get(user) == "gradients"

@@ -14,13 +14,12 @@ from fzero.graph.ir import (
     is_collective,
     is_input,
     is_reduction,
-    is_view,
     is_wait,
-    name_of,
     results,
     signature,
     users_through_views,
 )
+from fzero.graph.ops import is_view, name_of
 
 __all__ = ["Call", "Program", "Segment", "pieces"]
 

@@ -10,7 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 from fzero import _torch
 from fzero.collectives import _record
 from fzero.graph._wire import wire
-from fzero.graph.ir import is_collective, is_input, is_view, name_of, nbytes, reordered, values
+from fzero.graph.ir import is_collective, is_input, nbytes, reordered, values
+from fzero.graph.ops import is_view, name_of
 
 __all__ = ["Traced", "trace"]
 

@@ -1,0 +1,134 @@
+"""The passes in their order: the list that makes a schedule of a traced graph.
+
+Each row of `PASSES` says which arguments its pass takes from a `Choice`, and from what is `Given` with the step. A new
+optimization is a new row: write the pass into a file of `fzero/graph/passes/`, and put it where it belongs. A setting
+of it is a field of `Choice`, whose values `fzero.graph._choose` enumerates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.fx import Graph
+
+from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+
+__all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline", "Setting"]
+
+FITTING = "fitting"  # of prefetch: one ahead, where there is room
+
+Setting = bool | int | float | str
+
+
+class Choice(NamedTuple):
+    """The settings of one schedule.
+
+    Attributes:
+        recompute: whether cheap values are computed again for their late uses.
+        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays.
+        bucket_bytes: up to what size collectives are joined.
+        prefetch: how many gathers start ahead, or `FITTING`.
+        in_flight: how many reductions may be on their way while work goes on.
+        room: the bytes up to which a gather starts ahead that is to fit. It follows from the other schedules, so it is
+            none of the settings that a plan tells.
+    """
+
+    recompute: bool
+    max_reuse_bytes: float
+    bucket_bytes: int
+    prefetch: int | str = 0
+    in_flight: int = 0
+    room: float = math.inf
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what a plan tells of the choice, by name."""
+        return {name: value for name, value in self._asdict().items() if name != "room"}
+
+
+class Given(NamedTuple):
+    """What all schedules of a step have in common.
+
+    Attributes:
+        pairs: the positions `(result, argument)` of results that are written into donated arguments.
+        donated: the positions of all donated arguments.
+        functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    donated: tuple[int, ...] = ()
+    functional: bool = False
+
+
+class Pass(NamedTuple):
+    """A row of the list.
+
+    Attributes:
+        name: of the pass.
+        apply: a pure function of a graph and arguments to a graph with the same results.
+        arguments: returns those arguments, all that the pass depends on beside the graph; None leaves the pass out.
+    """
+
+    name: str
+    apply: Callable[..., Graph]
+    arguments: Callable[[Choice, Given], tuple[Any, ...] | None]
+
+
+def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
+    """Return how many gathers start ahead, how many reductions may be on their way, and up to how many bytes."""
+    if choice.prefetch == FITTING:
+        return 1, choice.in_flight, choice.room
+    return choice.prefetch, choice.in_flight, math.inf
+
+
+PASSES = (
+    Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
+    Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
+    Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
+    Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
+    Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
+    Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
+    Pass("schedule", schedule, _ahead),
+)
+
+
+class Passed(NamedTuple):
+    """A graph after a pass.
+
+    Attributes:
+        row: the pass.
+        arguments: what the pass was given; None if it was left out.
+        graph: what it made, or the graph before it if it was left out.
+    """
+
+    row: Pass
+    arguments: tuple[Any, ...] | None
+    graph: Graph
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes over one traced graph. Choices that begin alike share what the first passes make.
+
+    Attributes:
+        traced: the graph.
+        given: what all choices have in common.
+    """
+
+    traced: Graph
+    given: Given
+    _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)  # arguments of the passes so far
+
+    def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
+        """Return the graph after each pass, in order, up to and with the `last`."""
+        graph, key, found = self.traced, (), []
+        for row in PASSES:
+            arguments = row.arguments(choice, self.given)
+            key = (*key, arguments)
+            if key not in self._made:
+                self._made[key] = graph if arguments is None else row.apply(graph, *arguments)
+            graph = self._made[key]
+            found.append(Passed(row, arguments, graph))
+            if row.name == last:
+                break
+        return found

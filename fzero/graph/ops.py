@@ -1,0 +1,197 @@
+"""What is known of operations, in one table: a row is an operation of aten, a column is a `Known`.
+
+The rows are named without namespace and overload. What torch itself says of an operation (that it is pointwise, a view,
+random, or how many FLOPs it takes) is asked of torch, and has no column here.
+"""
+
+import enum
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fzero._torch import OpOverload
+
+__all__ = [
+    "OPERATIONS",
+    "Known",
+    "copies",
+    "differs_by_rank",
+    "is_factory",
+    "is_known_cheap",
+    "is_linear",
+    "is_random",
+    "is_view",
+    "lays_out",
+    "leaves_memory_as_it_is",
+    "name_of",
+]
+
+
+class Known(enum.Flag):
+    """What may be known of an operation.
+
+    Attributes:
+        CHEAP: it takes time in proportion to its bytes, so it may run wherever that suits memory.
+        FACTORY: it makes its result of sizes and numbers, or only casts, so it runs right before it is used.
+        BY_RANK: ranks that run one step may run it differently, as each cuts out, pads and copies its own shard.
+        LAYOUT: it only lays out or casts what it is given.
+        LINEAR: it lays out, scales or adds: of gradients it makes gradients.
+        EMPTY: it leaves its memory as it finds it, so another run gives other bytes.
+        VIEW: its result lies in its operand's memory, though torch does not call it a view.
+        COPIES: it only moves or fills memory; `fzero.profile` counts it as a copy.
+    """
+
+    NOTHING = 0
+    CHEAP = enum.auto()
+    FACTORY = enum.auto()
+    BY_RANK = enum.auto()
+    LAYOUT = enum.auto()
+    LINEAR = enum.auto()
+    EMPTY = enum.auto()
+    VIEW = enum.auto()
+    COPIES = enum.auto()
+
+
+CHEAP, FACTORY, BY_RANK, LAYOUT = Known.CHEAP, Known.FACTORY, Known.BY_RANK, Known.LAYOUT
+LINEAR, EMPTY, VIEW, COPIES = Known.LINEAR, Known.EMPTY, Known.VIEW, Known.COPIES
+
+OPERATIONS: dict[str, Known] = {
+    # constants
+    "full": CHEAP | FACTORY | BY_RANK | COPIES,
+    "full_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_full": CHEAP | FACTORY | BY_RANK | COPIES,
+    "zeros": CHEAP | FACTORY | BY_RANK | COPIES,
+    "zeros_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_zeros": CHEAP | FACTORY | BY_RANK | COPIES,
+    "ones": CHEAP | FACTORY | BY_RANK | COPIES,
+    "ones_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_ones": CHEAP | FACTORY | BY_RANK,
+    "arange": CHEAP | FACTORY | BY_RANK,
+    "eye": CHEAP | FACTORY | BY_RANK,
+    "scalar_tensor": CHEAP | FACTORY | BY_RANK,
+    "lift_fresh": CHEAP | FACTORY | BY_RANK,
+    "lift_fresh_copy": CHEAP | FACTORY | BY_RANK,
+    "empty": CHEAP | FACTORY | BY_RANK | EMPTY,
+    "empty_like": CHEAP | EMPTY,
+    "new_empty": CHEAP | BY_RANK | EMPTY,
+    # another dtype, another layout
+    "_to_copy": CHEAP | FACTORY | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "convert_element_type": CHEAP | FACTORY | BY_RANK | LAYOUT,
+    "clone": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "constant_pad_nd": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "contiguous": CHEAP | COPIES,
+    "_unsafe_view": VIEW,
+    "_reshape_alias": VIEW,
+    # cut and joined
+    "cat": CHEAP | BY_RANK | LINEAR | COPIES,
+    "stack": CHEAP | COPIES,
+    "slice": BY_RANK,
+    "slice_scatter": CHEAP | COPIES,
+    "slice_backward": CHEAP,
+    "select_scatter": CHEAP,
+    "select_backward": CHEAP,
+    "diagonal_copy": CHEAP,
+    "tril": CHEAP,
+    "triu": CHEAP,
+    # looked up
+    "index": CHEAP,
+    "gather": CHEAP,
+    "embedding": CHEAP,
+    "bucketize": CHEAP,
+    "where": CHEAP,
+    # arithmetic; what torch tags as pointwise is cheap without a row
+    "add": LINEAR,
+    "div": LINEAR,
+    "mul": LINEAR,
+    "fill": CHEAP,
+    "gelu_backward": CHEAP,
+    # sums over dimensions, and what is made of them
+    "sum": CHEAP,
+    "mean": CHEAP,
+    "var": CHEAP,
+    "var_mean": CHEAP,
+    "amax": CHEAP,
+    "amin": CHEAP,
+    "argmax": CHEAP,
+    "any": CHEAP,
+    "all": CHEAP,
+    "linalg_vector_norm": CHEAP,
+    "_softmax": CHEAP,
+    "_log_softmax": CHEAP,
+    "_log_softmax_backward_data": CHEAP,
+    "native_layer_norm": CHEAP,
+    "native_layer_norm_backward": CHEAP,
+    "nll_loss_forward": CHEAP,
+    "nll_loss_backward": CHEAP,
+    # writes: in a graph only `copy_`, which donation adds; a profiler sees the others
+    "copy_": CHEAP | BY_RANK | COPIES,
+    "fill_": COPIES,
+    "zero_": COPIES,
+    "index_copy_": COPIES,
+    "_foreach_copy_": COPIES,
+    # copies of views: a profiler sees them
+    "view_copy": COPIES,
+    "expand_copy": COPIES,
+    "slice_copy": COPIES,
+    "as_strided_copy": COPIES,
+    "split_with_sizes_copy": COPIES,
+}
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+
+
+def _known(name: str) -> Known:
+    return OPERATIONS.get(name, Known.NOTHING)
+
+
+def is_known_cheap(node: Node) -> bool:
+    """Return whether the table calls a node's operation cheap; `fzero.graph.ir.is_cheap` asks torch too."""
+    return Known.CHEAP in _known(name_of(node))
+
+
+def is_factory(node: Node) -> bool:
+    """Return whether a node makes its result of sizes and numbers, or only casts."""
+    return Known.FACTORY in _known(name_of(node))
+
+
+def differs_by_rank(node: Node) -> bool:
+    """Return whether ranks that run one step may differ in a node: a view, or a move of their own shards."""
+    return is_view(node) or Known.BY_RANK in _known(name_of(node))
+
+
+def lays_out(node: Node) -> bool:
+    """Return whether a node only lays out or casts what it is given."""
+    return is_view(node) or Known.LAYOUT in _known(name_of(node))
+
+
+def is_linear(node: Node) -> bool:
+    """Return whether a node only lays out, scales or adds what it is given."""
+    return is_view(node) or Known.LINEAR in _known(name_of(node))
+
+
+def leaves_memory_as_it_is(node: Node) -> bool:
+    """Return whether a node's result holds whatever its memory held before."""
+    return Known.EMPTY in _known(name_of(node))
+
+
+def copies(name: str) -> bool:
+    """Return whether an operation of this name only moves or fills memory."""
+    return Known.COPIES in _known(name)
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node computes nothing but a view, or takes an item of a tuple."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    return isinstance(target, OpOverload) and (target.is_view or Known.VIEW in _known(name_of(node)))
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,0 +1,113 @@
+"""The table of operations: every row is an operation, and its columns are true of it."""
+
+import operator
+
+import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fzero.graph._agree import signatures
+from fzero.graph.ir import is_cheap
+from fzero.graph.ops import OPERATIONS, Known, is_factory, is_view
+from fzero.graph.passes import recompute, schedule
+from tests.graph import graphs
+
+aten = graphs.aten
+
+
+def rows(column: Known) -> list[str]:
+    return [name for name, known in OPERATIONS.items() if column in known]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
+    packet = getattr(aten if hasattr(aten, name) else torch.ops.prims, name)
+    assert packet not in flop_registry
+    assert not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+
+
+def test_columns_imply_others():
+    cheap = {*rows(Known.CHEAP)}
+    assert cheap >= {*rows(Known.FACTORY), *rows(Known.EMPTY), *rows(Known.LAYOUT)}
+    assert {*rows(Known.BY_RANK)} >= {*rows(Known.FACTORY), *rows(Known.LAYOUT)}
+    assert all(known for known in OPERATIONS.values())
+
+
+CALLS = {  # of operations that are linear, or lay out, or share memory: what they may be called with beside a tensor
+    "add": lambda x: aten.add.Tensor(x, x),
+    "div": lambda x: aten.div.Tensor(x, 3.0),
+    "mul": lambda x: aten.mul.Tensor(x, 3.0),
+    "cat": lambda x: aten.cat.default([x, x]),
+    "clone": lambda x: aten.clone.default(x),
+    "constant_pad_nd": lambda x: aten.constant_pad_nd.default(x, [1, 2]),
+    "_to_copy": lambda x: aten._to_copy.default(x, dtype=torch.float64),
+    "convert_element_type": lambda x: torch.ops.prims.convert_element_type.default(x, torch.float64),
+    "_unsafe_view": lambda x: aten._unsafe_view.default(x, [6]),
+    "_reshape_alias": lambda x: aten._reshape_alias.default(x, [6], [1]),
+}
+
+
+@pytest.mark.parametrize("name", rows(Known.LINEAR))
+def test_a_linear_operation_is_linear(name):
+    x, y = torch.arange(6.0), 2.0 ** torch.arange(6)
+    torch.testing.assert_close(CALLS[name](x + y), CALLS[name](x) + CALLS[name](y))
+
+
+@pytest.mark.parametrize("name", rows(Known.LAYOUT))
+def test_what_lays_out_changes_no_value(name):
+    x = torch.arange(1.0, 7.0)
+    found = CALLS[name](x)
+    assert found[found != 0].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("name", rows(Known.VIEW))
+def test_a_view_lies_in_its_operands_memory(name):
+    x = torch.arange(6.0).view(2, 3)
+    assert CALLS[name](x).data_ptr() == x.data_ptr()
+
+
+def test_what_is_asked_of_torch_needs_no_row():
+    b = graphs.Builder(2, [(4, 4)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    (x,) = b.inputs
+    assert is_cheap(b(aten.tanh.default, x)) and is_view(b(aten.t.default, x))
+    assert not is_cheap(b(aten.mm.default, x, x)) and not is_cheap(b(aten.rand_like.default, x))
+    both = b(aten.var_mean.correction, x, [0], correction=0)
+    assert is_cheap(both) and is_view(b(operator.getitem, both, 0))
+
+
+def test_memory_that_is_left_as_it_is_is_not_made_again():
+    """Another run would find other bytes in it."""
+
+    def count(name: str) -> int:
+        b = graphs.Builder(2, [(64, 128)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+        (x,) = b.inputs
+        made = b(getattr(aten, name).default, x)
+        h, square = b(aten.add.Tensor, x, made), b(aten.mm.default, x, b(aten.t.default, x))
+        for _ in range(20):
+            h = b(aten.tanh.default, h)
+        for _ in range(2):
+            h = b(aten.mm.default, square, h)
+        graph = recompute(b.done([b(aten.mm.default, b(aten.t.default, h), made)]), 1)
+        return sum(str(n.target) == f"aten.{name}.default" for n in graph.nodes)
+
+    assert (count("zeros_like"), count("empty_like")) == (2, 1)
+
+
+def test_a_constant_is_made_right_before_it_is_used():
+    b = graphs.Builder(2, [(4, 4)], [{"label": "x", "kind": "parameters", "block": ""}], False)
+    (x,) = b.inputs
+    ones = b(aten.full.default, [4, 4], 1.0)
+    graph = schedule(b.done([b(aten.mm.default, b(aten.mm.default, x, x), ones)]))
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    assert is_factory(nodes[1]) and len(nodes) == 3
+
+
+def test_how_a_rank_cuts_out_its_shard_is_no_difference_between_ranks():
+    def cut(rank: int) -> list[str]:
+        b = graphs.Builder(2, [(6,), (4,)], [{"label": x, "kind": "parameters", "block": ""} for x in "xy"], False)
+        x, y = b.inputs
+        piece = b(aten.slice.Tensor, x, 0, 4 * rank, 4 * rank + 4)
+        piece = b(aten.constant_pad_nd.default, piece, [0, 2]) if rank else piece
+        return signatures(b.done([b(aten.mul.Tensor, piece, y)]))
+
+    assert cut(0) == cut(1) and len(cut(0)) == 1

@@ -1,0 +1,208 @@
+"""The list of passes: its order, what choices share, and the dump of what each pass made."""
+
+import math
+import os
+import pathlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph
+
+import fzero
+from fzero import optim
+from fzero.graph import _pipeline, passes
+from fzero.graph._choose import Knobs, candidates
+from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
+from fzero.graph.ir import GATHER_INTO
+from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.plan._liveness import peak_bytes
+from tests.graph.graphs import Chain, build_chain, chains, lines
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+# ---------------------------------------------------------------- order
+
+
+def test_the_list_has_every_pass_once():
+    assert [row.apply for row in PASSES].count(schedule) == 1
+    assert Counter(row.name for row in PASSES) == Counter(passes.__all__)
+    assert all(row.apply is getattr(passes, row.name) for row in PASSES)
+
+
+def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
+    """Run the passes as the list says, without it."""
+    graph = recompute(graph) if choice.recompute else graph
+    graph = donate(bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes), given.pairs, given.donated)
+    graph = graph if given.functional else gather_into(in_place(graph))
+    if choice.prefetch == FITTING:
+        return schedule(graph, 1, choice.in_flight, choice.room)
+    return schedule(graph, int(choice.prefetch), choice.in_flight)
+
+
+def choices() -> st.SearchStrategy[Choice]:
+    reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
+    ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
+    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room)
+
+
+SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
+REPLICATED = SHARDED._replace(stage=1)
+
+
+@settings(max_examples=30)
+@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans())
+@example(REPLICATED, [Choice(False, math.inf, 0)], False)
+def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional):
+    """Whatever choices came before: what they share is no other graph."""
+    sample = build_chain(chain)
+    given = Given(tuple(sample.pairs), tuple(sample.donated), functional)
+    pipeline = Pipeline(sample.graph, given)
+    for choice in chosen:
+        made = pipeline.run(choice)
+        assert [p.row for p in made] == [*PASSES]
+        assert lines(made[-1].graph) == lines(by_hand(sample.graph, choice, given))
+
+
+def test_new_parameters_arrive_in_the_leaves_that_were_donated():
+    """So donation comes first: this example tells the orders apart."""
+    sample = build_chain(REPLICATED)
+    made = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated))).run(Choice(False, math.inf, 0))
+    arrived = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in made}
+    assert (arrived["in_place"], arrived["gather_into"], arrived["schedule"]) == (0, 3, 3)
+
+
+@pytest.mark.parametrize("chain", [SHARDED, REPLICATED])
+def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
+    ran: Counter[str] = Counter()
+
+    def counted(row: _pipeline.Pass) -> _pipeline.Pass:
+        def apply(graph: Graph, *arguments: Any) -> Graph:
+            ran[row.name] += 1
+            return row.apply(graph, *arguments)
+
+        return row._replace(apply=apply)
+
+    monkeypatch.setattr(_pipeline, "PASSES", tuple(counted(row) for row in PASSES))
+    sample = build_chain(chain)
+    given = Given(tuple(sample.pairs), tuple(sample.donated))
+    found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
+    reuses = len({c.choice.max_reuse_bytes for c in found})
+    assert reuses == (2 if chain.stage == 3 else 1)
+    before = dict.fromkeys(("regather", "bucket", "donate", "in_place", "gather_into"), reuses)
+    assert ran == before | {"schedule": len(found)}
+
+
+def test_the_settings_that_a_plan_tells_are_the_choices():
+    choice = Choice(True, math.inf, 4, FITTING, 1, room=17)
+    assert choice.settings() == {
+        "recompute": True,
+        "max_reuse_bytes": math.inf,
+        "bucket_bytes": 4,
+        "prefetch": FITTING,
+        "in_flight": 1,
+    }
+
+
+@settings(max_examples=20)
+@given(chains(stages=[3], sam=False))
+def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
+    sample = build_chain(chain)
+    found = candidates(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)), Knobs())
+    room = min(c.peak_bytes for c in found)
+    fitting = [c for c in found if c.choice.prefetch == FITTING]
+    assert fitting and {c.choice.room for c in fitting} == {room}
+    assert min(c.peak_bytes for c in fitting if c.choice.in_flight == 0) <= room
+
+
+# ---------------------------------------------------------------- dump
+
+
+def sharded(stage: int = 3, n: int = 2) -> tuple[Any, tuple[Any, ...]]:
+    opt = optim.adamw(1e-3)
+    step = fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=n))
+    return step, (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(8)))
+
+
+def table(folder: pathlib.Path) -> dict[str, list[str]]:
+    rows = [line.split() for line in (folder / "peaks.txt").read_text().splitlines()[3:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
+    step, args = sharded(stage)
+    jitted = fzero.jit(step, dump=tmp_path / "deep" / "er")
+    plan, plain = fzero.plan(jitted, *args, world_size=4), fzero.plan(step, *args, world_size=4)
+    assert str(plan) == str(plain)  # to look changes nothing
+    folder = tmp_path / "deep" / "er"
+    rows = table(folder)
+    titles = ["00_traced", *[f"{i:02}_{row.name}" for i, row in enumerate(PASSES, 1)]]
+    assert list(rows) == titles
+    left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
+    assert left_out == (set() if plan.settings["recompute"] else {"01_recompute"})
+    assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
+    peaks = [int(rows[t][2].replace(",", "")) for t in titles]
+    assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
+    text = (folder / "07_schedule.txt").read_text()
+    lines = text.splitlines()[4:]
+    assert [int(line.split()[1].replace(",", "")) for line in lines][: len(plan.live)] == plan.live
+    assert f"peak {plan.peak_bytes:,} bytes" in text and "helpers.py:" in text
+    assert "argument 0" in lines[0] and lines[-1].split(None, 2)[2].startswith("return (")
+    gathers = [line for line in lines if "all_gather" in line.split("(")[0] and "wait" not in line]
+    assert gathers and all("float64[" in line and "  # " in line for line in gathers)
+
+
+def test_a_step_that_is_traced_again_is_dumped_beside_the_first(tmp_path):
+    f = fzero.jit(lambda x: {"y": x.sin()}, backend="fx", dump=str(tmp_path))
+    f(torch.ones(2))
+    first = (tmp_path / "00_traced.txt").read_text()
+    f(torch.ones(2))
+    f(torch.ones(3))
+    assert (tmp_path / "00_traced.txt").read_text() == first and "float32[2]" in first
+    assert "float32[3]" in (tmp_path / "trace_2" / "07_schedule.txt").read_text()
+    assert not (tmp_path / "trace_3").exists()
+
+
+def test_without_a_dump_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fzero.jit(lambda x: x.sin(), backend="fx")(torch.ones(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path, monkeypatch):
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    file = tmp_path / "file"
+    file.write_text("")
+    for bad in (file, file / "folder"):
+        with pytest.raises(ValueError, match=rf"dump='{bad}': {file}\S* is a file; expected the path of a folder"):
+            fzero.jit(step, dump=bad)
+    with pytest.raises(ValueError, match="dump='/proc/fzero/dump': the folder cannot be made: "):
+        fzero.jit(step, dump="/proc/fzero/dump")
+    for bad in (3, b"bytes", True):
+        with pytest.raises(TypeError, match=rf"dump={bad!r}: expected the path of a folder"):
+            fzero.jit(step, dump=bad)  # pyright: ignore
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=rf"dump='{tmp_path}': no permission to write into the folder"):
+        fzero.jit(step, dump=tmp_path)
+
+
+def test_a_dump_of_a_graph_without_operations(tmp_path):
+    x = torch.ones(2)
+    assert fzero.jit(lambda x: x, backend="fx", dump=tmp_path)(x) is not None
+    assert peak_bytes_of(tmp_path / "peaks.txt") == {8}
+
+
+def peak_bytes_of(path: pathlib.Path) -> set[int]:
+    return {int(line.split()[3]) for line in path.read_text().splitlines()[3:]}
+
+
+def test_the_peak_of_the_last_pass_is_the_candidates():
+    sample = build_chain(SHARDED)
+    given = Given(tuple(sample.pairs), tuple(sample.donated))
+    for c in candidates(sample.graph, given, Knobs()):
+        assert peak_bytes(Pipeline(sample.graph, given).run(c.choice)[-1].graph) == c.peak_bytes
