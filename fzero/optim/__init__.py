@@ -1,10 +1,11 @@
 """Optimizers as (init, update) pairs."""
 
 from fzero.layout.segments import global_norm
+from fzero.optim import schedules
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adagrad import AdagradState, adagrad
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
-from fzero.optim._base import Optimizer, apply_updates, chain
+from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, apply_updates, chain
 from fzero.optim._clip import clip, clip_by_block_rms, clip_by_global_norm
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._ema import EmaState, ema, params_ema
@@ -17,7 +18,8 @@ from fzero.optim._masked import masked
 from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
-from fzero.optim._schedules import (
+from fzero.optim._sgd import SgdState, sgd
+from fzero.optim.schedules import (
     Schedule,
     constant,
     exponential_decay,
@@ -27,7 +29,6 @@ from fzero.optim._schedules import (
     warmup_cosine,
     warmup_linear,
 )
-from fzero.optim._sgd import SgdState, sgd
 
 __all__ = [
     "AdafactorState",
@@ -37,11 +38,16 @@ __all__ = [
     "InjectHyperparamsState",
     "LionState",
     "LossScaleState",
+    "Mask",
     "MasterState",
+    "OptState",
     "Optimizer",
+    "Pair",
+    "Params",
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "Updates",
     "adafactor",
     "adagrad",
     "adam",
@@ -77,6 +83,7 @@ __all__ = [
     "scale_by_lion",
     "scale_by_schedule",
     "scale_by_trust_ratio",
+    "schedules",
     "set_to_zero",
     "sgd",
     "static_loss_scale",

@@ -8,11 +8,13 @@ from fzero import tree
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.segments import abstract, per_leaf
 from fzero.layout.units import cut_units
-from fzero.optim._base import Optimizer
-from fzero.optim._factored import column_shape, row_shape, spread, sums_of_squares
+from fzero.optim._base import Mask, Optimizer, Params, Updates
+from fzero.optim._factored import Sums, column_shape, row_shape, spread, sums_of_squares
 from fzero.optim._hyper import Number, at_least_float32, is_zero, nonnegative, positive
 from fzero.optim._norms import leaf_rms
-from fzero.optim._schedules import Schedule, check_rate, rate_at
+from fzero.optim._rate import check_rate, rate_at
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
 
 __all__ = ["AdafactorState", "adafactor"]
 
@@ -24,8 +26,8 @@ class AdafactorState(NamedTuple):
     """
 
     count: torch.Tensor
-    rows: Any
-    columns: Any
+    rows: Tree
+    columns: Tree
 
 
 def adafactor(
@@ -35,7 +37,7 @@ def adafactor(
     eps_scale: Number = 1e-3,
     clipping_threshold: Number = 1.0,
     weight_decay: Number = 0.0,
-    mask: Any = None,
+    mask: Mask | None = None,
 ) -> Optimizer:
     """Train in sublinear memory (arXiv:1804.04235): `torch.optim.Adafactor`'s numbers.
 
@@ -74,11 +76,11 @@ def adafactor(
     if eps is not None:
         nonnegative(eps=eps)
 
-    def init(params: Any) -> AdafactorState:
+    def init(params: Params) -> AdafactorState:
         rows, columns = _zeros(params)
         return AdafactorState(torch.zeros((), dtype=torch.int64), rows, columns)
 
-    def update(grads: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
+    def update(grads: Updates, state: AdafactorState, params: Params | None = None) -> tuple[Updates, AdafactorState]:
         if params is None:
             raise ValueError("adafactor needs the parameters: opt.update(grads, state, params)")
         count = state.count + 1
@@ -86,7 +88,9 @@ def adafactor(
         steps, rows, columns = _directions(grads, state, t**-decay_rate, eps)
         size = (1 / t.sqrt()).clamp(max=rate)
 
-        def step(u: torch.Tensor, p: torch.Tensor, step_rms: Any, rms: Any, decays: Any) -> torch.Tensor:
+        def step(
+            u: torch.Tensor, p: torch.Tensor, step_rms: torch.Tensor, rms: torch.Tensor, decays: Any
+        ) -> torch.Tensor:
             excess = (step_rms / clipping_threshold).clamp(min=1)
             new = -size * rms.clamp(min=eps_scale) / excess * at_least_float32(u)
             return (new if is_zero(weight_decay) else new - rate * weight_decay * decays * p).to(p.dtype)
@@ -98,7 +102,7 @@ def adafactor(
     return Optimizer(init, update, elementwise=True)
 
 
-def _zeros(params: Any) -> tuple[Any, Any]:
+def _zeros(params: Params) -> tuple[Tree, Tree]:
     """Return zero means for all leaves, whole; tied leaves share theirs."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
@@ -106,50 +110,80 @@ def _zeros(params: Any) -> tuple[Any, Any]:
     for uid, box, members in cut_units(paths, entries):
         for position, index in members:
             leaf[position] = (uid, id(box), index)
-    made: dict[Any, Any] = {}
-    for key, x, like in zip(leaf, entries, shapes, strict=True):
-        if key not in made and like is not None:
-            device = x.device if isinstance(x, torch.Tensor) else None
-            parts = (row_shape(like.shape), column_shape(like.shape))
-            made[key] = [None if s is None else torch.zeros(s, dtype=like.dtype, device=device) for s in parts]
-    out = [[None if like is None else made[key][i] for key, like in zip(leaf, shapes, strict=True)] for i in (0, 1)]
-    return tree.unflatten(structure, out[0]), tree.unflatten(structure, out[1])
+    made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    rows: list[Any] = [None] * len(entries)
+    columns: list[Any] = [None] * len(entries)
+    for position, (key, x, like) in enumerate(zip(leaf, entries, shapes, strict=True)):
+        if like is None:
+            continue
+        if key not in made:
+            made[key] = _zeros_like(like, x.device if isinstance(x, torch.Tensor) else None)
+        rows[position], columns[position] = made[key]
+    return tree.unflatten(structure, rows), tree.unflatten(structure, columns)
 
 
-def _directions(grads: Any, state: AdafactorState, weight: torch.Tensor, eps: Number | None) -> tuple[Any, Any, Any]:
+def _zeros_like(like: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    of_columns = column_shape(like.shape)
+    rows = torch.zeros(row_shape(like.shape), dtype=like.dtype, device=device)
+    return rows, None if of_columns is None else torch.zeros(of_columns, dtype=like.dtype, device=device)
+
+
+class _Factors(NamedTuple):
+    """A second moment as a product of rows and, of a matrix, columns; its root is at least `least`."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor | None
+    least: Number
+
+
+def _directions(
+    grads: Updates, state: AdafactorState, weight: torch.Tensor, eps: Number | None
+) -> tuple[Updates, Tree, Tree]:
     """Return gradients over the roots of their second moments, and the new means; `weight` is that of the new."""
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     rows, columns = tree.flatten(state.rows)[0], tree.flatten(state.columns)[0]
     out: list[Any] = list(entries)
-    factors: list[Any] = [None] * len(entries)  # the second moment is a product: of rows and, of a matrix, columns
-    for positions, shape, row_sums, column_sums in sums_of_squares(paths, entries):
-        at = positions[0]
-        least = torch.finfo(rows[at].dtype).eps if eps is None else eps
-        if column_sums is None:
-            row, column = _towards(rows[at], row_sums, weight), None
-            pair = at_least_float32(row), None
-        else:
-            row = _towards(rows[at], row_sums / max(shape[-1], 1), weight)
-            column = _towards(columns[at], column_sums / max(shape[-2], 1), weight)
-            wide = at_least_float32(row)
-            pair = wide / wide.mean(-1, keepdim=True).clamp(min=least), at_least_float32(column)
-        direction = _whole_direction(entries[at], *pair, least) if isinstance(entries[at], torch.Tensor) else None
-        for position in positions:
-            rows[position], columns[position], factors[position] = row, column, (*pair, least)
+    factors: list[Any] = [None] * len(entries)
+    for sums in sums_of_squares(paths, entries):
+        at = sums.positions[0]
+        row, column = _new_means(sums, rows[at], columns[at], weight)
+        found = _factors(row, column, torch.finfo(rows[at].dtype).eps if eps is None else eps)
+        direction = _whole_direction(entries[at], found) if isinstance(entries[at], torch.Tensor) else None
+        for position in sums.positions:
+            rows[position], columns[position], factors[position] = row, column, found
             out[position] = entries[position] if direction is None else direction
     for uid, box, members in cut_units(paths, entries):
-        of_leaf = dict(sorted([(i, factors[position]) for position, i in members], key=lambda pair: pair[0]))
-        moment = spread(box, [rows for rows, _, _ in of_leaf.values()], [columns for _, columns, _ in of_leaf.values()])
-        out[members[0][0]] = Shard(_over_root(box.data, moment, of_leaf[0][2]), uid)
+        by_index = {index: factors[position] for position, index in members}
+        of_leaf: list[_Factors] = [by_index[index] for index in sorted(by_index)]
+        moment = spread(box, [f.rows for f in of_leaf], [f.columns for f in of_leaf])
+        out[members[0][0]] = Shard(_over_root(box.data, moment, of_leaf[0].least), uid)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
+
+
+def _new_means(
+    sums: Sums, rows: torch.Tensor, columns: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Move the means of a leaf's rows and columns towards those of new squares."""
+    if sums.columns is None:
+        return _towards(rows, sums.rows, weight), None
+    row_means, column_means = sums.rows / max(sums.shape[-1], 1), sums.columns / max(sums.shape[-2], 1)
+    return _towards(rows, row_means, weight), _towards(columns, column_means, weight)
+
+
+def _factors(rows: torch.Tensor, columns: torch.Tensor | None, least: Number) -> _Factors:
+    wide = at_least_float32(rows)
+    if columns is None:
+        return _Factors(wide, None, least)
+    return _Factors(wide / wide.mean(-1, keepdim=True).clamp(min=least), at_least_float32(columns), least)
 
 
 def _towards(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (old + weight * (new - old)).to(old.dtype)
 
 
-def _whole_direction(g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor | None, least: Any) -> torch.Tensor:
+def _whole_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    rows, columns, least = factors
     return _over_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], least)
 
 

@@ -1,13 +1,15 @@
 """Adagrad."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, nonnegative
-from fzero.optim._schedules import Schedule, check_rate, rate_at
+from fzero.optim._rate import check_rate, rate_at
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
 
 __all__ = ["AdagradState", "adagrad"]
 
@@ -16,7 +18,7 @@ class AdagradState(NamedTuple):
     """The number of updates done (int64, 0-d), and the sums of squared gradients, like the parameters."""
 
     count: torch.Tensor
-    sum_of_squares: Any
+    sum_of_squares: Tree
 
 
 def adagrad(
@@ -46,11 +48,11 @@ def adagrad(
     check_rate(learning_rate)
     nonnegative(initial_accumulator_value=initial_accumulator_value, eps=eps)
 
-    def init(params: Any) -> AdagradState:
+    def init(params: Params) -> AdagradState:
         sums = tree.map(lambda p: torch.zeros_like(p) + initial_accumulator_value, params)
         return AdagradState(torch.zeros((), dtype=torch.int64), tree.map(lambda s, p: s.to(p.dtype), sums, params))
 
-    def update(grads: Any, state: AdagradState, params: Any = None) -> tuple[Any, AdagradState]:
+    def update(grads: Updates, state: AdagradState, params: Params | None = None) -> tuple[Updates, AdagradState]:
         rate = rate_at(learning_rate, state.count)
 
         def direction(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,11 @@ import torch
 
 from fzero import tree
 from fzero.layout.segments import per_leaf
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Mask, Optimizer, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, fraction, is_zero, nonnegative
-from fzero.optim._schedules import Schedule, check_rate, rate_at
+from fzero.optim._rate import check_rate, rate_at
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
 
 __all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]
 
@@ -17,8 +19,8 @@ class AdamState(NamedTuple):
     """The number of updates done (int64, 0-d) and the two moments, like the parameters."""
 
     count: torch.Tensor
-    mu: Any
-    nu: Any
+    mu: Tree
+    nu: Tree
 
 
 def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
@@ -41,7 +43,7 @@ def adamw(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     weight_decay: Number = 1e-2,
-    mask: Any = None,
+    mask: Mask | None = None,
 ) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101): `torch.optim.AdamW`'s numbers.
 
@@ -69,7 +71,7 @@ def adamw(
     fraction(b1=b1, b2=b2)
     nonnegative(eps=eps, weight_decay=weight_decay)
 
-    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+    def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         rate = rate_at(learning_rate, state.count)
         (count, mu, nu), c1, c2 = _moments(grads, state, b1, b2)
         updates = tree.map(lambda m, v: (-rate * (m / c1) / (v.sqrt() / c2 + eps)).to(m.dtype), mu, nu)
@@ -112,7 +114,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
     fraction(b1=b1, b2=b2)
     nonnegative(eps=eps)
 
-    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+    def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         state, c1, c2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -123,12 +125,12 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
     return Optimizer(_init, update, elementwise=True)
 
 
-def _init(params: Any) -> AdamState:
+def _init(params: Params) -> AdamState:
     count = torch.zeros((), dtype=torch.int64)
     return AdamState(count, tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
 
 
-def _moments(grads: Any, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
+def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
     """Return the new state, and what corrects the first moment, and the root of the second, for their zero start."""
     count = state.count + 1
     t = count.to(torch.float64)

@@ -6,12 +6,61 @@ parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fzero import tree
 from fzero.precision import Precision
+from fzero.tree import Tree
 
-__all__ = ["Optimizer", "apply_updates", "around", "chain", "find_state"]
+__all__ = [
+    "Mask",
+    "OptState",
+    "Optimizer",
+    "Pair",
+    "Params",
+    "Updates",
+    "apply_updates",
+    "around",
+    "as_optimizer",
+    "chain",
+    "find_state",
+]
+
+Params = Tree
+"""A tree of parameters: plain tensors, or at stages 1 to 3 boxes."""
+Updates = Tree
+"""A tree like the parameters: gradients, or what `apply_updates` adds to the parameters."""
+OptState = Tree
+"""The state of a pair: any tree, whose leaves that are like the parameters lie in boxes as they do."""
+Mask = Tree | Callable[[Params], Tree]
+"""A tree of bools like the whole parameters, or a function that makes one of the whole leaves (as meta tensors)."""
+
+State = TypeVar("State")
+
+
+class Pair(Protocol):
+    """An (init, update) pair: an `Optimizer`, or a third-party one, such as optax's form in PyTorch.
+
+    Example:
+        >>> import fzero, torch
+        >>> class Descend:
+        ...     def init(self, params):
+        ...         return ()
+        ...
+        ...     def update(self, grads, state, params=None):
+        ...         return fzero.tree.map(lambda g: -0.1 * g, grads), state
+        >>> opt = chain(Descend())
+        >>> opt.update({"w": torch.tensor(2.0)}, opt.init({"w": torch.tensor(1.0)}))[0]
+        {'w': tensor(-0.2000)}
+    """
+
+    def init(self, params: Params, /) -> OptState:
+        """Make the state for these parameters."""
+        ...
+
+    def update(self, grads: Updates, state: OptState, /, *, params: Params | None = None) -> tuple[Updates, OptState]:
+        """Make updates of gradients; return them and the new state. Its arguments stay as they are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,8 +76,8 @@ class Optimizer:
         skips: whether the pair skips steps that overflowed: a loss scale.
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
+    init: Callable[[Params], OptState]
+    update: Callable[..., tuple[Updates, OptState]]
     elementwise: bool | None = None
     precision: Precision | None = None
     skips: bool = False
@@ -37,16 +86,30 @@ class Optimizer:
         return iter((self.init, self.update))
 
 
-def around(init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], *pairs: Any) -> Optimizer:
-    """Make a pair of functions around others: it is what they are."""
-    known = [getattr(pair, "elementwise", None) for pair in pairs]
-    elementwise = False if False in known else None if None in known else True
-    policies = [pair.precision for pair in pairs if getattr(pair, "precision", None) is not None]
-    skips = any(getattr(pair, "skips", False) for pair in pairs)
-    return Optimizer(init, update, elementwise, policies[0] if policies else None, skips)
+def as_optimizer(pair: Pair) -> Optimizer:
+    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`."""
+    if isinstance(pair, Optimizer):
+        return pair
+    return Optimizer(pair.init, pair.update, getattr(pair, "elementwise", None))
 
 
-def find_state(opt_state: Any, kind: type) -> Any:
+def around(
+    init: Callable[[Params], OptState], update: Callable[..., tuple[Updates, OptState]], *pairs: Pair
+) -> Optimizer:
+    """Make a pair of functions around others: it is elementwise, keeps masters and skips steps as these do."""
+    known = [as_optimizer(pair) for pair in pairs]
+    elementwise = {pair.elementwise for pair in known}
+    policies = [pair.precision for pair in known if pair.precision is not None]
+    return Optimizer(
+        init,
+        update,
+        elementwise=False if False in elementwise else None if None in elementwise else True,
+        precision=policies[0] if policies else None,
+        skips=any(pair.skips for pair in known),
+    )
+
+
+def find_state(opt_state: OptState, kind: type[State]) -> State:
     """Find the one state of this type in an optimizer's state.
 
     Raises:
@@ -58,7 +121,7 @@ def find_state(opt_state: Any, kind: type) -> Any:
     return found[0]
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: Params, updates: Updates) -> Params:
     """Add updates to parameters, keeping their dtypes; leaves that are one tensor object (tied) stay one.
 
     Raises:
@@ -72,7 +135,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
-def chain(*pairs: Any) -> Optimizer:
+def chain(*pairs: Pair) -> Optimizer:
     """Compose pairs: the updates of one are the gradients of the next.
 
     Args:
@@ -82,7 +145,7 @@ def chain(*pairs: Any) -> Optimizer:
         A pair whose state is the tuple of their states.
 
     Raises:
-        ValueError: if `master_weights` is not the last: what came after would change the parameters and not the
+        ValueError: if `master_weights` is not the last: a link after it would change the parameters and not the
             masters; or if a link is a loss scale, which goes around the chain.
 
     Example:
@@ -92,18 +155,19 @@ def chain(*pairs: Any) -> Optimizer:
         >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
-    if any(getattr(pair, "precision", None) is not None for pair in pairs[:-1]):
+    known = [as_optimizer(pair) for pair in pairs]
+    if any(pair.precision is not None for pair in known[:-1]):
         raise ValueError("chain: master_weights must be the last link, or around the whole chain")
-    if any(getattr(pair, "skips", False) for pair in pairs):
+    if any(pair.skips for pair in known):
         raise ValueError(
             "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "
             "after it would see steps that are skipped"
         )
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         return tuple([pair.init(params) for pair in pairs])
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         new = []
         for pair, s in zip(pairs, state, strict=True):
             grads, s = pair.update(grads, s, params=params)

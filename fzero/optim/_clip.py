@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.layout.segments import global_norm
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, positive
 from fzero.optim._norms import leaf_rms
 
@@ -32,7 +32,7 @@ def clip(max_delta: Number) -> Optimizer:
     positive(max_delta=max_delta)
     limit: Any = max_delta  # torch's annotation of clamp wants two numbers or two tensors
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return tree.map(lambda g: g.clamp(-limit, limit).to(g.dtype), grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
@@ -60,7 +60,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
     """
     positive(max_norm=max_norm)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         norm = global_norm(grads)
         scale = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
         return tree.map(lambda g: (g * scale).to(g.dtype), grads), state
@@ -88,7 +88,7 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
     """
     positive(threshold=threshold)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         def clipped(g: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
             return (at_least_float32(g) / (rms / threshold).clamp(min=1)).to(g.dtype)
 

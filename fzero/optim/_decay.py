@@ -1,16 +1,14 @@
 """Weight decay."""
 
-from typing import Any
-
 from fzero import tree
 from fzero.layout.segments import per_leaf
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates
 from fzero.optim._hyper import Number, is_zero, nonnegative
 
 __all__ = ["add_decayed_weights"]
 
 
-def add_decayed_weights(weight_decay: Number, mask: Any = None) -> Optimizer:
+def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optimizer:
     """Add a fraction of the parameters to their gradients.
 
     Before an optimizer this is L2 regularisation; between its direction and its learning rate it is decoupled
@@ -36,7 +34,7 @@ def add_decayed_weights(weight_decay: Number, mask: Any = None) -> Optimizer:
     """
     nonnegative(weight_decay=weight_decay)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if is_zero(weight_decay):
             return grads, state
         if params is None:

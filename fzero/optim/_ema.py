@@ -1,12 +1,13 @@
 """Exponential moving averages: of the parameters, or of any tree."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer, apply_updates
+from fzero.optim._base import Optimizer, Params, Updates, apply_updates
 from fzero.optim._hyper import Number, fraction
+from fzero.tree import Tree
 
 __all__ = ["EmaState", "ema", "params_ema"]
 
@@ -15,7 +16,7 @@ class EmaState(NamedTuple):
     """The number of updates done (int64, 0-d), and the average, like what is averaged (so in shards, if it is)."""
 
     count: torch.Tensor
-    ema: Any
+    ema: Tree
 
 
 def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
@@ -47,12 +48,12 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
     """
     fraction(decay=decay)
 
-    def init(params: Any) -> EmaState:
+    def init(params: Params) -> EmaState:
         # copies: a jitted step overwrites parameters and state, each in its own memory
         copies = tree.map(lambda p: p.to(accumulator_dtype or p.dtype, copy=True), params)
         return EmaState(torch.zeros((), dtype=torch.int64), copies)
 
-    def update(grads: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+    def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         if params is None:
             raise ValueError("an average of the parameters needs them: opt.update(grads, state, params)")
         count = state.count + 1
@@ -91,11 +92,11 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
     """
     fraction(decay=decay)
 
-    def init(params: Any) -> EmaState:
+    def init(params: Params) -> EmaState:
         zeros = tree.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params)
         return EmaState(torch.zeros((), dtype=torch.int64), zeros)
 
-    def update(grads: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+    def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         count = state.count + 1
         left = 1 - decay ** count.to(torch.float64) if debias else 1.0
         average = tree.map(lambda x, a: (decay * a + (1 - decay) * x).to(a.dtype), grads, state.ema)

@@ -1,6 +1,7 @@
 """Hyperparameters: numbers that are checked when a pair is made, or 0-d tensors that may change as training goes."""
 
 import math
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,22 +12,22 @@ __all__ = ["Number", "at_least_float32", "fraction", "is_zero", "nonnegative", "
 Number = float | torch.Tensor  # a 0-d tensor is one that `inject_hyperparams` keeps in the state
 
 
-def nonnegative(**values: Any) -> None:
+def nonnegative(**values: object) -> None:
     """Check that hyperparameters, given by name, are finite numbers >= 0; tensors are not looked into."""
     _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
 
 
-def positive(**values: Any) -> None:
+def positive(**values: object) -> None:
     """Check that hyperparameters are positive numbers; infinity is one."""
     _check(values, "a positive number", lambda v: v > 0)
 
 
-def fraction(**values: Any) -> None:
+def fraction(**values: object) -> None:
     """Check that hyperparameters are numbers in [0, 1)."""
     _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
 
 
-def _check(values: dict[str, Any], expected: str, holds: Any) -> None:
+def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             continue  # to look at its value would stop a trace
@@ -36,7 +37,7 @@ def _check(values: dict[str, Any], expected: str, holds: Any) -> None:
 
 
 def is_zero(value: Number) -> bool:
-    """Tell whether a hyperparameter is the number 0; a tensor never is, since it may change."""
+    """Return whether a hyperparameter is the number 0; a tensor never is, since it may change."""
     return not isinstance(value, torch.Tensor) and value == 0
 
 

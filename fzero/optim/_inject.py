@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.optim._base import Optimizer, around
+from fzero.optim._base import Optimizer, OptState, Params, Updates, around
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
@@ -18,7 +18,7 @@ class InjectHyperparamsState(NamedTuple):
 
     count: torch.Tensor
     hyperparams: dict[str, torch.Tensor]
-    inner_state: Any
+    inner_state: OptState
 
 
 def inject_hyperparams(
@@ -74,12 +74,14 @@ def inject_hyperparams(
             bound.arguments.update(hyperparams)
             return factory(*bound.args, **bound.kwargs)
 
-        def init(params: Any) -> InjectHyperparamsState:
+        def init(params: Params) -> InjectHyperparamsState:
             count = torch.zeros((), dtype=torch.int64)
             hyperparams = {k: _number(k, v, count) for k, v in numbers.items()} | values_at(count)
             return InjectHyperparamsState(count, hyperparams, pair_with(hyperparams).init(params))
 
-        def update(grads: Any, state: InjectHyperparamsState, params: Any = None) -> tuple[Any, Any]:
+        def update(
+            grads: Updates, state: InjectHyperparamsState, params: Params | None = None
+        ) -> tuple[Updates, OptState]:
             _check_names(state.hyperparams, {**numbers, **schedules})
             written = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
             hyperparams = {**written, **values_at(state.count)}
@@ -97,7 +99,7 @@ def _check_names(given: dict[str, Any], names: dict[str, Any]) -> None:
         raise ValueError(f"state.hyperparams has {sorted(given)}: expected the hyperparameters {sorted(names)}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
     return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
 

@@ -1,17 +1,15 @@
 """LAMB, and the trust ratio that makes it."""
 
-from typing import Any
-
 import torch
 
 from fzero import tree
 from fzero.optim._adam import scale_by_adam
-from fzero.optim._base import Optimizer, chain
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._hyper import Number
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import scale_by_learning_rate
-from fzero.optim._schedules import Schedule
+from fzero.optim.schedules import Schedule
 
 __all__ = ["lamb", "scale_by_trust_ratio"]
 
@@ -22,7 +20,7 @@ def lamb(
     b2: Number = 0.999,
     eps: Number = 1e-6,
     weight_decay: Number = 0.0,
-    mask: Any = None,
+    mask: Mask | None = None,
 ) -> Optimizer:
     """Scale AdamW's step of each leaf to the leaf's norm (arXiv:1904.00962): `optax.lamb`'s numbers.
 
@@ -74,7 +72,7 @@ def scale_by_trust_ratio() -> Optimizer:
         {'w': tensor([0., 5.])}
     """
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if params is None:
             raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
         return tree.map(_scaled, grads, *leaf_norms((grads, params))), state

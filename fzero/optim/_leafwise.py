@@ -1,15 +1,14 @@
 """An adapter for third-party pairs that take trees apart by themselves."""
 
 import inspect
-from typing import Any
 
 from fzero import tree
-from fzero.optim._base import Optimizer, around
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer
 
 __all__ = ["leafwise"]
 
 
-def leafwise(pair: Any) -> Optimizer:
+def leafwise(pair: Pair) -> Optimizer:
     """Run a third-party (init, update) pair on one leaf at a time, with its state in the leaf's place.
 
     A pair that flattens the tree into a list keeps state of its own, in which shards cannot be told from replicated
@@ -23,6 +22,9 @@ def leafwise(pair: Any) -> Optimizer:
     Returns:
         A pair; its state is a tree like the parameters, of the pair's states.
 
+    Raises:
+        ValueError: if `pair` keeps master weights or a loss scale, which go around it.
+
     Example:
         >>> import torch
         >>> from fzero import optim
@@ -31,14 +33,15 @@ def leafwise(pair: Any) -> Optimizer:
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.1000)}
     """
-    if getattr(pair, "precision", None) is not None or getattr(pair, "skips", False):
+    known = as_optimizer(pair)
+    if known.precision is not None or known.skips:
         raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
     takes_inplace = "inplace" in inspect.signature(pair.update).parameters
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         return tree.map(lambda p: pair.init([p]), params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         options = {"inplace": False} if takes_inplace else {}
         leaves, structure = tree.flatten(grads)
         states = tree.leaves_up_to(grads, state)

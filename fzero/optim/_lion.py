@@ -1,15 +1,16 @@
 """Lion."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer, chain
+from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._hyper import Number, fraction
 from fzero.optim._scale import scale_by_learning_rate
-from fzero.optim._schedules import Schedule
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
 
 __all__ = ["LionState", "lion", "scale_by_lion"]
 
@@ -17,7 +18,7 @@ __all__ = ["LionState", "lion", "scale_by_lion"]
 class LionState(NamedTuple):
     """The moving average of the gradients, like the parameters."""
 
-    mu: Any
+    mu: Tree
 
 
 def lion(
@@ -25,7 +26,7 @@ def lion(
     b1: Number = 0.9,
     b2: Number = 0.99,
     weight_decay: Number = 1e-3,
-    mask: Any = None,
+    mask: Mask | None = None,
 ) -> Optimizer:
     """Step by the sign of an average of gradients (arXiv:2302.06675): `optax.lion`'s numbers.
 
@@ -69,10 +70,10 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
     """
     fraction(b1=b1, b2=b2)
 
-    def init(params: Any) -> LionState:
+    def init(params: Params) -> LionState:
         return LionState(tree.map(torch.zeros_like, params))
 
-    def update(grads: Any, state: LionState, params: Any = None) -> tuple[Any, LionState]:
+    def update(grads: Updates, state: LionState, params: Params | None = None) -> tuple[Updates, LionState]:
         signs = tree.map(lambda g, m: torch.sign((1 - b1) * g + b1 * m).to(g.dtype), grads, state.mu)
         return signs, LionState(tree.map(lambda g, m: (b2 * m + (1 - b2) * g).to(m.dtype), grads, state.mu))
 

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.segments import without_padding
-from fzero.optim._base import Optimizer, around, find_state
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, find_state
 from fzero.optim._hyper import positive
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
@@ -29,11 +29,11 @@ class LossScaleState(NamedTuple):
     scale: torch.Tensor
     growth: torch.Tensor
     skipped: torch.Tensor
-    inner: Any
+    inner: OptState
 
 
 def dynamic_loss_scale(
-    pair: Any,
+    pair: Pair,
     initial: float = 2.0**16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -80,11 +80,11 @@ def dynamic_loss_scale(
             f"at most 1, and from minimum={minimum} to maximum={maximum}"
         )
 
-    def init(params: Any) -> LossScaleState:
+    def init(params: Params) -> LossScaleState:
         zero = torch.zeros((), dtype=torch.int64)
         return LossScaleState(torch.tensor(initial, dtype=torch.float32), zero, zero.clone(), pair.init(params))
 
-    def update(grads: Any, state: LossScaleState, params: Any = None) -> tuple[Any, LossScaleState]:
+    def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         good = all_finite(grads)
         updates, inner = pair.update(grads, state.inner, params=params)
         # minus zero is what leaves every number as it is: -0.0 + 0.0 is 0.0
@@ -101,7 +101,7 @@ def dynamic_loss_scale(
     return replace(around(init, update, pair), skips=True)
 
 
-def static_loss_scale(pair: Any, scale: float) -> Optimizer:
+def static_loss_scale(pair: Pair, scale: float) -> Optimizer:
     """Skip steps whose gradients overflowed, at a loss scale that does not change. See `dynamic_loss_scale`.
 
     Args:
@@ -122,7 +122,7 @@ def static_loss_scale(pair: Any, scale: float) -> Optimizer:
     return dynamic_loss_scale(pair, scale, 1.0, 1.0, minimum=scale, maximum=scale)
 
 
-def loss_scale(opt_state: Any) -> LossScaleState:
+def loss_scale(opt_state: OptState) -> LossScaleState:
     """Find the loss scale in an optimizer's state: for `fzero.scaled_value_and_grad`, and for metrics.
 
     Raises:
@@ -137,7 +137,7 @@ def loss_scale(opt_state: Any) -> LossScaleState:
     return find_state(opt_state, LossScaleState)
 
 
-def all_finite(grads: Any) -> torch.Tensor:
+def all_finite(grads: Updates) -> torch.Tensor:
     """Tell whether all elements of a tree are finite, on all ranks: on any layout, by one psum of a number each.
 
     Returns:

@@ -1,17 +1,16 @@
 """A pair on some leaves only."""
 
-from typing import Any
-
 import torch
 
 from fzero import tree
 from fzero.layout.segments import per_leaf
-from fzero.optim._base import Optimizer, around
+from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, around, as_optimizer
+from fzero.tree import Tree
 
 __all__ = ["masked"]
 
 
-def masked(pair: Any, mask: Any) -> Optimizer:
+def masked(pair: Pair, mask: Mask) -> Optimizer:
     """Apply a pair to the leaves where `mask` is True; pass the gradients of the others unchanged.
 
     The numbers are `optax.masked`'s, on any layout: a shard may hold leaves of both kinds. The pair sees zeros as the
@@ -38,16 +37,17 @@ def masked(pair: Any, mask: Any) -> Optimizer:
         >>> opt.update(params, opt.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
-    if getattr(pair, "precision", None) is not None or getattr(pair, "skips", False):
+    known = as_optimizer(pair)
+    if known.precision is not None or known.skips:
         raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
 
-    def chosen(values: Any, applies: Any) -> Any:
+    def chosen(values: Tree, applies: Tree) -> Tree:
         return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, applies)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         return pair.init(chosen(params, per_leaf(params, mask)))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         applies = per_leaf(grads, mask)
         inner = None if params is None else chosen(params, applies)
         updates, state = pair.update(chosen(grads, applies), state, params=inner)
@@ -56,7 +56,7 @@ def masked(pair: Any, mask: Any) -> Optimizer:
     return around(init, update, pair)
 
 
-def _where(mask: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Choose by one number for all elements, or by a tensor of a number each."""
     if isinstance(mask, torch.Tensor):
         return torch.where(mask != 0, x, y)

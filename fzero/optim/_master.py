@@ -1,7 +1,7 @@
 """Master weights: full-precision parameters in the optimizer's state, for a step that computes in half precision."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -9,7 +9,7 @@ from fzero import tree
 from fzero._notice import notice
 from fzero.layout.boxes import Shard, Slot, is_box
 from fzero.layout.spec import facts
-from fzero.optim._base import Optimizer, apply_updates, around, find_state
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, apply_updates, around, find_state
 from fzero.precision import Precision
 
 __all__ = ["MasterState", "master_params", "master_weights"]
@@ -21,17 +21,17 @@ class MasterState(NamedTuple):
     A parameter that is itself in full precision has no second copy: its place in `master` holds None.
     """
 
-    master: Any
-    inner: Any
+    master: Params
+    inner: OptState
 
 
-def master_weights(pair: Any, precision: Precision) -> Optimizer:
-    """Apply a pair to master weights, and hand out what makes the parameters their rounded values.
+def master_weights(pair: Pair, precision: Precision) -> Optimizer:
+    """Apply a pair to master weights, and hand out updates that make the parameters their rounded values.
 
     Half-precision parameters lose every update smaller than their last bit; the masters gather them
     (arXiv:1710.03740). They lie in the optimizer's state, so a stage from 1 on shards them: with Adam 12 bytes an
-    element of N ranks, beside 2 of the parameter (arXiv:1910.02054). They are the truth: parameters that are changed
-    by hand are what the masters say again after the next update.
+    element of N ranks, beside 2 of the parameter (arXiv:1910.02054). They are the truth: after the next update the
+    parameters are the masters' values again, also those that you changed by hand.
 
     Args:
         pair: an (init, update) pair, such as a whole chain; it sees gradients and parameters in `precision.master`'s
@@ -44,8 +44,9 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         `params = precision.cast(params)`.
 
     Raises:
-        TypeError: on init, if a parameter is not a floating-point tensor; on update, if parameters or gradients have
-            not the policy's dtypes: a cast was forgotten. Names the path.
+        TypeError: if `precision` is no policy; on init, if a parameter is not a floating-point tensor; on update, if
+            parameters or gradients have not the policy's dtypes: a cast was forgotten. Names the path.
+        ValueError: on update, if `params` is not given.
 
     Example:
         >>> from fzero import optim
@@ -62,19 +63,19 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     master = precision.master
 
-    def stored(masters: Any, kept: Any) -> Any:
+    def stored(masters: Params, kept: Params) -> Params:
         """Leave out the masters of parameters that are their own."""
         entries, structure = tree.flatten(masters, is_box)
         dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, kept, is_box)]
         found = [None if dtype in (None, master) else x for x, dtype in zip(entries, dtypes, strict=True)]
         return tree.unflatten(structure, found)
 
-    def init(params: Any) -> MasterState:
+    def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
         return MasterState(stored(masters, precision.kept(params)), pair.init(masters))
 
-    def update(grads: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
+    def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
         kept = precision.kept(params)
@@ -83,20 +84,26 @@ def master_weights(pair: Any, precision: Precision) -> Optimizer:
         updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
 
-        def rounded(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-            if p.dtype == master:
-                return u
-            # what float16 cannot hold is its largest number: an infinite parameter could never be corrected
-            largest = torch.finfo(p.dtype).max
-            # between two rounded values, so that p and it add up to the new one, exactly if that is not near zero
-            return m.clamp(-largest, largest).to(p.dtype).to(m.dtype) - p.to(m.dtype)
+        def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+            return u if p.dtype == master else _to_rounded(p, m)
 
-        return tree.map(rounded, params, updates, new), MasterState(stored(new, kept), inner)
+        return tree.map(update_of, params, updates, new), MasterState(stored(new, kept), inner)
 
     return replace(around(init, update, pair), precision=precision)
 
 
-def master_params(params: Any, opt_state: Any) -> Any:
+def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Return the update that makes a narrow parameter its master's rounded value, in the master's dtype.
+
+    It is the difference of two narrow values. So `apply_updates` adds it to the parameter without a rounding of its
+    own, unless it is near zero. A master beyond the narrow dtype's range gives its largest number: an infinite
+    parameter could never be corrected.
+    """
+    largest = torch.finfo(p.dtype).max
+    return master.clamp(-largest, largest).to(p.dtype).to(master.dtype) - p.to(master.dtype)
+
+
+def master_params(params: Params, opt_state: OptState) -> Params:
     """Return parameters in full precision: the master weights, and the parameters that have none.
 
     Args:
@@ -122,7 +129,7 @@ def master_params(params: Any, opt_state: Any) -> Any:
     return tree.unflatten(structure, [p if m is None else m for p, m in zip(others, entries, strict=True)])
 
 
-def _check_params(params: Any, precision: Precision) -> None:
+def _check_params(params: Params, precision: Precision) -> None:
     narrow = []
     for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
         if not isinstance(x, torch.Tensor):
@@ -141,7 +148,7 @@ def _check_params(params: Any, precision: Precision) -> None:
         )
 
 
-def _dtype(x: Any) -> torch.dtype | None:
+def _dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; a unit's other leaves have their first one's."""
     if isinstance(x, Slot):
         return facts(x.uid).dtype
@@ -149,7 +156,7 @@ def _dtype(x: Any) -> torch.dtype | None:
     return data.dtype if isinstance(data, torch.Tensor) else None
 
 
-def _check_dtypes(params: Any, grads: Any, kept: Any, precision: Precision) -> None:
+def _check_dtypes(params: Params, grads: Updates, kept: Params, precision: Precision) -> None:
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     columns = [tree.leaves_up_to(params, other, is_box) for other in (grads, kept)]
     for path, p, g, like in zip(paths, entries, *columns, strict=True):

@@ -1,7 +1,6 @@
 """The norm of each leaf, on any layout: what layerwise optimizers need."""
 
 import math
-from typing import Any
 
 import torch
 
@@ -11,13 +10,14 @@ from fzero.layout.boxes import Shard, is_box
 from fzero.layout.segments import segment_ids
 from fzero.layout.spec import facts
 from fzero.optim._hyper import at_least_float32
+from fzero.tree import Tree
 
 __all__ = ["leaf_norms", "leaf_rms"]
 
 _LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
 
 
-def leaf_norms(values: Any) -> Any:
+def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 
     All shards over the same axes are summed over their ranks by one psum of a vector, a number for each of their
@@ -42,12 +42,12 @@ def leaf_norms(values: Any) -> Any:
     return _leaf_norms(values, mean=False)
 
 
-def leaf_rms(values: Any) -> Any:
+def leaf_rms(values: Tree) -> Tree:
     """Return the root mean square of each leaf of a tree (of an empty one, 0), as `leaf_norms` does the norm."""
     return _leaf_norms(values, mean=True)
 
 
-def _leaf_norms(values: Any, mean: bool) -> Any:
+def _leaf_norms(values: Tree, mean: bool) -> Tree:
     entries, structure = tree.flatten(values, is_box)
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):

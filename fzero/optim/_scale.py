@@ -1,13 +1,13 @@
 """Pairs that multiply gradients by a number: the last link of most chains."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyper import Number, nonnegative
-from fzero.optim._schedules import Schedule
+from fzero.optim.schedules import Schedule
 
 __all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule", "set_to_zero"]
 
@@ -29,7 +29,7 @@ def scale(factor: Number) -> Optimizer:
         {'w': tensor(-1.)}
     """
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _times(grads, factor), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
@@ -53,10 +53,12 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         {'w': tensor(1.)}
     """
 
-    def init(params: Any) -> ScaleByScheduleState:
+    def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(torch.zeros((), dtype=torch.int64))
 
-    def update(grads: Any, state: ScaleByScheduleState, params: Any = None) -> tuple[Any, ScaleByScheduleState]:
+    def update(
+        grads: Updates, state: ScaleByScheduleState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByScheduleState]:
         return _times(grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
 
     return Optimizer(init, update, elementwise=True)
@@ -99,11 +101,11 @@ def set_to_zero() -> Optimizer:
         {'w': tensor(0.), 'b': tensor(1.)}
     """
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return tree.map(torch.zeros_like, grads), state
 
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-def _times(grads: Any, factor: Number) -> Any:
+def _times(grads: Updates, factor: Number) -> Updates:
     return tree.map(lambda g: (g * factor).to(g.dtype), grads)

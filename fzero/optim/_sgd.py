@@ -1,13 +1,15 @@
 """Stochastic gradient descent."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer
+from fzero.optim._base import Optimizer, Params, Updates
 from fzero.optim._hyper import Number, is_zero, nonnegative
-from fzero.optim._schedules import Schedule, check_rate, rate_at
+from fzero.optim._rate import check_rate, rate_at
+from fzero.optim.schedules import Schedule
+from fzero.tree import Tree
 
 __all__ = ["SgdState", "sgd"]
 
@@ -16,7 +18,7 @@ class SgdState(NamedTuple):
     """The number of updates done (int64, 0-d), and the momentum buffers, like the parameters (or None)."""
 
     count: torch.Tensor
-    momentum: Any
+    momentum: Tree
 
 
 def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool = False) -> Optimizer:
@@ -45,13 +47,13 @@ def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool
     if nesterov and not remembers:
         raise ValueError(f"nesterov=True needs momentum > 0, and momentum={momentum!r} was given")
 
-    def init(params: Any) -> SgdState:
+    def init(params: Params) -> SgdState:
         return SgdState(
             torch.zeros((), dtype=torch.int64),
             tree.map(torch.zeros_like, params) if remembers else None,
         )
 
-    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
+    def update(grads: Updates, state: SgdState, params: Params | None = None) -> tuple[Updates, SgdState]:
         rate = rate_at(learning_rate, state.count)
         buffers, direction = None, grads
         if remembers:

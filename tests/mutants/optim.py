@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "padding counts as a row",
         "optim/_factored.py",
-        "entries.append([0, 1, 1, slot, slot])",
-        "entries.append([0, 1, 1, 0, slot])",
+        "_LeafPlace(0, 1, 1, end, end)",
+        "_LeafPlace(0, 1, 1, 0, end)",
         OPTIM_LAWS,
     ),
     Mutant(

@@ -2,21 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from fzero.optim._hyper import Number, nonnegative
-
 __all__ = [
     "Schedule",
-    "check_rate",
     "constant",
     "exponential_decay",
     "join_schedules",
     "linear",
     "piecewise_constant",
-    "rate_at",
     "warmup_cosine",
     "warmup_linear",
 ]
@@ -207,18 +202,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     return schedule
 
 
-def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
-    """Return a rate, or a schedule's rate after `count` updates."""
-    return rate(count) if callable(rate) else rate
-
-
-def check_rate(learning_rate: Any) -> None:
-    """Check that a learning rate is a number >= 0 or a schedule."""
-    if not callable(learning_rate):
-        nonnegative(learning_rate=learning_rate)
-
-
-def _check_steps(**steps: Any) -> None:
+def _check_steps(**steps: float) -> None:
     for name, value in steps.items():
         if not value > 0:
             raise ValueError(f"{name}={value!r}: expected a positive number of updates")
