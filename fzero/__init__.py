@@ -21,6 +21,7 @@ from fzero.ranks._batch_plan import BatchPlan, batch_plan
 from fzero.ranks.mesh import Mesh, mesh
 from fzero.stages._shard import shard
 from fzero.stages._sharded_step import Layout, ShardedStep
+from fzero.stages._state_bytes import state_bytes
 from fzero.transforms import (
     gather,
     partition,
@@ -78,6 +79,7 @@ __all__ = [
     "remat",
     "scaled_value_and_grad",
     "shard",
+    "state_bytes",
     "step",
     "transforms",
     "tree",

@@ -1,4 +1,4 @@
-"""Donation: a jitted step reuses the memory of some arguments, and what was there must not be read again."""
+"""Donation: a jitted step, or init, takes over the memory of some arguments, which must not be read again."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["DonatedError", "check_not_donated", "empty"]
 
 
 class DonatedError(RuntimeError):
-    """A value was read whose memory a jitted step has taken over for its results.
+    """A value was read whose memory a jitted step, or `step.init`, has taken over for its results.
 
     Example:
         >>> import fzero, torch
@@ -31,8 +31,9 @@ DonatedError.__module__ = "fzero"
 def message(note: str) -> str:
     """Say what was donated and what to do."""
     return (
-        f"{note}: its memory holds the step's results now. Go on with the results (params, opt_state, loss = "
-        "step(params, opt_state, batch)), copy what you want to keep before the call, or jit with donate=()"
+        f"{note}: its memory holds the results of that call now. Go on with them (params, opt_state, loss = "
+        "step(params, opt_state, batch)), copy what you want to keep before the call, or call without donation: jit "
+        "with donate=(), step.init without donate=True"
     )
 
 

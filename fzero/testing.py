@@ -4,7 +4,7 @@ Needs the extra `fzero[testing]` (hypothesis).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def assert_equivalent(
     params: Any,
     opt: Any,
     batches: Sequence[Any],
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
     world_sizes: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,

@@ -1,88 +1,141 @@
-"""Building parameters as stage 3 holds them: each leaf is made, cut and forgotten, so no rank holds the whole tree."""
+"""Filling a layout with whole leaves: each is put into its place and forgotten, so no rank needs all at once."""
 
-import random
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero._notice import notice
-from fzero.init._deferred import Deferred, defer
-from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.init._deferred import Deferred
+from fzero.init._given import Given
+from fzero.layout.boxes import Shard, is_box
+from fzero.layout.elements import elements
 from fzero.layout.spec import Spec, spec_of
-from fzero.ranks.agreement import check_equal, checksum
+from fzero.layout.units import cut_units
+from fzero.ranks.agreement import check_alike, check_equal, checksum
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["build", "deferred_or_whole"]
+__all__ = ["build"]
 
 
-def deferred_or_whole(init: Callable[[], Any]) -> Deferred | Any:
-    """Trace an init function, to be run leaf by leaf; or run it (a second time), if it cannot be traced."""
-    before = random.getstate(), torch.get_rng_state()
-    try:
-        return defer(init)
-    except Exception as error:  # if it is init's own, it comes again
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        whole = init()
-        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
-        notice(
-            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
-            "while it is cut"
-        )
-        return whole
+def build(what: str, source: Given | Deferred, layout: Any, mesh: Mesh) -> Any:
+    """Put the leaves of a tree into a layout.
 
-
-def build(deferred: Deferred, cut: Callable[[Any], Any], mesh: Mesh) -> Any:
-    """Compute a deferred tree straight into the boxes that `cut` puts it into.
-
-    What is alive at any time: this rank's shards, one leaf, and what it is computed from.
+    What is alive at any time, besides what others hold of the leaves: the boxes, one leaf, and what it is made from.
 
     Args:
-        deferred: the tree.
-        cut: the layout, as a function of the whole tree (in meta tensors) on the mesh.
+        what: what the tree is called in messages.
+        source: the leaves. What is no tensor is taken over.
+        layout: the tree with boxes in place of the leaves that are cut, whatever these boxes hold.
         mesh: whose ranks they are; in a simulation all ranks' shards are made.
 
+    Returns:
+        The tree in the layout, in memory of its own.
+
     Raises:
-        ValueError: on all ranks, if a leaf is not the same on all. Names it.
+        ValueError: on all ranks, if a leaf is not the same on all; if leaves of one unit are on several devices. Names
+            the leaf.
     """
-    sums: list[Any] = list(deferred.leaves)
-    entries, structure = tree.flatten(cut(tree.unflatten(deferred.structure, deferred.leaves)), is_box)
-    shards: dict[int, torch.Tensor] = {}
-    for i, x in enumerate(entries):
-        if isinstance(x, Shard):
-            shards[x.uid] = torch.zeros(x.data.shape, dtype=x.data.dtype, device=deferred.devices[i])
-            entries[i] = Shard(shards[x.uid], x.uid)
+    if isinstance(source, Given):  # before any of it is given up
+        check_equal(what, tree.unflatten(source.structure, source.held), mesh)
+    else:
+        check_alike(what, tree.unflatten(source.structure, source.leaves), mesh)
+    filling = _Filling(what, layout, source, mesh)
+    sums: list[Any] = [None] * len(source.leaves)
 
-    def take(positions: list[int], leaf: torch.Tensor) -> None:
-        x = entries[positions[0]]
+    def take(positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
+        if mesh.distributed and isinstance(source, Deferred):
+            total = checksum(leaf)
+            for i in positions:
+                sums[i] = total
+        filling.take(positions, leaf, may_keep)
+
+    source.run(take)
+    if isinstance(source, Deferred):
+        check_equal(what, tree.unflatten(source.structure, source.leaves), mesh, sums)
+    return filling.tree()
+
+
+class _Home(NamedTuple):
+    """Where a leaf belongs: in its unit's shard, or in all ranks' shards, those of the rows of `data`.
+
+    Attributes:
+        data: the shard, `[k]`; in a simulation `[N, k]`.
+        spec: how the unit is cut.
+        index: the leaf's place in the unit.
+        ranks: of each row a rank whose shard it is.
+    """
+
+    data: torch.Tensor
+    spec: Spec
+    index: int
+    ranks: tuple[int, ...]
+
+    def store(self, leaf: torch.Tensor, mesh: Mesh) -> None:
+        """Copy into each shard what is its own of a whole leaf."""
+        k, index = self.spec.shard_numel, self.index
+        for row, rank in zip(self.data.view(-1, k) if k else (), self.ranks, strict=False):
+            start = mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0
+            offset, size = self.spec.offsets[index], self.spec.sizes[index]
+            first, last = max(start, offset), min(start + k, offset + size)
+            if first < last:
+                part = self._part(leaf, mesh, rank)
+                row[first - start : last - start] = elements(part, first - offset, last - offset)
+
+    def _part(self, leaf: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+        """View what a rank has of a leaf that is split along further axes."""
+        for s in self.spec.split:
+            size = leaf.shape[s.dims[self.index]] // s.size
+            leaf = leaf.narrow(s.dims[self.index], mesh.index(s.axis, rank) * size, size)
+        return leaf
+
+
+class _Filling:
+    """A layout that is being filled: its boxes, and at the places of other leaves these, once they are known."""
+
+    def __init__(self, what: str, layout: Any, source: Given | Deferred, mesh: Mesh) -> None:
+        self.mesh, devices = mesh, source.devices
+        paths, entries, self.structure = tree.flatten_with_paths(layout, is_box)
+        pairs = zip(entries, source.leaves, strict=True)
+        self.entries = [x if isinstance(leaf, torch.Tensor) else leaf for x, leaf in pairs]
+        self.homes: dict[int, _Home] = {}  # position -> where its leaf belongs
+        for uid, box, members in cut_units(paths, self.entries):
+            at = [position for position, _ in members]
+            _check_one_device(what, [paths[i] for i in at], [devices[i] for i in at])
+            data = torch.zeros(box.data.shape, dtype=box.data.dtype, device=devices[at[0]])
+            self.entries[at[0]] = Shard(data, uid)
+            for position, index in members:
+                self.homes[position] = _Home(data, spec_of(uid), index, _ranks_of_rows(spec_of(uid), mesh))
+
+    def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
+        """Put a leaf into its place, or places, if it is tied."""
+        leaf = leaf.detach()
+        copies: dict[int, torch.Tensor] = {}  # id of what stood there -> the leaf: what is one tensor stays one
         for i in positions:
-            sums[i] = checksum(leaf) if mesh.distributed else None
-        if isinstance(x, Shard | Slot):
-            _store(leaf, x.index if isinstance(x, Slot) else 0, spec_of(x.uid), shards[x.uid], mesh)
-            return
-        whole = leaf.detach().clone()  # it may be a view of more
-        for i in positions:
-            entries[i] = whole
+            if i in self.homes:
+                self.homes[i].store(leaf, self.mesh)
+            else:
+                before = id(self.entries[i])
+                if before not in copies:
+                    copies[before] = leaf if may_keep and not copies else leaf.clone()
+                self.entries[i] = copies[before]
 
-    deferred.run(take)
-    check_equal("params", tree.unflatten(deferred.structure, sums), mesh)
-    return tree.unflatten(structure, entries)
+    def tree(self) -> Any:
+        """Return the tree."""
+        return tree.unflatten(self.structure, self.entries)
 
 
-def _store(leaf: torch.Tensor, index: int, spec: Spec, data: torch.Tensor, mesh: Mesh) -> None:
-    """Copy what is its own of a whole leaf into each shard of its unit: data `[k]`, in a simulation `[N, k]`."""
+def _ranks_of_rows(spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """List for each row of a unit's data a rank that has it."""
+    if not mesh.simulated:
+        return (mesh.rank,)
     names = tuple([name for name in mesh.axis_names if name in spec.varies])
-    ranks = range(mesh.size) if mesh.simulated else [mesh.rank]
-    rows = {mesh.index(names, r) if mesh.simulated and names else 0: r for r in ranks}
-    for row, shard in enumerate(data.view(-1, spec.shard_numel) if spec.shard_numel else ()):
-        part, rank = leaf, rows[row]
-        for s in spec.split:
-            k = part.shape[s.dims[index]] // s.size
-            part = part.narrow(s.dims[index], mesh.index(s.axis, rank) * k, k)
-        start = mesh.index(spec.axes, rank) * spec.shard_numel if spec.axes else 0
-        offset, size = spec.offsets[index], spec.sizes[index]
-        first, last = max(start, offset), min(start + spec.shard_numel, offset + size)
-        if first < last:
-            shard[first - start : last - start] = part.detach().reshape(-1)[first - offset : last - offset]
+    return tuple({mesh.index(names, r) if names else 0: r for r in range(mesh.size)}.values())
+
+
+def _check_one_device(what: str, paths: list[str], devices: list[Any]) -> None:
+    for path, device in zip(paths, devices, strict=True):
+        if device != devices[0]:
+            raise ValueError(
+                f"{what} leaf {path!r} is on {device}, and leaf {paths[0]!r} of the same unit is on {devices[0]}: put "
+                "them on one device, or give them units of their own with units="
+            )

@@ -32,12 +32,12 @@ class Deferred:
     _graph: GraphModule
     _nodes: dict[Node, list[int]]  # what computes leaves, and their positions
 
-    def run(self, take: Callable[[list[int], torch.Tensor], None]) -> None:
+    def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
         """Compute the leaves, in the order of the function, random numbers included.
 
         Args:
-            take: called with each leaf's positions and the leaf, as soon as nothing will change or read it any more.
-                What it does not keep is freed.
+            take: called as soon as nothing will change or read a leaf any more, with its positions, the leaf, and
+                False: its memory may be a part of more, or the caller's. What `take` does not copy is freed.
         """
         expires = self._last_touches()
         env: dict[Node, Any] = {}
@@ -51,7 +51,7 @@ class Deferred:
             for done in expires.get(n, ()):
                 value = env.pop(done, None)
                 if done in self._nodes:
-                    take(self._nodes[done], value)
+                    take(self._nodes[done], value, False)
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:

@@ -1,4 +1,4 @@
-"""Init functions of modules that were built on the meta device."""
+"""Parameters of modules: those that they have, or, for one built on the meta device, a function that makes them."""
 
 import copy
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["initializer", "without_storage"]
+__all__ = ["initializer", "on_meta", "trainable", "without_storage"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -19,6 +19,29 @@ def without_storage(module: torch.nn.Module) -> torch.nn.Module:
     for b in module.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     return copy.deepcopy(module, memo)
+
+
+def trainable(module: torch.nn.Module) -> Tensors:
+    """Return a module's trainable parameters themselves, by name; a tied one has one name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def on_meta(module: torch.nn.Module) -> bool:
+    """Return whether a module's trainable parameters are on the meta device, and are yet to be filled.
+
+    Raises:
+        ValueError: if some are and some have values. Names one of each.
+    """
+    params = trainable(module)
+    absent = [name for name, p in params.items() if p.is_meta]
+    present = [name for name, p in params.items() if not p.is_meta]
+    if absent and present:
+        raise ValueError(
+            f"the module is partly on the meta device: {absent[0]!r} has no values, and {present[0]!r} has. step.init "
+            "keeps the weights of a module that has them all, and draws those of one that has none: load or fill "
+            f'{absent[0]!r} first, or move the module to the meta device, module.to("meta"), and have all drawn anew'
+        )
+    return bool(absent)
 
 
 def initializer(

@@ -72,6 +72,11 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
     for i in positions:
         if i >= len(args):
             raise ValueError(f"params={tuple(positions)}: the step was called with {len(args)} positional arguments")
+        if isinstance(args[i], torch.nn.Module):
+            raise TypeError(
+                f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
+                "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
+            )
         if sharded and not boxed(args[i]) and _has_a_unit(args[i], rules):
             raise ValueError(
                 f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "

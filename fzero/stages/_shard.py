@@ -1,13 +1,15 @@
 """shard: an unsharded train step, composed with the four transforms by stage."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fzero._notice import notice
 from fzero.axes.axis import AxisName
 from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.mesh import mesh as make_mesh
+from fzero.stages._optimizer import check_no_torch_optimizer
 from fzero.stages._sharded_step import STAGES, ShardedStep
 from fzero.transforms._partition import rule_of
 
@@ -16,14 +18,14 @@ __all__ = ["shard"]
 
 def shard(
     train_step: Callable[..., Any],
-    stage: int,
+    stage: Literal[0, 1, 2, 3],
     mesh: Mesh | None = None,
     axis: AxisName = None,
     params: int | Sequence[int] = 0,
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
     split: SplitRule | None = None,
-    check: bool | str = "first",
+    check: Literal["first"] | bool = "first",
 ) -> ShardedStep:
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
 
@@ -55,6 +57,7 @@ def shard(
 
     Raises:
         ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
+        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; if `mesh` is no mesh.
 
     Example:
         >>> import fzero, torch
@@ -75,10 +78,9 @@ def shard(
     """
     if not callable(train_step):
         raise TypeError(f"train_step is {train_step!r}: expected a function")
-    if check not in ("first", True, False):
+    check_no_torch_optimizer(train_step)
+    if check != "first" and not isinstance(check, bool):
         raise ValueError(f'check={check!r}: expected "first", True or False')
-    if not isinstance(stage, int) or stage not in range(len(STAGES)):
-        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
@@ -89,4 +91,15 @@ def shard(
     positions = (params,) if isinstance(params, int) else tuple(params)
     if any(i < 0 for i in positions):
         raise ValueError(f"params={params!r}: expected positions of arguments, counted from 0")
-    return ShardedStep(train_step, stage, mesh, names, positions, Rules(units, rule_of(over), split), check)
+    return ShardedStep(train_step, _stage(stage), mesh, names, positions, Rules(units, rule_of(over), split), check)
+
+
+def _stage(stage: Any) -> int:
+    """Return a stage as an int; those of numpy count, and bools do not."""
+    try:
+        found = -1 if isinstance(stage, bool) else operator.index(stage)
+    except TypeError:
+        found = -1
+    if found not in range(len(STAGES)):
+        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
+    return found

@@ -1,6 +1,5 @@
 """The sharded step: what each stage does with parameters, gradients and optimizer state, around an unsharded step."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -8,19 +7,20 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero.axes.rules import DEFAULT_RULES, Rules
-from fzero.init._build import build, deferred_or_whole
-from fzero.init._deferred import Deferred
-from fzero.init._module import initializer
-from fzero.layout.boxes import PerRank, axes_of, is_box
+from fzero.init._build import build
+from fzero.init._like import given_like
+from fzero.init._source import source_of
+from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 from fzero.stages._checks import check_arguments, check_params, check_results, check_tree
+from fzero.stages._optimizer import check_device, check_optimizer, noted
+from fzero.stages._state_bytes import state_bytes
 from fzero.transforms._gather import assemble, replicate
-from fzero.transforms._partition import check_unsharded, partition
+from fzero.transforms._partition import partition
 
 __all__ = ["STAGES", "Layout", "ShardedStep"]
 
@@ -165,24 +165,34 @@ class ShardedStep:
         whole = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
         return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
 
-    def init(self, params: Any, opt: Any) -> tuple[Any, Any]:
+    def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
         """Put parameters into the stage's layout and make the optimizer's state for them.
+
+        At stage 3 each leaf is made, cut and forgotten, so no rank ever holds more than its shards and one leaf, if
+        `params` is a function or a module on the meta device. At stages 0 to 2 a rank holds all parameters anyway; from
+        a function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 to 3 the
+        optimizer's state is made for a rank's shards alone.
 
         Args:
             params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or what
-                makes one: a function without arguments, or a module on the meta device, see `fzero.nn.initializer`.
-                At stage 3 each leaf is made, cut and forgotten: no rank ever holds more than its shards and one leaf.
-                It draws the random numbers of an ordinary call, so the values are the same for every mesh; seed all
-                ranks alike.
+                makes one: a function without arguments, or a module. A module keeps the weights that it has; one on
+                the meta device fills itself, see `fzero.nn.initializer`. A function draws the random numbers of an
+                ordinary call, so the values are the same for every mesh; seed all ranks alike.
             opt: an (init, update) pair.
+            donate: whether the results may take over the memory of the tensors in `params`. Afterwards these are
+                empty, and reading them raises `DonatedError` where fzero can tell. Other views of their memory see
+                the new values.
 
         Returns:
-            `(params, opt_state)`: what the step takes. With a pair that keeps master weights, the parameters are cast
-            as its precision policy says.
+            `(params, opt_state)`: what the step takes, plain tensors and boxes without an autograd graph. They share no
+            memory with anything that was given and not donated. With a pair that keeps master weights, the parameters
+            are cast as its precision policy says.
 
         Raises:
-            ValueError: if `params` differs between ranks, holds boxes, or `opt` declares that it is not elementwise
-                and the stage shards its state.
+            ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
+                device; or if `opt` declares that it is not elementwise and the stage shards its state.
+            TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. Names it.
+            DonatedError: if a leaf was donated before.
 
         Example:
             >>> import fzero, torch
@@ -192,67 +202,77 @@ class ShardedStep:
             >>> params
             {'w': Shard('w', 2500 of 10000 elements, dp=4)}
         """
+        check_optimizer(opt, self.stage, self.layout.opt_state == "sharded")
         precision = getattr(opt, "precision", None)
-        if precision is not None:  # its units are cut as those of the parameters that they become
-            wide = replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
-            params, opt_state = wide._init(params, opt)
-            return precision.cast(params), opt_state
-        return self._init(params, opt)
+        # units are cut as those of the parameters that theirs become
+        wide = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
+        with torch.inference_mode(False), torch.no_grad():
+            params = wide._placed("params", params, "step.init(..., donate=True)" if donate else "")
+            opt_state = wide._state(params, opt)
+            return (params if precision is None else precision.cast(params)), opt_state
 
-    def _init(self, params: Any, opt: Any) -> tuple[Any, Any]:
-        self._check_optimizer(opt)
-        if isinstance(params, torch.nn.Module):
-            params = initializer(params)
-        if callable(params):
-            made = deferred_or_whole(params) if self.layout.params == "sharded" else params()
-            if isinstance(made, Deferred):
-                boxes = build(made, self.program(self._cut), self.mesh)
-                return boxes, self._state(opt, boxes)
-            params = made
-        check_unsharded(params)
-        check_equal("params", params, self.mesh)
-        if self.layout.params == "replicated":
-            params = tree.map(torch.clone, params)  # a jitted step overwrites what it is given
-
-        def make(params: Any) -> tuple[Any, Any]:
-            params = partition(params, ())  # split leaves, which are no rank's whole
-            boxes = partition(params, reduce=self.layout.grads) if sharded else params
-            return boxes if self.layout.params == "sharded" else params, opt.init(boxes)
-
-        sharded = self.layout.opt_state == "sharded"
-        return self._noted(lambda: self.program(make)(params))
+    def _placed(self, what: str, values: Any, by: str) -> Any:
+        """Put a tree into the layout that parameters have between steps: its leaves one by one into their places."""
+        source = source_of(what, values, one_by_one=self.layout.params == "sharded", by=by)
+        del values
+        plain = [None if isinstance(x, PerRank) else x for x in source.leaves]
+        layout = self.program(self._cut)(tree.unflatten(source.structure, plain))
+        return build(what, source, layout, self.mesh)
 
     def _cut(self, params: Any) -> Any:
-        return partition(params, reduce=self.layout.grads)
+        """Cut parameters, as a rank program: at stages 0 to 2 only leaves that are split, of which no rank has all."""
+        return partition(params, None if self.layout.params == "sharded" else ())
 
-    def _state(self, opt: Any, boxes: Any) -> Any:
-        return self._noted(lambda: self.program(opt.init)(boxes))
+    def _state(self, params: Any, opt: Any) -> Any:
+        """Make the optimizer's state, for a rank's shards where the stage shards it."""
+        further = self.layout.params != self.layout.opt_state
 
-    def _check_optimizer(self, opt: Any) -> None:
-        elementwise = getattr(opt, "elementwise", None)
-        if self.layout.opt_state == "replicated":
-            return
-        if elementwise is None:
-            notice(
-                f"fzero: {type(opt).__name__} does not say whether it is elementwise and is taken to be: "
-                "fzero.testing.check_elementwise(opt) finds out"
-            )
-        if elementwise is False:
-            raise ValueError(
-                f"stage={self.stage} runs the optimizer on flat shards, and this one declares elementwise=False: "
-                "it needs whole leaves; use stage=0"
-            )
+        def make(params: Any) -> Any:
+            return opt.init(partition(params, reduce=self.layout.grads) if further else params)
 
-    @staticmethod
-    def _noted(make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except ValueError as error:
-            if "differs by rank" in str(error):
-                error.add_note(
-                    "A pair that takes trees apart by itself keeps unboxed state: wrap it, optim.leafwise(pair)"
-                )
-            raise
+        state = noted(lambda: self.program(make)(params))
+        check_device(params, state)
+        return state
+
+    def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
+        """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
+
+        For a tree like the parameters, such as frozen ones, `like` is not needed: the step's rules cut it as `init`
+        does, for stages 0 to 2 hold it whole and for stage 3 in shards. For any other tree, such as the optimizer's
+        state, of which only some leaves are cut, give `like`, a tree in the layout that the result is to have. One
+        without memory will do: `_, like = step.init(meta_params, opt)`.
+
+        Args:
+            values: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run). Without
+                `like`, also a function that makes one, or a module, as `init` takes them. `PerRank` values are copied.
+            like: a tree in the layout, with the structure, shapes and dtypes of `values`, whatever its tensors hold.
+            donate: whether the results may take over the memory of the tensors in `values`, as in `init`.
+
+        Returns:
+            The tree in the layout, in memory of its own. `step.gather` of it is `values`, to the last bit.
+
+        Raises:
+            ValueError: if `values` differs between ranks, holds shards, or is not like `like`; or if `like` was cut for
+                another mesh. Names the leaf.
+            TypeError: if a leaf is no dense tensor. Names it.
+
+        Example:
+            >>> import fzero, torch
+            >>> from fzero import optim
+            >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=4))
+            >>> params, opt_state = step.init({"w": torch.ones(100)}, optim.adam(0.1))
+            >>> step.partition({"w": torch.ones(8)})
+            {'w': Shard('w', 2 of 8 elements, dp=4)}
+            >>> saved = step.gather(opt_state)
+            >>> step.partition(saved, like=opt_state).mu
+            {'w': Shard('w', 25 of 100 elements, dp=4)}
+        """
+        by = "step.partition(..., donate=True)" if donate else ""
+        with torch.inference_mode(False), torch.no_grad():
+            if like is None:
+                return self._placed("values", values, by)
+            check_tree(like, self.mesh)
+            return build("values", given_like("values", values, like, by), like, self.mesh)
 
     def gather(self, params: Any) -> Any:
         """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
@@ -285,15 +305,7 @@ class ShardedStep:
             >>> step.state_bytes(params)
             100
         """
-        total, seen = 0, set()
-        for x in tree.flatten(trees, is_box)[0]:
-            (axes,) = axes_of(x, self.mesh.axis_names)[:1] or [()]
-            n = math.prod([size for name, size in self.mesh.shape if name in axes]) if self.mesh.simulated else 1
-            for leaf in tree.tensors(x):
-                if id(leaf) not in seen:
-                    seen.add(id(leaf))
-                    total += leaf.numel() * leaf.element_size() // n
-        return total
+        return state_bytes(trees, self.mesh)
 
 
 def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:

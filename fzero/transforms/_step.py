@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.optim import apply_updates
+from fzero.optim._pair import check_pair
 
 __all__ = ["step"]
 
@@ -20,6 +21,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         `(params, grads, opt_state) -> (params, opt_state)`.
 
     Raises:
+        TypeError: if `opt` is no pair, such as an optimizer of torch.optim.
         ValueError: when called, if the trees differ in structure or are cut differently. Names the path.
 
     Example:
@@ -29,6 +31,7 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         >>> step(opt)(params, {"w": torch.tensor(2.0)}, opt.init(params))[0]
         {'w': tensor(0.8000)}
     """
+    check_pair(opt, "update")
 
     def update(params: Any, grads: Any, opt_state: Any) -> tuple[Any, Any]:
         updates, opt_state = opt.update(grads, opt_state, params=params)

@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         "masters start rounded",
         "stages/_sharded_step.py",
-        "wide._init(params, opt)",
-        "wide._init(precision.cast(params() if callable(params) else params), opt)",
+        'wide._placed("params", params, ',
+        'wide._placed("params", precision.cast(params() if callable(params) else params), ',
         HALF,
     ),
     Mutant(
