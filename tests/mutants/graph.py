@@ -5,22 +5,24 @@ from tests.mutants.mutant import GRAPH, JIT, OPS, PIPELINE, Mutant
 MUTANTS = [
     Mutant(
         "prefetch one more",
-        "graph/passes/_schedule.py",
+        "graph/passes/_schedule/_ahead.py",
         "[i + 1 : i + 1 + prefetch]",
         "[i + 1 : i + 2 + prefetch]",
         GRAPH,
     ),
-    Mutant("gathers start ahead without room", "graph/passes/_schedule.py", "+ size <= limit:", "<= limit:", GRAPH),
+    Mutant(
+        "gathers start ahead without room", "graph/passes/_schedule/_ahead.py", "+ size <= limit:", "<= limit:", GRAPH
+    ),
     Mutant(
         "what starts ahead is forgotten",
-        "graph/passes/_schedule.py",
+        "graph/passes/_schedule/_ahead.py",
         "live[start:until] = [x + size for x in live[start:until]]",
         "pass",
         GRAPH,
     ),
     Mutant(
         "nothing starts ahead",
-        "graph/passes/_schedule.py",
+        "graph/passes/_schedule/_ahead.py",
         "found.setdefault(order[start], []).append(g)",
         "pass",
         GRAPH,
@@ -34,16 +36,22 @@ MUTANTS = [
     ),
     Mutant(
         "updates wait for the end",
-        "graph/passes/_schedule.py",
-        "                self._drain()\n            self._require(needed)",
-        "                pass\n            self._require(needed)",
+        "graph/passes/_schedule/_listing.py",
+        "            _run_ready(rules, state)\n        _require",
+        "            pass\n        _require",
         GRAPH,
     ),
-    Mutant("overwrite under a gather", "graph/passes/_schedule.py", "if is_wait(n) else []", "if False else []", GRAPH),
+    Mutant(
+        "overwrite under a gather",
+        "graph/passes/_schedule/_listing.py",
+        "if is_wait(n) else []",
+        "if False else []",
+        GRAPH,
+    ),
     Mutant(
         "more in flight than asked",
-        "graph/passes/_schedule.py",
-        "if len(starts) > self.in_flight else",
+        "graph/passes/_schedule/_listing.py",
+        "if len(starts) > rules.in_flight else",
         "if False else",
         GRAPH,
     ),
@@ -120,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "leaves arrive while the old ones are read",
-        "graph/passes/_schedule.py",
+        "graph/passes/_schedule/_listing.py",
         "writes = [n for n in graph.nodes if is_write(n)]",
         "writes = [n for n in graph.nodes if n.target is COPY]",
         GRAPH,

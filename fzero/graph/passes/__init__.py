@@ -6,6 +6,6 @@ from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._in_place import in_place
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
-from fzero.graph.passes._schedule import schedule
+from fzero.graph.passes._schedule._schedule import schedule
 
 __all__ = ["bucket", "donate", "gather_into", "in_place", "recompute", "regather", "schedule"]

@@ -1,0 +1,58 @@
+"""schedule: the order in which a graph runs, so that little is alive at any time.
+
+It is a list scheduling: nodes are put into a list one by one, each after all that it needs. The steps are these.
+
+1. Give each node a role (`_roles`). *Work* is a matrix product, a convolution or the like, and what feeds one. A *late*
+   node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a constant. An
+   *early* node feeds no work: the reduction of a gradient, an update, a write-back.
+2. List the work in its traced order, and let a weight's gradient come after the one that goes on backward (`_roles`).
+3. Put the late nodes that a piece of work needs right before it (`_listing`).
+4. Run what is early as soon as all that it needs has run, depth first, so that one unit's gradients are gone before the
+   next one's are born. It runs when the next work is about to take memory, not sooner: cheap work may let a gathered
+   unit go first. A write into an argument counts as early, and needs all that read the argument.
+5. Put off the wait of an early collective while no more than `in_flight` are on their way. Each holds its operand.
+6. If gathers are to start ahead, find from that list where each may start (`_ahead`), and list once more.
+"""
+
+import math
+
+from torch.fx import Graph
+
+from fzero.graph.ir import reordered
+from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
+from fzero.graph.passes._schedule._listing import listed, rules_of
+from fzero.graph.plan._liveness import live_bytes, live_ranges
+
+__all__ = ["schedule"]
+
+
+def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float = math.inf) -> Graph:
+    """Put a graph's nodes in an order that keeps little alive; a stable list scheduling in linear time.
+
+    - Work (whatever a matrix product, a convolution or the like depends on) keeps its order.
+    - What depends only on inputs (gathers of parameters, casts, an optimizer's decays) runs as late as it can.
+    - What no work depends on (reductions of gradients, the update, the write-back) runs as soon as it can.
+    - An argument is overwritten when all that read it have run.
+
+    Args:
+        graph: a flat graph, donation done.
+        prefetch: how many gathers of parameters start ahead of the one that is waited for.
+        in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
+        limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
+
+    Returns:
+        The same nodes in another order, that depends on the arguments alone: ranks with the same graph and limit agree.
+    """
+    rules = rules_of(graph, in_flight)
+    order = listed(rules)
+    gathers = parameter_gathers(graph)
+    if prefetch and gathers:
+        position = {n: i for i, n in enumerate(order)}
+        ahead = asked_ahead(sorted(gathers, key=position.__getitem__), prefetch)
+        if limit < math.inf:
+            in_order = reordered(graph, order)
+            live = live_bytes(live_ranges(in_order), len(in_order.nodes))
+            ahead = where_it_fits(ahead, order, live, limit)
+        order = listed(rules._replace(ahead=ahead))
+    return reordered(graph, order)
