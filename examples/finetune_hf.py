@@ -177,7 +177,7 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
 
     step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh)
     params, opt_state = step.init(params, opt)
-    frozen, _ = step.init(policy.cast(frozen), optim.set_to_zero())  # in the same layout, with no state
+    frozen = step.partition(policy.cast(frozen))  # in the same layout
     totals = step.program(rank_totals)
     held = [step.state_bytes(x) for x in (params, opt_state, frozen)]
     say("a rank holds {:,} bytes of parameters, {:,} of optimizer state, {:,} of frozen ones".format(*held))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -642,3 +643,74 @@ def test_a_batch_that_was_forgotten_to_be_split_is_noticed(caplog):
         run(2, *init(2), batch=X)
     (message,) = [r.message for r in caplog.records if "every rank computes the same" in r.message]
     assert "mesh.split(batch)" in message and "mesh.local(batch)" in message
+
+
+# ---------------------------------------------------------------- what is taken for something else
+
+
+def with_torch_optimizer() -> Any:
+    opt = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
+
+    def train_step(params: Any, opt_state: Any, x: Any) -> Any:
+        fzero.value_and_grad(loss_of)(params, x)
+        opt.step()
+        return params, opt_state
+
+    return train_step
+
+
+TORCH_OPT = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
+TAKEN: dict[str, Row] = {
+    "stage True": (lambda: step_of(True), ValueError, r"stage=True: expected 0, 1, 2 or 3"),
+    "check 1": (lambda: step_of(2, check=1), ValueError, r'check=1: expected "first", True or False'),
+    "a step that runs torch.optim": (
+        lambda: step_of(2, train_step=with_torch_optimizer()),
+        TypeError,
+        r"train_step calls 'opt': opt is a torch.optim.AdamW, .* fzero.optim.adamw\(0.25\)",
+    ),
+    "fzero.step of torch.optim": (lambda: fzero.step(TORCH_OPT), TypeError, r"fzero.optim.adamw\(0.25\)"),
+    "fzero.step of a function": (lambda: fzero.step(optim.adamw), TypeError, r"which makes an optimizer: call it"),
+}
+for _stage in STAGES:
+    TAKEN |= {
+        f"torch.optim at {_stage}": (
+            lambda s=_stage: step_of(s).init(PARAMS, TORCH_OPT),
+            TypeError,
+            r"opt is a torch.optim.AdamW, which writes into parameters.* fzero.optim.adamw\(0.25\)",
+        ),
+        f"a class of torch.optim at {_stage}": (
+            lambda s=_stage: step_of(s).init(PARAMS, torch.optim.SGD),
+            TypeError,
+            r"opt is a torch.optim.SGD.* fzero.optim.sgd\(1e-3\)",
+        ),
+        f"torch.optim without an equivalent at {_stage}": (
+            lambda s=_stage: step_of(s).init(PARAMS, torch.optim.RMSprop),
+            TypeError,
+            r"torch.optim.RMSprop.* fzero.optim has sgd, adam, adamw, adagrad, adafactor",
+        ),
+        f"a function at {_stage}": (
+            lambda s=_stage: step_of(s).init(PARAMS, optim.adamw),
+            TypeError,
+            r"opt is <function adamw .*, which makes an optimizer: call it, such as fzero.optim.adamw\(1e-3\)",
+        ),
+        f"no init at {_stage}": (
+            lambda s=_stage: step_of(s).init(PARAMS, 0.1),
+            TypeError,
+            r"opt is 0.1, which has no init: expected an \(init, update\) pair",
+        ),
+        f"a module as parameters at {_stage}": (
+            lambda s=_stage: run(s, torch.nn.Linear(3, 2), ()),
+            TypeError,
+            r"argument 0 \(parameters\) is a module, .*step.init\(module, opt\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken_for_something_else_is_named(name):
+    check(TAKEN[name])
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.uint8])
+def test_a_stage_may_be_numpys(kind):
+    assert step_of(kind(2)).stage == 2 and type(step_of(kind(2)).stage) is int

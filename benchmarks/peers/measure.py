@@ -3,8 +3,9 @@
 torchrun --nproc-per-node 2 -m benchmarks.peers.measure OUT.json [options]
 
 All rows of a model live in one process group at once; a round lets each run a few steps, one after the other, and each
-round begins with another. So a slow moment of the machine falls on all. The peak is that of a counting allocator
-(benchmarks/allocator.py), from before the model is built: the least of 5 steps, of the rank that holds most.
+round begins with another. So a slow moment of the machine falls on all. There are two peaks, by a counting allocator
+(benchmarks/allocator.py), of the rank that holds most, above what it held before the model was built: that of a steady
+step, the least of 5; and that of the whole life, from before the model was built until the third step ended.
 """
 
 import argparse
@@ -76,11 +77,13 @@ def alone(system: System, row: Row, setup: Setup) -> Runner:
     batches = setup.config.batches(setup.micro_batches, setup.mesh.rank, BATCHES)
     settle()
     before, start = held_bytes(), time.perf_counter()
+    restart()
     with fresh_cache():
         runner = Runner(system.build(setup), batches)
         row.losses.append(mean(runner()))
     row.build = over_ranks(time.perf_counter() - start)
     row.losses += [mean(runner()) for _ in range(WARM)]
+    row.life = int(over_ranks(most_bytes() - before))
     peaks = []
     for _ in range(MEASURED):
         settle()
@@ -128,7 +131,8 @@ def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.M
         rows[system.key] = row
         runners[system.key] = alone(system, row, Setup(config, micro_batches, mesh))
         if mesh.rank == 0:
-            shown = f"peak {row.peak / 1e6:.2f} MB, first step {row.build:.1f} s, {row.collectives} collectives"
+            shown = f"peak {row.peak / 1e6:.2f} MB, whole life {row.life / 1e6:.2f} MB, "
+            shown += f"first step {row.build:.1f} s, {row.collectives} collectives"
             print(f"{model} x{micro_batches}, {mesh.size} ranks, {system.key}: {shown}", file=sys.stderr, flush=True)
     together(runners, rows, rounds, steps=2)
     return list(rows.values())

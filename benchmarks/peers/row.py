@@ -17,7 +17,8 @@ class Row:
     micro_batches: int
     ranks: int
     state: int  # parameters and moments, by ZeRO's formula
-    peak: int = 0
+    peak: int = 0  # of a steady step
+    life: int = 0  # the most until the third step ended, making the model and compiling among it; 0 if not measured
     build: float = 0.0  # seconds to make the step and run it once, compilation with it
     sent: int = 0
     collectives: int = 0

@@ -94,10 +94,11 @@ class _Filling:
 
     def __init__(self, what: str, layout: Any, source: Given | Deferred, mesh: Mesh) -> None:
         self.mesh, devices = mesh, source.devices
-        paths, entries, self.structure = tree.flatten_with_paths(layout, is_box)
-        pairs = zip(entries, source.leaves, strict=True)
+        paths, self.layout, self.structure = tree.flatten_with_paths(layout, is_box)
+        pairs = zip(self.layout, source.leaves, strict=True)
         self.entries = [x if isinstance(leaf, torch.Tensor) else leaf for x, leaf in pairs]
         self.homes: dict[int, _Home] = {}  # position -> where its leaf belongs
+        self.copies: dict[int, torch.Tensor] = {}  # id of a leaf of the layout -> what takes its place: ties stay tied
         for uid, box, members in cut_units(paths, self.entries):
             at = [position for position, _ in members]
             _check_one_device(what, [paths[i] for i in at], [devices[i] for i in at])
@@ -109,15 +110,14 @@ class _Filling:
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
         """Put a leaf into its place, or places, if it is tied."""
         leaf = leaf.detach()
-        copies: dict[int, torch.Tensor] = {}  # id of what stood there -> the leaf: what is one tensor stays one
         for i in positions:
             if i in self.homes:
                 self.homes[i].store(leaf, self.mesh)
-            else:
-                before = id(self.entries[i])
-                if before not in copies:
-                    copies[before] = leaf if may_keep and not copies else leaf.clone()
-                self.entries[i] = copies[before]
+                continue
+            before = id(self.layout[i])
+            if before not in self.copies:
+                self.copies[before] = leaf if may_keep and i == positions[0] else leaf.clone()
+            self.entries[i] = self.copies[before]
 
     def tree(self) -> Any:
         """Return the tree."""

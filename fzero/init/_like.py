@@ -32,12 +32,16 @@ def given_like(what: str, values: Any, like: Any, by: str = "") -> Given:
     except ValueError as error:
         raise ValueError(f"{what} is not like like=: {error}") from error
     expected = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in entries]
-    tied: dict[tuple[int, int], int] = {}  # data of a box, index in its unit -> position
+    owner: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # alike where leaves are tied
     for uid, box, members in cut_units(paths, entries):
         for position, index in members:
             expected[position] = (spec_of(uid).whole_shapes[index], box.data.dtype)
-            first = tied.setdefault((id(box), index), position)
-            _check_tied(what, (paths[first], leaves[first]), (paths[position], leaves[position]))
+            owner[position] = (id(box), index)
+    first: dict[Any, int] = {}  # owner -> position
+    for i, key in enumerate(owner):
+        if key is not None:
+            at = first.setdefault(key, i)
+            _check_tied(what, (paths[at], leaves[at]), (paths[i], leaves[i]))
     for path, x, wanted in zip(paths, leaves, expected, strict=True):
         _check_like(what, path, x, wanted)
     return given(what, tree.unflatten(structure, leaves), by)
@@ -60,6 +64,4 @@ def _check_tied(what: str, one: tuple[str, Any], other: tuple[str, Any]) -> None
     (path, x), (other_path, y) = one, other
     tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     if x is not y and tensors and not (x.shape == y.shape and torch.equal(x, y)):
-        raise ValueError(
-            f"{what} leaves {path!r} and {other_path!r} are tied, one parameter, and have different values"
-        )
+        raise ValueError(f"{what} leaves {path!r} and {other_path!r} are tied, and have different values")

@@ -22,6 +22,9 @@ def test_goals_are_ratios_to_the_best_of_a_peer():
     assert found["above state: stage 3 / FSDP2"] == (0.6, True)
     assert found["time: stage 3 / FSDP2"] == (0.8, False)
     assert len(found) == 3  # nothing is said of what was not measured
+    rows[0].life, rows[2].life, rows[3].life = 150, 400, 300
+    found = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
+    assert found["whole life: stage 3 / FSDP2"] == (0.5, True) and len(found) == 4
 
 
 def test_rows_that_train_otherwise_are_refused():
@@ -47,4 +50,5 @@ def test_a_tiny_run(tmp_path: pathlib.Path):
     psi = rows["fzero-0"].state // 3  # bytes of the parameters
     for name, times in (("fzero-0", 2), ("fzero-2", 3), ("DDP-0", 2), ("FSDP2-3", 6)):
         assert rows[name].sent == pytest.approx(times * psi, rel=0.02), name
-    assert all(len(cells(r)) == 10 and len(r.seconds) == 2 for r in rows.values())
+    assert all(len(cells(r)) == 11 and len(r.seconds) == 2 for r in rows.values())
+    assert all(r.life >= r.peak for r in rows.values())

@@ -276,6 +276,41 @@ def trees_built_differently_are_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
+def init_and_partition_take_and_give_whole_leaves(mesh: fzero.Mesh) -> None:
+    """As the simulation does, bit for bit, and gather is partition's inverse; donated or not."""
+    opt = optim.chain(optim.adamw(1e-2), optim.params_ema(0.9))
+    simulated = fzero.mesh(dp=mesh.size, simulate=True)
+    for stage, donate in itertools.product(range(4), (False, True)):
+        step, twin = (fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=m) for m in (mesh, simulated))
+        state = step.init(tree.map(torch.clone, mlp_params()), opt, donate=donate)
+        expected = twin.init(mlp_params(), opt)
+        assert_trees_close(step.gather(state), twin.gather(expected), rtol=0)
+        *state, _ = step(*state, mesh.split(mlp_batch(mesh.size * 2)))
+        whole = step.gather(state)
+        again = step.partition(tree.map(torch.clone, whole), like=state, donate=donate)
+        assert tree.flatten(again)[1] == tree.flatten(state)[1]
+        assert_trees_close(step.gather(again), whole, rtol=0)
+        assert_trees_close(step.gather(step.partition(whole[0])), whole[0], rtol=0)
+    try:
+        step.partition({"w": torch.full((3,), float(mesh.rank))})
+    except ValueError as error:
+        assert "values leaf 'w' differs between rank 0 and rank 1" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+@case
+def functions_that_make_other_shapes_are_refused_before_they_run(mesh: fzero.Mesh) -> None:
+    step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=mesh)
+    try:
+        step.init(lambda: {"w": torch.zeros((3, 2) if mesh.rank else (2, 3))}, optim.sgd(0.1))
+    except ValueError as error:
+        assert "on rank 0 params leaf 'w' is torch.float32 [2, 3], and on rank 1" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
+@case
 def ranks_that_start_apart_are_refused(mesh: fzero.Mesh) -> None:
     params = {"a": torch.ones(3), "b": {"w": torch.full((2,), float(mesh.rank))}}
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=2, mesh=mesh)
