@@ -18,7 +18,7 @@ from fzero.layout.boxes import PerRank, axes_of, is_box
 from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
-from fzero.stages._checks import check_arguments, check_params, check_results, check_tree
+from fzero.stages._checks import check_arguments, check_params, check_results, check_tree, check_unwritten
 from fzero.transforms._gather import assemble, replicate
 from fzero.transforms._partition import check_unsharded, partition
 
@@ -99,6 +99,8 @@ class ShardedStep:
             ValueError: if the parameters have not the stage's layout, a box was cut for another mesh, a plain result
                 differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
                 dtype than the old. Names the argument or result and the path.
+            RuntimeError: if the step returns parameters that it wrote through `.data`, which torch does not count, at
+                stages 1 and 2. Other in-place writes give the unsharded numbers; a jitted step refuses all.
         """
         if is_tracing():
             return self._run(*args, **kwargs)
@@ -158,6 +160,7 @@ class ShardedStep:
             return out
         cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
         out = self.train_step(*cut, **kwargs)
+        check_unwritten(cut, self.params)
         check_results(cut, out, self.params)
         del cut  # the old shards, before the new parameters are whole
         if not isinstance(out, tuple):

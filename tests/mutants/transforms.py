@@ -1,6 +1,6 @@
 """Faults in fzero/transforms."""
 
-from tests.mutants.mutant import AXES, HALF, REMAT, Mutant
+from tests.mutants.mutant import AXES, HALF, REMAT, WRITES, Mutant
 
 MUTANTS = [
     Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
@@ -32,6 +32,9 @@ MUTANTS = [
         "transforms/_gather.py",
         "return (None, None, shard,",
         "return (None, None, shard * 0,",
+    ),
+    Mutant(
+        "a write through .data is lost", "transforms/_gather.py", "if not same(own", "if False and not same(own", WRITES
     ),
     Mutant("forget leaves that no rule names", "transforms/gradients/_opened.py", 'rest="replicated"', "rest=None"),
     Mutant(
