@@ -16,7 +16,7 @@ from fzero._torch.levels import Written, written
 from fzero.layout.spec import Spec, facts, intern, spec_of
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box", "own_values"]
 
 
 class _Box:
@@ -207,6 +207,15 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
 register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
 register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
+
+
+def own_values(values: Any) -> Any:
+    """Replace each `PerRank` box of a tree by its value, as a rank program is given its arguments."""
+
+    def is_per_rank(x: Any) -> bool:
+        return isinstance(x, PerRank)
+
+    return tree.map(lambda x: x.value if is_per_rank(x) else x, values, is_leaf=is_per_rank)
 
 
 def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
