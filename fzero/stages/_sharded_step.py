@@ -10,6 +10,7 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
+from fzero._torch.levels import is_wrapped
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build, deferred_or_whole
 from fzero.init._deferred import Deferred
@@ -87,6 +88,10 @@ class ShardedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
 
+        Parameters that require grad by themselves, as those of a module do, are taken as plain values. Otherwise
+        torch would record each step, and keep all of them. To differentiate through a step use `torch.func`, or let
+        an argument that is no parameter require grad.
+
         Args:
             *args: what `train_step` takes: parameters and optimizer state as `init` gave them or the last call
                 returned them, the batch as `mesh.split` or `mesh.local` gave it, other values plain (replicated).
@@ -114,6 +119,7 @@ class ShardedStep:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
+        args = tuple([tree.map(_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +220,7 @@ class ShardedStep:
             params = made
         check_unsharded(params)
         check_equal("params", params, self.mesh)
+        params = tree.map(_value, params)
         if self.layout.params == "replicated":
             params = tree.map(torch.clone, params)  # a jitted step overwrites what it is given
 
@@ -297,6 +304,12 @@ class ShardedStep:
                     seen.add(id(leaf))
                     total += leaf.numel() * leaf.element_size() // n
         return total
+
+
+def _value(x: Any) -> Any:
+    """Return a tensor without its own `requires_grad`; what a graph or a transform made stays as it is."""
+    own = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
+    return x.detach() if own else x
 
 
 def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,6 +13,20 @@ MUTANTS = [
         "pass  # only",
         WRITES,
     ),
+    Mutant(
+        "steps are recorded for ever",
+        "stages/_sharded_step.py",
+        "return x.detach() if own else x",
+        "return x",
+        ("tests/stages/test_parameters_with_grad.py",),
+    ),
+    Mutant(
+        "graphs are cut between steps",
+        "stages/_sharded_step.py",
+        "and x.is_leaf and",
+        "and",
+        ("tests/stages/test_parameters_with_grad.py",),
+    ),
     Mutant("jit lets a step write into its shards", "stages/_checks.py", "or not is_tracing():", "or True:", WRITES),
     Mutant(
         "late reduction",
