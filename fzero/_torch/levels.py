@@ -3,10 +3,22 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-__all__ = ["is_differentiated", "is_foreign", "is_mapped_now", "is_wrapped", "maps_now", "vmaps"]
+__all__ = [
+    "Written",
+    "is_differentiated",
+    "is_foreign",
+    "is_mapped_now",
+    "is_wrapped",
+    "maps_now",
+    "unwrapped",
+    "vmaps",
+    "written",
+]
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
@@ -26,6 +38,29 @@ def is_differentiated(x: torch.Tensor) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return x.requires_grad
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that lies below all transforms of torch.func: ranks stacked, gradients not tracked."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+class Written(NamedTuple):
+    """A count that rises whenever a tensor is written in place, and the memory that it stands for."""
+
+    version: int
+    storage: int
+
+
+def written(x: torch.Tensor) -> Written:
+    """Return what an in-place write into a tensor changes, under any transform.
+
+    Torch counts no writes through `x.data`, and none into what was made in inference mode.
+    """
+    x = unwrapped(x)  # only what lies below counts
+    return Written(0 if x.is_inference() else x._version, x.untyped_storage()._cdata)
 
 
 def is_foreign(x: torch.Tensor) -> bool:

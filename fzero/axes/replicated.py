@@ -12,11 +12,11 @@ import torch
 from fzero import tree
 from fzero._torch import allow_in_graph
 from fzero.axes.axis import Axis
-from fzero.axes.lockstep import is_lockstep, meet
+from fzero.axes.lockstep import is_lockstep, meet, same
 from fzero.axes.scope import bound
 from fzero.tree import Tree
 
-__all__ = ["assume_replicated", "check_replicated", "differs"]
+__all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs"]
 
 
 class _Replicated(torch.autograd.Function):
@@ -24,10 +24,16 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> torch.Tensor:
-        if is_lockstep(group) and not message:
-            # equal or not, all ranks go on with the first one's
-            return meet(group, int(token), "assume_replicated", [x], lambda xs, _: [xs[0][0].clone() for _ in xs])
-        return x.view_as(x)
+        if not is_lockstep(group):
+            return x.view_as(x)
+
+        def first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
+            if message and not all(same(ranks[0][0], other) for (other,) in ranks):
+                raise ValueError(message)
+            return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks go on with the first one's
+
+        what = "a check that a value is replicated" if message else "assume_replicated"
+        return meet(group, int(token), what, [x], first)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -91,6 +97,27 @@ def check_replicated(
                     checked[key] = _as_replicated(checked[key], axis.token, axis.group, differs(path, names, along))
         out.append(checked[key])
     return out
+
+
+def check_inputs_replicated(name: str, axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Check, in a simulation, that the plain tensors of a differentiated argument are equal on all ranks of `axes`."""
+    checked: set[Any] = set()
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, torch.Tensor) or tree.identity(x) in checked:
+            continue
+        checked.add(tree.identity(x))
+        for axis in axes:
+            if not axis.group or is_lockstep(axis.group):
+                where = name + (f", leaf {path!r}" if path else "")
+                _as_replicated(x, axis.token, axis.group, _gradient_would_be_summed(where, axis.name))
+
+
+def _gradient_would_be_summed(where: str, axis: str) -> str:
+    return (
+        f"value_and_grad: {where} differs by rank along {axis!r}, and the gradient of a plain tensor is summed over "
+        "the ranks: give it fzero.PerRank(x) in the tensor's place for the gradient of each rank's own, or make it "
+        "replicated with fzero.pmean"
+    )
 
 
 def differs(path: str, names: tuple[str, ...], how: str = "") -> str:

@@ -5,17 +5,18 @@ becomes a `Slot`, an empty node that says where in the unit the leaf is found. S
 each shard once, and `tree["generator"]` still works.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
 from fzero._donated import DonatedError, message
 from fzero._torch import register_box
+from fzero._torch.levels import Written, written
 from fzero.layout.spec import Spec, facts, intern, spec_of
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box"]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box", "own_values"]
 
 
 class _Box:
@@ -61,6 +62,13 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "
     setattr(_Box, f"__{_name}__", _refusing(_name))
 
 
+class _Origin(NamedTuple):
+    """The whole leaves that a shard was cut from, and what an in-place write into the shard would change."""
+
+    leaves: tuple[torch.Tensor, ...]
+    written: Written | None  # None while Dynamo traces, which cannot ask
+
+
 class Shard(_Box):
     """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
 
@@ -68,8 +76,8 @@ class Shard(_Box):
         data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
             the ranks' pieces stacked: `[N, k]`, N ranks along `axes`.
         uid: the interned `spec`.
-        origin: the whole leaves that `partition` cut, while they are known to be unchanged; else None.
-            Flattening drops it, so any changed box has forgotten it.
+        origin: the whole leaves that `partition` cut, as long as `data` is their part; else None. Flattening drops
+            it, and writing into `data` in place does, so any changed box has forgotten it.
 
     Example:
         >>> import fzero, torch
@@ -81,12 +89,19 @@ class Shard(_Box):
                 [2., 0.]])
     """
 
-    __slots__ = ("data", "donated", "origin", "uid")
+    __slots__ = ("_origin", "data", "donated", "uid")
 
     def __init__(self, data: Any, uid: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
         self.uid = uid
-        self.origin = origin
+        self._origin = None if origin is None else _Origin(origin, _written(data))
+
+    @property
+    def origin(self) -> tuple[torch.Tensor, ...] | None:
+        """The whole leaves that `partition` cut, as long as `data` is their part; else None."""
+        if self._origin is None or self._origin.written != _written(self.data):
+            return None
+        return self._origin.leaves
 
     @property
     def spec(self) -> Spec:
@@ -114,13 +129,17 @@ class Shard(_Box):
         return _restore_shard, (self.data, self.spec)
 
 
+def _written(data: torch.Tensor) -> Written | None:
+    return None if torch.compiler.is_dynamo_compiling() else written(data)
+
+
 def give_up(box: "Shard | PerRank", note: str) -> None:
     """Take a donated box's value away, so that reading it raises `DonatedError`."""
     if hasattr(box, "donated"):  # it was in two places
         return
     if isinstance(box, Shard):
         del box.data
-        box.origin = None
+        box._origin = None
     else:
         del box.value
     box.donated = note
@@ -188,6 +207,15 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
 register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
 register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
+
+
+def own_values(values: Any) -> Any:
+    """Replace each `PerRank` box of a tree by its value, as a rank program is given its arguments."""
+
+    def is_per_rank(x: Any) -> bool:
+        return isinstance(x, PerRank)
+
+    return tree.map(lambda x: x.value if is_per_rank(x) else x, values, is_leaf=is_per_rank)
 
 
 def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:

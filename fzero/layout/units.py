@@ -17,7 +17,17 @@ from fzero.layout.boxes import Shard, Slot
 from fzero.layout.spec import Split, intern_parts
 from fzero.tree import Tree, is_box
 
-__all__ = ["Assignment", "CutUnit", "WholeUnit", "assign", "cut_units", "default_units", "map_units", "wanted_axes"]
+__all__ = [
+    "Assignment",
+    "CutUnit",
+    "WholeUnit",
+    "assign",
+    "cut_units",
+    "default_units",
+    "map_units",
+    "put",
+    "wanted_axes",
+]
 
 
 def default_units(path: str, leaf: torch.Tensor) -> str:
@@ -192,6 +202,14 @@ class CutUnit(NamedTuple):
     members: list[tuple[int, int]]
 
 
+def put(entries: list[Any], members: Sequence[tuple[int, int]], made: Shard | Sequence[Any]) -> None:
+    """Put at a unit's positions in a flattened tree a box of another shard, or of its leaves each its own."""
+    for position, index in members:
+        entries[position] = Slot(made.uid, index) if isinstance(made, Shard) else made[index]
+    if isinstance(made, Shard):
+        entries[members[0][0]] = made
+
+
 def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tree:
     """Replace each unit of a cut tree by what `f` makes of it: a box of another shard, or the unit's leaves.
 
@@ -199,11 +217,7 @@ def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tr
     """
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
     for unit in cut_units(paths, entries):
-        made = f(unit)
-        for position, index in unit.members:
-            entries[position] = Slot(made.uid, index) if isinstance(made, Shard) else made[index]
-        if isinstance(made, Shard):
-            entries[unit.members[0][0]] = made
+        put(entries, unit.members, f(unit))
     return tree.unflatten(structure, entries)
 
 

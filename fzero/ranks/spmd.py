@@ -17,7 +17,7 @@ from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_replicated, differs
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.axes.scope import Axes, Scope, within
-from fzero.layout.boxes import PerRank, axes_of
+from fzero.layout.boxes import axes_of, own_values
 
 __all__ = ["Spmd", "check_stacked"]
 
@@ -60,7 +60,7 @@ class Spmd:
             raise
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
-        args, kwargs = _unwrapped(call)
+        args, kwargs = own_values(call)
         return within(Scope(Axes(axes, joint, self.default), self.rules), lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
@@ -228,10 +228,3 @@ def check_stacked(x: torch.Tensor, what: str, mesh: Any, axes: Names) -> None:
             f"{what} is {list(x.shape)}: in a simulation dimension 0 of what differs by rank is the rank, "
             f"and {mesh!r} has {size}{along}; make it with mesh.split or step.init on this mesh"
         )
-
-
-def _unwrapped(call: Any) -> Any:
-    def is_per_rank(x: Any) -> bool:
-        return isinstance(x, PerRank)
-
-    return tree.map(lambda x: x.value if is_per_rank(x) else x, call, is_leaf=is_per_rank)

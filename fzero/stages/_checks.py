@@ -7,14 +7,16 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
+from fzero._torch import is_tracing
 from fzero.axes.rules import Rules
+from fzero.graph.trace._trace import other_memory, refuse_writes_into
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.segments import abstract
 from fzero.layout.spec import check_cut_for, facts
 from fzero.layout.units import cut_units
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_tree"]
+__all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_tree", "check_unwritten"]
 
 
 def boxed(values: Any) -> bool:
@@ -99,6 +101,21 @@ def _has_a_unit(params: Any, rules: Rules) -> bool:
         isinstance(x, torch.Tensor) and x.is_floating_point() and (rule is None or rule(path, x) is not None)
         for path, x in zip(paths, leaves, strict=True)
     )
+
+
+def check_unwritten(cut: Sequence[Any], positions: Sequence[int]) -> None:
+    """Check that a step that is traced has not written into the shards that its parameters were cut into.
+
+    A trace finds writes into arguments by itself, and these shards are none.
+    """
+    if torch.compiler.is_dynamo_compiling() or not is_tracing():
+        return
+    for i in positions:
+        shards = [x for x in tree.flatten(cut[i], is_box)[0] if isinstance(x, Shard)]
+        refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
+        for x in shards:
+            if x.origin is None:  # not written, and yet no longer what it was
+                raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 
 def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:

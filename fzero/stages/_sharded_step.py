@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
+from fzero._torch.levels import is_wrapped
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -16,7 +17,7 @@ from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
-from fzero.stages._checks import check_arguments, check_params, check_results, check_tree
+from fzero.stages._checks import check_arguments, check_params, check_results, check_tree, check_unwritten
 from fzero.stages._optimizer import check_device, check_optimizer, noted
 from fzero.stages._state_bytes import state_bytes
 from fzero.transforms._gather import assemble, replicate
@@ -87,6 +88,10 @@ class ShardedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
 
+        Parameters that require grad by themselves, as those of a module do, are taken as plain values. Otherwise
+        torch would record each step, and keep all of them. To differentiate through a step use `torch.func`, or let
+        an argument that is no parameter require grad.
+
         Args:
             *args: what `train_step` takes: parameters and optimizer state as `init` gave them or the last call
                 returned them, the batch as `mesh.split` or `mesh.local` gave it, other values plain (replicated).
@@ -99,6 +104,8 @@ class ShardedStep:
             ValueError: if the parameters have not the stage's layout, a box was cut for another mesh, a plain result
                 differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
                 dtype than the old. Names the argument or result and the path.
+            RuntimeError: if the step returns parameters that it wrote through `.data`, which torch does not count, at
+                stages 1 and 2. Other in-place writes give the unsharded numbers; a jitted step refuses all.
         """
         if is_tracing():
             return self._run(*args, **kwargs)
@@ -112,6 +119,7 @@ class ShardedStep:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
+        args = tuple([tree.map(_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +166,7 @@ class ShardedStep:
             return out
         cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
         out = self.train_step(*cut, **kwargs)
+        check_unwritten(cut, self.params)
         check_results(cut, out, self.params)
         del cut  # the old shards, before the new parameters are whole
         if not isinstance(out, tuple):
@@ -306,6 +315,12 @@ class ShardedStep:
             100
         """
         return state_bytes(trees, self.mesh)
+
+
+def _value(x: Any) -> Any:
+    """Return a tensor without its own `requires_grad`; what a graph or a transform made stays as it is."""
+    own = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
+    return x.detach() if own else x
 
 
 def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-from fzero._torch import allow_in_graph, raise_priority
+from fzero._torch import allow_in_graph, is_tracing, raise_priority
+from fzero._torch.levels import unwrapped
 from fzero.axes.axis import Axis, Binding
+from fzero.axes.lockstep import same
 from fzero.axes.scope import axis_names, joint
 from fzero.collectives.sums import all_gather
 from fzero.layout.boxes import Shard
@@ -107,17 +109,41 @@ def _leaves(unit: CutUnit) -> tuple[torch.Tensor, ...]:
 
 
 def replicate(params: Any) -> Any:
-    """Gather as `gather` does, but leave units that are split in boxes: what stages 0 to 2 hold between steps."""
+    """Gather as `gather` does, but leave units that are split in boxes: what stages 0 to 2 hold between steps.
+
+    Raises:
+        RuntimeError: if a box was written through `.data`.
+    """
 
     def replicated(unit: CutUnit) -> Any:
         known = facts(unit.uid)
         if not known.split:
-            return _leaves(unit)
+            return gather_unit(unit.uid, unit.shard.data, _origin_of(unit.shard))
         names = tuple([a.name for a in unit_axes(unit.uid)])
         whole = on_mesh(unit.uid, (), "each", axis_names())
         return Shard(all_gather(unit.shard.data, names)[: known.numel], whole)
 
     return map_units(replicated, params)
+
+
+def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
+    """Return the origin of a box that a step returns, checked: what was written through `.data` is not counted.
+
+    This costs a pass over the shard, and only a box that the step returns as it was given it has an origin.
+    """
+    if torch.compiler.is_dynamo_compiling():  # which cannot say whether the box was written
+        return None
+    axes, origin = unit_axes(box.uid), box.origin
+    if origin is None or is_tracing() or any(not a.group for a in axes):  # a trace and a vmap refuse or find `.data`
+        return origin
+    with torch.no_grad():
+        (own,) = apply_over_unit_axes("partition", joint(axes), box.uid, [unwrapped(x) for x in origin])
+    if not same(own, unwrapped(box.data)):
+        raise RuntimeError(
+            f"{box!r} was written through .data, which torch does not count, so whole leaves that were gathered before "
+            "may not be its own: write into the tensor itself under torch.no_grad(), or return new values"
+        )
+    return origin
 
 
 def assemble(params: Any) -> Any:

@@ -1,6 +1,6 @@
 """Faults in fzero/graph."""
 
-from tests.mutants.mutant import GRAPH, JIT, OPS, PIPELINE, Mutant
+from tests.mutants.mutant import GRAPH, JIT, OPS, PIPELINE, WRITES, Mutant
 
 MUTANTS = [
     Mutant(
@@ -9,6 +9,20 @@ MUTANTS = [
         "[i + 1 : i + 1 + prefetch]",
         "[i + 1 : i + 2 + prefetch]",
         GRAPH,
+    ),
+    Mutant(
+        "writes into lists are not seen",
+        "graph/trace/_trace.py",
+        "(x if isinstance(x, list | tuple) else [x])",
+        "[x]",
+        WRITES,
+    ),
+    Mutant(
+        "other memory is not seen",
+        "graph/trace/_trace.py",
+        "if _torch.storage_id(x) != storage:",
+        "if False:",
+        WRITES,
     ),
     Mutant(
         "gathers start ahead without room", "graph/passes/_schedule/_ahead.py", "+ size <= limit:", "<= limit:", GRAPH

@@ -1,6 +1,6 @@
 """Faults in fzero/layout."""
 
-from tests.mutants.mutant import AXES, HALF, Mutant
+from tests.mutants.mutant import AXES, HALF, WRITES, Mutant
 
 MUTANTS = [
     Mutant("drop the padding", "layout/spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
@@ -10,9 +10,19 @@ MUTANTS = [
         "Shard(children[0], uid)",
         "Shard(children[0], uid, _LAST.get(uid))",
         more=(  # a memory that no flattening clears
-            ("self.origin = origin\n", "self.origin = _LAST.setdefault(uid, origin)\n"),
+            (
+                "if origin is None else _Origin(origin,",
+                "if _LAST.setdefault(uid, origin) is None else _Origin(_LAST[uid],",
+            ),
             ("class Shard(", "_LAST: dict = {}\n\n\nclass Shard("),
         ),
+    ),
+    Mutant(
+        "a written shard is what it was",
+        "layout/boxes.py",
+        "self._origin.written != _written(self.data)",
+        "False",
+        WRITES,
     ),
     Mutant(
         "skip the psum in the norm",

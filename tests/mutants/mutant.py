@@ -19,6 +19,8 @@ HALF = ("tests/test_precision.py",)
 STEP = ("tests/axes/test_lockstep.py",)
 RANDOM = ("tests/random/test_random.py",)
 REMAT = ("tests/transforms/test_remat.py",)
+OWN = ("tests/transforms/test_own_gradients.py",)
+WRITES = ("tests/stages/test_writes.py",)
 GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
 
 

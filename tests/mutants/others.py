@@ -1,11 +1,33 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, STEP, Mutant
+from tests.mutants.mutant import HALF, JIT, STEP, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
     Mutant("an axis leaks", "axes/scope.py", "_SCOPES.stack.pop()", "pass"),
     Mutant("results need no check", "axes/replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
+    Mutant(
+        "vmap hides a write",
+        "_torch/levels.py",
+        "x = unwrapped(x)  # only",
+        "pass  # only",
+        WRITES,
+    ),
+    Mutant(
+        "steps are recorded for ever",
+        "stages/_sharded_step.py",
+        "return x.detach() if own else x",
+        "return x",
+        ("tests/stages/test_parameters_with_grad.py",),
+    ),
+    Mutant(
+        "graphs are cut between steps",
+        "stages/_sharded_step.py",
+        "and x.is_leaf and",
+        "and",
+        ("tests/stages/test_parameters_with_grad.py",),
+    ),
+    Mutant("jit lets a step write into its shards", "stages/_checks.py", "or not is_tracing():", "or True:", WRITES),
     Mutant(
         "late reduction",
         "_torch/__init__.py",

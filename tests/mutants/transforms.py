@@ -1,31 +1,29 @@
 """Faults in fzero/transforms."""
 
-from tests.mutants.mutant import AXES, HALF, REMAT, Mutant
+from tests.mutants.mutant import AXES, HALF, OWN, REMAT, WRITES, Mutant
 
 MUTANTS = [
-    Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / parts", "loss / micro_batches"),
+    Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / self.parts", "loss / self.batch.count"),
     Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
     Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
-    Mutant(
-        "no version check", "transforms/gradients/_value_and_grad.py", "if versions != ", "if False and versions != "
-    ),
+    Mutant("no version check", "transforms/gradients/_value_and_grad.py", "if before != ", "if False and before != "),
     Mutant(
         "keywords stay boxed",
         "transforms/gradients/_value_and_grad.py",
-        "kwargs = gathered(kwargs) if gather else kwargs",
-        "pass",
+        "kwargs, rest = gathered(kwargs), [",
+        "rest = [",
     ),
     Mutant(
         "reduce only the last micro-batch",
         "transforms/gradients/_accumulate.py",
-        "= xs[i] + ys[i], None",
-        "= ys[i], None",
+        "_in_place(gradients, torch.add, new)",
+        "_in_place(gradients, lambda x, y: y, new)",
     ),
     Mutant(
         "first micro-batch each time",
         "transforms/gradients/_accumulate.py",
-        "x.narrow(0, j * m, m)",
-        "x.narrow(0, 0, m)",
+        "x.narrow(0, j * self.size, self.size)",
+        "x.narrow(0, 0, self.size)",
     ),
     Mutant(
         "lose the remembered gradient",
@@ -33,24 +31,48 @@ MUTANTS = [
         "return (None, None, shard,",
         "return (None, None, shard * 0,",
     ),
-    Mutant("forget leaves that no rule names", "transforms/gradients/_opened.py", 'rest="replicated"', "rest=None"),
+    Mutant(
+        "a write through .data is lost", "transforms/_gather.py", "if not same(own", "if False and not same(own", WRITES
+    ),
+    Mutant(
+        "gradients of the own are summed",
+        "transforms/gradients/_primals.py",
+        "if box.axes is not None and a.name not in box.axes]",
+        "]",
+        OWN,
+    ),
+    Mutant(
+        "copies of what is own are not summed",
+        "transforms/gradients/_primals.py",
+        "if box.axes is not None and a.name not in box.axes]",
+        "if False]",
+        OWN,
+    ),
+    Mutant(
+        "a differentiated tensor may differ by rank",
+        "transforms/gradients/_primals.py",
+        "check_inputs_replicated(name, axes, paths, entries)",
+        "pass",
+        OWN,
+    ),
+    Mutant("forget leaves that no rule names", "transforms/gradients/_primals.py", 'rest="replicated"', "rest=None"),
     Mutant(
         "the loss is not fenced",
         "transforms/gradients/_value_and_grad.py",
-        "(fence([loss], anchor)[0][0] if fenced else loss)",
+        "(fence([loss], anchor)[0][0] if self.fenced else loss)",
         "loss",
         ("tests/distributed",),
     ),
     Mutant(
         "copies keep their own gradients",
-        "transforms/gradients/_opened.py",
+        "transforms/gradients/_primals.py",
         "copies = [a for a in axes if a.name not in facts(uid).varies]",
         "copies: list[Axis] = []",
         AXES,
     ),
     Mutant(
         "experts are averaged",
-        "transforms/gradients/_opened.py",
+        "transforms/gradients/_primals.py",
         "a.name not in facts(uid).varies]",
         "a.name not in own]",
         AXES,
@@ -71,13 +93,13 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are rounded before the update",
-        "transforms/gradients/_opened.py",
-        "Shard(box.data.to(dtype), cast",
-        "Shard(box.data, cast",
+        "transforms/gradients/_primals.py",
+        "[box.data.to(dtype)]",
+        "[box.data]",
         HALF,
     ),
     Mutant(
-        "accumulated in half precision", "transforms/gradients/_accumulate.py", "xs[i] = xs[i].to(dtype)", "pass", HALF
+        "accumulated in half precision", "transforms/gradients/_accumulate.py", "g.to(dtype), dtypes", "g, dtypes", HALF
     ),
     Mutant(
         "weights of the own rank",

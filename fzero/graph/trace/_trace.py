@@ -1,19 +1,20 @@
 """trace: a function of tensors as one flat, functional graph, and errors for what a graph cannot hold."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _torch
+from fzero._torch.levels import unwrapped
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import is_collective, is_input, nbytes, reordered, values
 from fzero.graph.ops import is_view, name_of
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "other_memory", "refuse_writes_into", "trace"]
 
 LARGE = 1 << 20  # bytes of a captured tensor from which on it is worth a warning
 
@@ -37,9 +38,18 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         RuntimeError: if `f` reads the value of a tensor in Python, or writes into an argument. Names the line.
         ValueError: if `f` captures a tensor that requires grad.
     """
+
+    def kept(*xs: torch.Tensor) -> Any:
+        before = [_torch.storage_id(x) for x in xs]
+        out = f(*xs)
+        for x, storage, label in zip(xs, before, labels, strict=False):
+            if _torch.storage_id(x) != storage:
+                raise RuntimeError(other_memory(label["label"]))
+        return out
+
     with _record.record() as log:
         try:
-            gm = _torch.trace(f, fakes)
+            gm = _torch.trace(kept, fakes)
         except _torch.DataDependentError as error:
             raise RuntimeError(
                 f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "
@@ -74,15 +84,32 @@ def _written(node: Node) -> list[Node]:
     for i, a in enumerate(node.target._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
             x = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-            found += [x] if isinstance(x, Node) else []
+            found += [y for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, Node)]
     return found
 
 
 def _check_writes(graph: Graph, labels: Sequence[dict[str, str]]) -> None:
-    storage = {}
-    for node, label in zip((n for n in graph.nodes if is_input(n)), labels, strict=False):
-        storage[_torch.storage_id(node.meta["val"])] = label["label"]
-    for node in graph.nodes:
+    inputs = zip((n for n in graph.nodes if is_input(n)), labels, strict=False)
+    _refuse_writes(graph.nodes, {_torch.storage_id(node.meta["val"]): label["label"] for node, label in inputs})
+
+
+def other_memory(name: str) -> str:
+    """Say what is wrong with a tensor that stands for other memory than before the step."""
+    return f"fzero.jit: the step gives {name} other memory (x.data = y); a step is pure: return the new value"
+
+
+def refuse_writes_into(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that what is traced now has written into none of these tensors, which are no arguments of it.
+
+    Raises:
+        RuntimeError: if it has. Names the tensor and the line.
+    """
+    _refuse_writes(_torch.recorded(), {_torch.storage_id(unwrapped(x)): name for name, x in named})
+
+
+def _refuse_writes(nodes: Iterable[Node], storage: dict[int, str]) -> None:
+    """Refuse in-place writes into captured tensors, and into the memory that these names stand for."""
+    for node in nodes:
         for x in _written(node):
             base = _base(x)
             known = isinstance(base.meta.get("val"), torch.Tensor)

@@ -1,116 +1,164 @@
 """Micro-batches: the batch in equal parts, and gradients summed over them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero.axes.scope import in_micro_batch
-from fzero.layout.boxes import is_box
+from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 
-__all__ = ["accumulate", "micro_batches_of"]
+__all__ = ["MicroBatches", "accumulate", "micro_batches_of"]
 
 
 def accumulate(
-    loss_of: Callable[..., Any],
-    variables: list[list[list[torch.Tensor]]],
-    batches: list[list[Any]],
-    dtypes: list[list[list[torch.dtype]]],
-) -> tuple[list[torch.Tensor], Any, list[list[list[torch.Tensor]]]]:
-    """Sum gradients over the micro-batches, in these dtypes, list values, and stack what else they return."""
-    values, grads, auxes = [], None, []
-    for j, batch in enumerate(batches):
-        rest: list[Any] = []  # what torch.func cannot carry out: aux with its tensors (None is none) taken out
+    loss_of: Callable[[int, list[torch.Tensor]], tuple[torch.Tensor, Any]],
+    variables: list[torch.Tensor],
+    dtypes: list[torch.dtype],
+    micro_batches: int,
+) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
+    """Sum the gradients of the micro-batches in these dtypes, list their values, and stack what else they return.
 
-        def loss_and_tensors(xs: Any, j: int = j, batch: list[Any] = batch, rest: list[Any] = rest) -> Any:
-            loss, aux = in_micro_batch(j, loss_of, batch, xs) if j else loss_of(batch, xs)
-            rest.append(aux)
-            return loss, tree.tensors(aux)
+    Args:
+        loss_of: `(which micro-batch, variables) -> (loss, aux)`.
+        variables: what is differentiated.
+        dtypes: one for each variable.
+        micro_batches: how many there are.
 
-        g, (v, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
-        found, (leaves, structure) = iter(tensors), tree.flatten(rest.pop())
-        auxes.append(tree.unflatten(structure, [next(found) if isinstance(x, torch.Tensor) else x for x in leaves]))
-        values.append(v)
-        if grads is None:
-            grads = g if len(batches) == 1 else _cast(g, dtypes)
+    Returns:
+        `(values, aux, gradients)`.
+    """
+    values, auxes, gradients = [], [], []
+    for j in range(micro_batches):
+        value, aux, new = _differentiated(loss_of, variables, j)
+        values.append(value)
+        auxes.append(aux)
+        if not gradients:
+            gradients = new
+            if micro_batches > 1:  # what is added takes the dtype of what it is added to
+                _in_place(gradients, lambda g, dtype: g.to(dtype), dtypes)
         else:
-            for mine, new in zip(grads, g, strict=True):
-                for xs, ys in zip(mine, new, strict=True):
-                    for i in range(len(xs)):  # one at a time, so that each summand is freed at once
-                        xs[i], ys[i] = xs[i] + ys[i], None
-    assert grads is not None
-    return (
-        values,
-        auxes[0] if len(auxes) == 1 else tree.map(_stack, *auxes),
-        grads,
-    )
+            _in_place(gradients, torch.add, new)
+    return values, auxes[0] if micro_batches == 1 else tree.map(_stacked, *auxes), gradients
 
 
-def _cast(grads: Any, dtypes: list[list[list[torch.dtype]]]) -> Any:
-    """Cast the first gradients, one at a time; what is added to them takes their dtype."""
-    for mine, theirs in zip(grads, dtypes, strict=True):
-        for xs, kinds in zip(mine, theirs, strict=True):
-            for i, dtype in enumerate(kinds):
-                xs[i] = xs[i].to(dtype)
-    return grads
+def _differentiated(
+    loss_of: Callable[[int, list[torch.Tensor]], tuple[torch.Tensor, Any]], variables: list[torch.Tensor], j: int
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Return the value, aux and gradients of micro-batch j."""
+    returned: list[Any] = []  # aux as it is: torch.func carries out only its tensors
+
+    def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, aux = in_micro_batch(j, loss_of, j, xs) if j else loss_of(j, xs)
+        returned.append(aux)
+        return loss, tree.tensors(aux)
+
+    gradients, (value, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
+    left, (leaves, structure) = iter(tensors), tree.flatten(returned.pop())
+    aux = tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return value, aux, gradients
 
 
-def _stack(*xs: Any) -> Any:
+def _in_place(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
+    """Put `f(x, y)` in the place of each x, one at a time and letting go of y, so that each is freed at once."""
+    others = ys[::-1]
+    ys.clear()
+    for i in range(len(xs)):
+        xs[i] = f(xs[i], others.pop())
+
+
+def _stacked(*xs: Any) -> Any:
     return torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[-1]
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """How the arguments of the loss function are cut.
+
+    Attributes:
+        count: k, the number of micro-batches.
+        argnums: the positions of the arguments that are cut.
+        size: of one micro-batch, along dimension 0.
+    """
+
+    count: int
+    argnums: Sequence[int] = ()
+    size: int = 0
+
+    def cut(self, args: list[Any]) -> list[list[Any]]:
+        """Return the arguments for each micro-batch."""
+        return [[self.part(x, i, j) for i, x in enumerate(args)] for j in range(self.count)]
+
+    def part(self, arg: Any, i: int, j: int) -> Any:
+        """Return what argument i is for micro-batch j."""
+
+        def narrowed(x: Any) -> Any:
+            return x.narrow(0, j * self.size, self.size) if isinstance(x, torch.Tensor) else x
+
+        return tree.map(narrowed, arg) if i in self.argnums else arg
+
+
 def micro_batches_of(
-    args: Sequence[Any],
-    fixed: list[Any],
-    nums: Sequence[int],
-    batch_argnums: int | Sequence[int] | None,
-    micro_batches: int,
-) -> list[list[Any]]:
-    """Cut the batch arguments in equal parts along dimension 0: for each micro-batch, the arguments of f."""
-    if micro_batches == 1:
-        return [fixed]
-    if batch_argnums is None:
-        plain = [bool(tree.tensors(a)) and not any(is_box(x) for x in tree.flatten(a, is_box)[0]) for a in args]
-        cut_at = [i for i in range(len(args)) if i not in nums and plain[i]]
-        if len(cut_at) > 1:
-            raise ValueError(
-                f"micro_batches={micro_batches}: arguments {cut_at} are not differentiated; say with batch_argnums= "
-                "which of them are the batch"
-            )
-    else:
-        cut_at = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
-        if any(not 0 <= i < len(args) or i in nums for i in cut_at):
-            raise ValueError(
-                f"batch_argnums={batch_argnums}: expected positions below {len(args)} of arguments that are not "
-                "differentiated"
-            )
+    args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
+) -> MicroBatches:
+    """Find the arguments that are the batch, and cut them in equal parts along dimension 0.
+
+    Args:
+        args: of the loss function.
+        nums: the positions of those that are differentiated.
+        batch_argnums: the positions of the batch, if they were given.
+        count: k.
+
+    Raises:
+        ValueError: if it is unclear which arguments are the batch, or k does not divide its size. Names them.
+    """
+    if count == 1:
+        return MicroBatches(1)
+    argnums = _batch_positions(args, nums, batch_argnums, count)
     sizes = {}
-    for i in cut_at:
-        for path, x in zip(*tree.flatten_with_paths(fixed[i])[:2], strict=True):
+    for i in argnums:
+        for path, x in zip(*tree.flatten_with_paths(args[i])[:2], strict=True):
             if isinstance(x, torch.Tensor):
                 sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else "0-d"
     if not sizes:
-        raise ValueError(
-            f"micro_batches={micro_batches} found no tensor to cut: pass the batch by position, not by keyword"
-        )
+        raise ValueError(f"micro_batches={count} found no tensor to cut: pass the batch by position, not by keyword")
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"micro_batches={micro_batches} cuts the batch along dimension 0, and its leaves' sizes differ: {sizes}; "
+            f"micro_batches={count} cuts the batch along dimension 0, and its leaves' sizes differ: {sizes}; "
             "say which arguments are the batch with batch_argnums="
         )
     (size,) = set(sizes.values())
-    if isinstance(size, str) or size % micro_batches:
+    if isinstance(size, str) or size % count:
         raise ValueError(
-            f"micro_batches={micro_batches} does not divide a rank's part of the batch: {next(iter(sizes))} of the "
+            f"micro_batches={count} does not divide a rank's part of the batch: {next(iter(sizes))} of the "
             f"differentiated function has size {size}"
         )
-    m = size // micro_batches
+    return MicroBatches(count, argnums, size // count)
 
-    def part(x: Any, j: int) -> Any:
-        return x.narrow(0, j * m, m) if isinstance(x, torch.Tensor) else x
 
-    return [
-        [tree.map(lambda x, j=j: part(x, j), a) if i in cut_at else a for i, a in enumerate(fixed)]
-        for j in range(micro_batches)
-    ]
+def _batch_positions(
+    args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
+) -> list[int]:
+    """List the positions of the arguments that are cut: those given, or the only one that may be the batch."""
+    may_be_cut = [i for i, x in enumerate(args) if i not in nums or isinstance(x, PerRank)]
+    if batch_argnums is not None:
+        chosen = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+        if any(i not in may_be_cut for i in chosen):
+            raise ValueError(
+                f"batch_argnums={batch_argnums}: expected positions below {len(args)} of arguments that are not "
+                "differentiated, or that are fzero.PerRank"
+            )
+        return chosen
+    found = [i for i in may_be_cut if tree.tensors(args[i]) and not _holds_units(args[i])]
+    if len(found) > 1:
+        raise ValueError(
+            f"micro_batches={count}: arguments {found} are not parameters; say with batch_argnums= which of them are "
+            "the batch"
+        )
+    return found
+
+
+def _holds_units(arg: Any) -> bool:
+    return any(isinstance(x, Shard | Slot) for x in tree.flatten(arg, is_box)[0])

@@ -4,20 +4,23 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.axes.axis import AxisName
+from fzero._torch.levels import written
+from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import resolve
 from fzero.collectives.sums import psum
+from fzero.layout.boxes import own_values
 from fzero.precision import Precision
 from fzero.transforms._gather import gather as gathered
-from fzero.transforms.gradients._accumulate import accumulate, micro_batches_of
+from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
 from fzero.transforms.gradients._fence import fence
-from fzero.transforms.gradients._opened import Opened, open_argument
+from fzero.transforms.gradients._primals import Argument, open_argument
 from fzero.transforms.gradients._returned import loss_and_aux_of, total_and_aux, weighted_mean
 
 __all__ = ["value_and_grad"]
@@ -28,7 +31,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    reduce: str = "mean",
+    reduce: Literal["mean", "weighted", "sum"] = "mean",
     axis: AxisName = None,
     micro_batches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
@@ -38,14 +41,16 @@ def value_and_grad(
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
     Arguments that hold boxes are gathered for `f`, whether differentiated or not; their gradients are reduced into
-    shards. Replicated arguments' gradients are all_reduced, one collective a unit. Outside any mesh this is
+    shards. Replicated arguments' gradients are all_reduced, one collective a unit. What is this rank's own, such as
+    its part of the batch, is differentiated in a box: the gradient of `fzero.PerRank(x)` is a `PerRank` of the
+    gradient of `x`, which no other rank's is added to, and `f` is handed `x`. Outside any mesh this is
     `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you
     like in a step, on any trees.
 
     Args:
         f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
         argnums: the position, or positions, of the arguments to differentiate: trees of floating-point tensors
-            or boxes.
+            or boxes. A plain tensor must be equal on all ranks.
         has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
         reduce: "mean" over ranks and micro-batches; "weighted": `f` returns `(total, weight)` in place of the loss, the
@@ -58,8 +63,8 @@ def value_and_grad(
             differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
             (stage 1) and for replicated trees (stage 0), in shards for others. `aux` gets a leading dimension [k]
             when k > 1.
-        batch_argnums: the position, or positions, of the arguments to cut; by default the only one that is not
-            differentiated and holds plain tensors.
+        batch_argnums: the position, or positions, of the arguments to cut; by default the only one that holds
+            tensors and no parameters: one that is not differentiated, or is `PerRank`.
         gather: whether `f` is handed whole leaves. If not it is handed boxes as they are, and gathers each where it
             uses it, with `fzero.gather` or in a function made by `fzero.remat`, which lets it go and gathers it again
             for the backward pass.
@@ -73,7 +78,8 @@ def value_and_grad(
         Leaves that are one tensor object (tied) get one gradient.
 
     Raises:
-        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k.
+        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
+            simulation, if a plain tensor that is differentiated differs by rank. Names the argument and the path.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
             With `precision`, if a parameter has not the dtype that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
@@ -101,20 +107,25 @@ def value_and_grad(
         if any(not 0 <= i < len(args) for i in nums):
             raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
         axes = resolve(axis)
+        batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
+        opened = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
+        kwargs, rest = own_values((kwargs, [None if i in opened else x for i, x in enumerate(args)]))
+        if gather:
+            kwargs, rest = gathered(kwargs), [gathered(x) for x in rest]
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        opened = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, precision) for i in nums}
-        fixed = [None if i in opened else gathered(x) if gather else x for i, x in enumerate(args)]
-        kwargs = gathered(kwargs) if gather else kwargs
-        batches = micro_batches_of(args, fixed, nums, batch_argnums, micro_batches)
-        fenced = any(a.group for a in axes) and not is_tracing()
-        loss_of = _of_variables(functools.partial(loss_and_aux, **kwargs), opened, parts, gather, fenced)
-        variables, dtypes = [o.variables for o in opened.values()], [o.dtypes for o in opened.values()]
-        values, aux, grads = accumulate(loss_of, variables, batches, dtypes)
+        loss = _Loss(
+            loss_and_aux, batch.cut(rest), kwargs, opened, batch, parts, fenced=gather and _runs_in_eager_order(axes)
+        )
+        primals = [p for argument in opened.values() for p in argument.primals]
+        variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
+
+        values, aux, gradients = accumulate(loss, variables, dtypes, micro_batches)
+
         if precision is not None:
             values = [v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]
         value = psum(functools.reduce(operator.add, values), axis)
-        trees = [o.finish(g) for o, g in zip(opened.values(), grads, strict=True)]
+        trees = [argument.closed(gradients) for argument in opened.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
@@ -133,29 +144,48 @@ def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precisi
         raise ValueError(f"argnums={nums}: a position stands twice")
 
 
-def _of_variables(
-    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]],
-    opened: dict[int, Opened],
-    parts: int,
-    gather: bool,
-    fenced: bool,
-) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Make the loss a function of what varies: the pieces of the arguments at these positions."""
+def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
+    """Return whether autograd decides in which order this rank's collectives run, and other ranks wait for them."""
+    return any(a.group for a in axes) and not is_tracing()
 
-    def loss_of(batch: list[Any], variables: list[list[list[torch.Tensor]]]) -> tuple[torch.Tensor, Any]:
-        full, anchor, handed = list(batch), torch.zeros(0), []
-        for (i, arg), pieces in zip(opened.items(), variables, strict=True):
-            wholes = [p.whole(xs) if gather else xs for p, xs in zip(arg.pieces, pieces, strict=True)]
-            if fenced and gather:
-                for j, leaves in enumerate(wholes):
-                    wholes[j], anchor = fence(leaves, anchor)
-            full[i] = arg.rebuild(wholes, gather)
-            handed += [] if is_tracing() else wholes
-        versions = [x._version for leaves in handed for x in leaves]
-        loss, aux = loss_and_aux(*full)
-        if versions != [x._version for leaves in handed for x in leaves]:
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss as a function of the variables of all primals.
+
+    Attributes:
+        loss_and_aux: what the user's function became.
+        args: its arguments for each micro-batch; those that are differentiated stand in `opened`.
+        kwargs: likewise, for all micro-batches.
+        opened: the differentiated arguments, by position.
+        batch: how the arguments are cut in micro-batches.
+        parts: what the loss is divided by.
+        fenced: whether units are reduced in the order of the tree.
+    """
+
+    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
+    args: list[list[Any]]
+    kwargs: dict[str, Any]
+    opened: dict[int, Argument]
+    batch: MicroBatches
+    parts: int
+    fenced: bool
+
+    def __call__(self, j: int, variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Return the loss of micro-batch j, and aux."""
+        args, rest, anchor, handed = list(self.args[j]), iter(variables), torch.zeros(0), []
+        for i, argument in self.opened.items():
+            leaves = []
+            for primal in argument.primals:
+                xs = primal.leaves([next(rest) for _ in primal.variables])
+                if self.fenced:
+                    xs, anchor = fence(xs, anchor)
+                leaves.append(xs)
+            args[i] = self.batch.part(argument.handed(leaves), i, j)
+            handed += [] if is_tracing() else [x for xs in leaves for x in xs]
+        before = [written(x) for x in handed]
+        loss, aux = self.loss_and_aux(*args, **self.kwargs)
+        if before != [written(x) for x in handed]:
             raise RuntimeError("f wrote into its parameters in place: return new values instead")
-        loss = loss if parts == 1 else loss / parts
-        return (fence([loss], anchor)[0][0] if fenced else loss), aux
-
-    return loss_of
+        loss = loss if self.parts == 1 else loss / self.parts
+        return (fence([loss], anchor)[0][0] if self.fenced else loss), aux

@@ -1,0 +1,284 @@
+"""Primals: a differentiated argument, taken apart into tensors that are differentiated, and reduced, together.
+
+A primal knows three things of its leaves: which tensors torch.func differentiates, what the loss function is handed
+in their place, and how their gradient becomes the gradient of the argument.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.axes.axis import Axis
+from fzero.axes.replicated import check_inputs_replicated
+from fzero.axes.rules import Rules
+from fzero.axes.scope import joint, rules_here
+from fzero.collectives.table import Whole, apply_along
+from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
+from fzero.layout.spec import facts, unit_axes, with_cast
+from fzero.layout.units import CutUnit, assign, cut_units, put
+from fzero.precision import Precision
+from fzero.transforms._gather import gather_unit
+
+__all__ = ["Argument", "Primal", "open_argument"]
+
+Tensors = Sequence[torch.Tensor]
+Members = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Primal:
+    """Leaves that are differentiated together: here tensors outside any mesh.
+
+    Attributes:
+        members: `(position in the flattened argument, index in the primal)` of each leaf.
+        variables: what torch.func differentiates.
+        dtypes: that gradients of the variables are summed over micro-batches in.
+    """
+
+    members: Members
+    variables: list[torch.Tensor]
+    dtypes: list[torch.dtype]
+
+    def leaves(self, variables: Tensors) -> Tensors:
+        """Make the tensors that the loss function is handed, differentiably in the variables."""
+        return variables
+
+    def boxed(self, leaves: Tensors) -> Any:
+        """Return what stands at the members' positions in the loss function's argument, by index."""
+        return leaves
+
+    def closed(self, gradients: Tensors) -> Any:
+        """Reduce the variables' gradients, and return what stands at the members' positions in the gradient."""
+        return [g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)]
+
+
+@dataclass(frozen=True)
+class ReplicatedPrimal(Primal):
+    """Replicated leaves of one unit, whose gradients one all_reduce sums.
+
+    Attributes:
+        uid: of the unit's spec.
+        axes: those that it is replicated along.
+    """
+
+    uid: int
+    axes: Sequence[Axis]
+
+    def closed(self, gradients: Tensors) -> Tensors:
+        return apply_over_unit_axes("all_reduce", joint(self.axes), self.uid, gradients)
+
+
+@dataclass(frozen=True)
+class AccumulatedPrimal(Primal):
+    """The whole leaves of a shard: their gradients accumulate whole, and are reduced after the last micro-batch.
+
+    Attributes:
+        uid: of the box that the gradient is put into.
+        cast: the uid of the same unit, with the dtypes that its gradient is reduced in.
+        copies: the axes along which each rank has a copy of the shard, as in hybrid sharding, and the gradient of its
+            own part of the batch.
+    """
+
+    uid: int
+    cast: int
+    copies: Sequence[Axis]
+
+    def closed(self, gradients: Tensors) -> Shard:
+        return self._summed(apply_to_unit("reduce_scatter", self.cast, gradients))
+
+    def _summed(self, gradients: Tensors) -> Shard:
+        if self.copies:
+            gradients = apply_over_unit_axes("all_reduce_shard", joint(self.copies), self.cast, gradients)
+        return Shard(gradients[0], self.uid)
+
+
+@dataclass(frozen=True)
+class ShardPrimal(AccumulatedPrimal):
+    """A unit's shard: the loss function is handed its leaves, and the gather's transpose reduces their gradients.
+
+    Attributes:
+        origin: the whole leaves, if they are known.
+    """
+
+    origin: tuple[torch.Tensor, ...] | None
+
+    def leaves(self, variables: Tensors) -> Tensors:
+        return gather_unit(self.cast, variables[0], self.origin)
+
+    def closed(self, gradients: Tensors) -> Shard:
+        return self._summed(gradients)
+
+
+@dataclass(frozen=True)
+class BoxPrimal(ShardPrimal):
+    """A unit's shard that the loss function is handed in its box, and gathers itself."""
+
+    def leaves(self, variables: Tensors) -> Tensors:
+        return variables
+
+    def boxed(self, leaves: Tensors) -> Shard:
+        return Shard(leaves[0], self.cast, self.origin)
+
+
+@dataclass(frozen=True)
+class OwnPrimal(Primal):
+    """What is in a `PerRank` box: the gradient of each rank's own value is its own too.
+
+    Attributes:
+        structure: of the box's value.
+        places: for each of its leaves the variable that it is; None for what is no tensor.
+        axes: the box's.
+        copies: the axes along which each rank has a copy, whose gradients are summed.
+    """
+
+    structure: Any
+    places: list[int | None]
+    axes: tuple[str, ...] | None
+    copies: Sequence[Axis]
+
+    def boxed(self, leaves: Tensors) -> list[Any]:
+        return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.places])]
+
+    def closed(self, gradients: Tensors) -> list[PerRank]:
+        summed = [apply_along("psum", g, joint(self.copies), Whole()) for g in gradients]
+        return [PerRank(self.boxed(summed)[0], self.axes)]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A differentiated argument, taken apart into primals.
+
+    Attributes:
+        entries: of its flattened form, boxes whole.
+        structure: of it.
+        primals: in the order of the tree, those of boxes first.
+    """
+
+    entries: list[Any]
+    structure: Any
+    primals: list[Primal]
+
+    def handed(self, leaves: list[Tensors]) -> Any:
+        """Build what the loss function is handed, given the leaves of each primal."""
+        return self._like([p.boxed(xs) for p, xs in zip(self.primals, leaves, strict=True)])
+
+    def closed(self, gradients: list[torch.Tensor]) -> Any:
+        """Build the gradient, given the variables' gradients, which are taken off the list.
+
+        So no primal's gradient is held while the next one's is reduced.
+        """
+        return self._like([p.closed([gradients.pop(0) for _ in p.variables]) for p in self.primals])
+
+    def _like(self, made: list[Any]) -> Any:
+        entries = list(self.entries)
+        for primal, new in zip(self.primals, made, strict=True):
+            put(entries, primal.members, new)
+        return tree.unflatten(self.structure, entries)
+
+
+def open_argument(
+    arg: Any, axes: Sequence[Axis], name: str, micro_batches: int, gather: bool, precision: Precision | None
+) -> Argument:
+    """Take a tree of boxes and replicated tensors apart into primals.
+
+    Raises:
+        TypeError: if a leaf cannot be differentiated, or has another dtype than `precision` says. Names its path.
+        ValueError: if a unit is sharded over an axis that is not among `axes`; in a simulation, if a plain tensor
+            differs by rank along one of them. Names the unit, or the path.
+    """
+    paths, entries, structure = tree.flatten_with_paths(arg, is_box)
+    _check_floating(paths, entries, name)
+    if precision is not None:
+        precision.check(name, paths, entries)
+    primals = [_of_shard(unit, axes, micro_batches, gather, precision) for unit in cut_units(paths, entries)]
+    primals += [_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
+    if axes:
+        check_inputs_replicated(name, axes, paths, entries)
+        primals += _of_replicated(arg, entries, axes, precision)
+    else:
+        variables, places = _distinct(entries)
+        members = [(i, place) for i, place in enumerate(places) if place is not None]
+        primals.append(Primal(members, variables, [_grad_dtype(x.dtype, precision) for x in variables]))
+    return Argument(entries, structure, primals)
+
+
+def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
+    return dtype if precision is None else precision.gradients(dtype)[1]
+
+
+def _cast(uid: int, precision: Precision | None) -> int:
+    return uid if precision is None else with_cast(uid, *precision.gradients(facts(uid).dtype))
+
+
+def _of_shard(
+    unit: CutUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
+) -> Primal:
+    uid, box, members = unit
+    own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
+    if any(name not in names for name in own):
+        raise ValueError(
+            f"unit {facts(uid).unit!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
+            "summed over more ranks than the loss; name all its axes with axis="
+        )
+    copies = [a for a in axes if a.name not in facts(uid).varies]
+    # what varies has the gradient's dtype, or autograd would cast the gradient to its own
+    dtype, cast = _grad_dtype(box.data.dtype, precision), _cast(uid, precision)
+    if micro_batches > 1 and facts(uid).reduced == "once":
+        leaves = list(gather_unit(uid, box.data, box.origin))
+        return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), uid, cast, copies)
+    kind = ShardPrimal if gather else BoxPrimal
+    return kind(members, [box.data.to(dtype)], [dtype], uid, cast, copies, box.origin)
+
+
+def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
+    entries, structure = tree.flatten(box.value)
+    variables, places = _distinct(entries)
+    copies = [a for a in axes if box.axes is not None and a.name not in box.axes]
+    return OwnPrimal([(position, 0)], variables, [x.dtype for x in variables], structure, places, box.axes, copies)
+
+
+def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
+    assignment = assign(arg, axes, Rules(rules_here().units), rest="replicated")
+    primals: list[Primal] = []
+    for unit in assignment.units:
+        members = [
+            (i, x.index)
+            for i, x in enumerate(assignment.entries)
+            if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
+        ]
+        dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
+        primals.append(ReplicatedPrimal(members, unit.leaves, dtypes, _cast(unit.uid, precision), axes))
+    return primals
+
+
+def _distinct(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int | None]]:
+    """List the distinct tensors among leaves, and for each leaf which of them it is."""
+    number: dict[Any, int] = {}
+    found: list[torch.Tensor] = []
+    places: list[int | None] = []
+    for x in leaves:
+        if not isinstance(x, torch.Tensor):
+            places.append(None)
+            continue
+        if tree.identity(x) not in number:
+            number[tree.identity(x)] = len(found)
+            found.append(x)
+        places.append(number[tree.identity(x)])
+    return found, places
+
+
+def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, PerRank):
+            inner, leaves, _ = tree.flatten_with_paths(x.value)
+            _check_floating([f"{path}.{p}".strip(".") for p in inner], leaves, name)
+        elif x is not None and not is_box(x) and not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            raise TypeError(
+                f"{name} is differentiated, and its leaf {path!r} is {given}, which cannot be differentiated "
+                "here; pass it in an argument that is not differentiated"
+            )
