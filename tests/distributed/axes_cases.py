@@ -1,6 +1,7 @@
 """Cases on a mesh of several axes that every rank of a torchrun world of 4 runs; see test_gloo.py."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
 SMALL = {name: x for name, x in ARRANGEMENTS.items() if torch.tensor(list(x[0].values())).prod() == 4}
+STAGES = [(0, 1), (1, 2), (3, 1), (2, 2)]  # and micro-batches
 
 
 def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
@@ -28,9 +30,10 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
 @case
 def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
     """Value, gradient and second gradient; bitwise over one axis of two ranks."""
-    for shape in ({"a": 2, "b": 2}, {"a": 4, "b": 1}):
+    square, line = {"a": 2, "b": 2}, {"a": 4, "b": 1}
+    for shape, tuples in ((square, (("a",), ("b",), ("a", "b"), ("b", "a"))), (line, (("b",), ("b", "a")))):
         mesh, simulated = fzero.mesh(**shape), fzero.mesh(simulate="lockstep", **shape)
-        for names in (("a",), ("b",), ("a", "b"), ("b", "a")):
+        for names in tuples:
             n = fzero.mesh(simulate=True, **{name: shape[name] for name in names}).size
             for f in along(names).values():
                 X = stacked(4, 2, 2 * n)
@@ -53,8 +56,17 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
 @case
 def every_arrangement_equals_unsharded_training(_: fzero.Mesh) -> None:
     """And sends, and holds, what the simulations do."""
+    check_arrangements([(x, STAGES[(i + j) % 4]) for i, x in enumerate(SMALL.values()) for j in (0, 2)])
+
+
+@slow_case
+def every_arrangement_equals_unsharded_training_at_every_stage(_: fzero.Mesh) -> None:
+    check_arrangements(itertools.product(SMALL.values(), STAGES))
+
+
+def check_arrangements(arrangements: Iterable[tuple[Any, tuple[int, int]]]) -> None:
     opt = optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(1e-2, eps=1e-3))
-    for (axes, options), (stage, k) in itertools.product(SMALL.values(), [(0, 1), (1, 2), (2, 2), (3, 1)]):
+    for (axes, options), (stage, k) in arrangements:
         train_step = train_step_for(parallel_loss, opt, micro_batches=k)
         mesh, simulated = fzero.mesh(**axes), fzero.mesh(simulate="lockstep", **axes)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True, **options)

@@ -134,7 +134,7 @@ def every_stage_equals_unsharded_training(mesh: fzero.Mesh) -> None:
         optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3, mask=_matrices)),
         optim.sgd(0.1, momentum=0.9),
     ]
-    for opt, stage, k in itertools.product(opts, range(4), (1, 3)):
+    for (opt, k), stage in itertools.product(zip(opts, (3, 1), strict=True), range(4)):
         train_step = train_step_for(mlp_loss, opt, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         twin = fzero.shard(train_step, stage=stage, mesh=simulated)
@@ -387,12 +387,12 @@ def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.Mesh) -> None:
 
 @case
 def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
-    check_compiled(mesh, (1, 3))
+    check_compiled(mesh, (3,))
 
 
 @slow_case
 def compiled_steps_of_the_other_stages_equal_eager_ones(mesh: fzero.Mesh) -> None:
-    check_compiled(mesh, (0, 2))
+    check_compiled(mesh, (0, 1, 2))
 
 
 def check_compiled(mesh: fzero.Mesh, stages: tuple[int, ...]) -> None:
@@ -434,7 +434,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.Mesh) -> None:
     *_, expected = twin(*twin.init(PARAMS, opt), simulated[0].split(BATCH), key)
     for stage in range(4):
         step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
-        for f in (step, fzero.jit(step, backend="fx")):
+        for f in (step, fzero.jit(step, backend="fx")) if stage in (1, 3) else (step,):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)
             assert dropped.value.equal(own(mesh, expected.value))
         params, _ = step.init(lambda: made_by(key), opt)

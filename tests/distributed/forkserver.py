@@ -54,7 +54,7 @@ def serve() -> None:
 
 
 def wait(children: list[int], timeout: float) -> list[int]:
-    """Wait for all to end; the first that fails ends the others, as with torchrun. Returns their codes."""
+    """Wait for all to end; 10 s after one fails the others are ended. Returns their codes."""
     codes: dict[int, int] = {}
     end = time.monotonic() + timeout + 10  # a child stops itself at the timeout, and says where it stood
     while len(codes) < len(children):
@@ -62,7 +62,7 @@ def wait(children: list[int], timeout: float) -> list[int]:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 codes[child] = os.waitstatus_to_exitcode(status)
-                end = end if codes[child] == 0 else min(end, time.monotonic() + 2)
+                end = end if codes[child] == 0 else min(end, time.monotonic() + 10)
         if time.monotonic() > end:
             for child in set(children) - set(codes):
                 os.kill(child, signal.SIGKILL)

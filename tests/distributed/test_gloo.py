@@ -43,12 +43,12 @@ def test_torchrun_starts_a_world():
 def test_a_failing_case_fails_the_run():
     """An error on one rank ends the run with an error, and is shown with its rank."""
     done = world(2, "-m", cases.__name__, "broken")
-    assert done.returncode == 1
+    assert done.returncode != 0
     assert "RuntimeError: planted" in done.stderr.split("rank 1 ended with 1:\n")[1]
 
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_stood():
-    done = world(2, "-c", "import os, time\nif os.environ['RANK'] == '1': time.sleep(99)", timeout=1)
+    done = world(2, "-c", "import os, time\nif os.environ['RANK'] == '1': time.sleep(99)", timeout=5)
     assert done.returncode == 1 and "Timeout" in done.stderr and 'File "<string>", line 2 in <module>' in done.stderr
 
 

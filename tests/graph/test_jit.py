@@ -51,7 +51,7 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, params: Any, opt: 
 # ---------------------------------------------------------------- the same numbers
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(), k=st.integers(1, 3))
 def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     step = fzero.shard(train_step_for(loss_of_tree, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=n))
@@ -72,7 +72,9 @@ def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
 
 
 @needs_compiler
-@pytest.mark.parametrize("backend,stage", [("inductor", 3), ("inductor", 1), ("inductor-whole", 2)])
+@pytest.mark.parametrize(
+    "backend,stage", [("inductor", 3), pytest.param("inductor", 1, marks=pytest.mark.slow), ("inductor-whole", 2)]
+)
 def test_a_compiled_step_equals_the_eager_one(backend, stage):
     step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=2), stage=stage, mesh=fzero.mesh(dp=2))
     batches = [mlp_batch(8, seed=i) for i in range(5)]
@@ -80,7 +82,7 @@ def test_a_compiled_step_equals_the_eager_one(backend, stage):
     assert_trees_close(fast, eager, rtol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_an_unsharded_step_jits_too(backend):
     step = train_step_for(mlp_loss, ADAM)
     jitted = fzero.jit(step, backend=backend)

@@ -19,6 +19,7 @@ from tests.tiny_gpt import gpt_loss, gpt_params
 
 ADAMW = optim.adamw(1e-3)
 MODELS = {"A": (256, 4, 4), "B": (512, 8, 1)}  # width, layers, sequences of 128
+BOTH = ["A", pytest.param("B", marks=pytest.mark.slow)]
 
 
 def shape_at(x: torch.Tensor, width: int) -> list[int]:
@@ -69,7 +70,7 @@ def unit_bytes(plan: fzero.Plan) -> int:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("model", ["A", "B"])
+@pytest.mark.parametrize("model", BOTH)
 def test_no_more_than_one_units_gradients_are_alive(model, stage):
     """Whole gradients: of shards there may be more, when a clip waits for all."""
     plan = planned(model, stage)
@@ -83,7 +84,7 @@ def test_no_more_than_one_units_gradients_are_alive(model, stage):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("model", ["A", "B"])
+@pytest.mark.parametrize("model", BOTH)
 def test_stage_3_holds_the_prefetched_and_the_current_units(model, prefetch):
     plan = planned(model, 3, prefetch=prefetch, bucket_bytes=0, max_reuse_bytes=0)
     gathered = max(plan.live_of("gathered"))
@@ -117,19 +118,20 @@ def test_the_plans_peak_is_the_allocators(stage):
 # ---------------------------------------------------------------- choice
 
 
-def test_a_budget_buys_speed_and_a_small_one_warns():
-    sparing = planned("B", 3)
-    generous = planned("B", 3, memory_budget=10**10)
+@pytest.mark.parametrize("model", BOTH)
+def test_a_budget_buys_speed_and_a_small_one_warns(model):
+    sparing = planned(model, 3)
+    generous = planned(model, 3, memory_budget=10**10)
     assert generous.seconds < sparing.seconds and generous.peak_bytes > sparing.peak_bytes
-    between = planned("B", 3, memory_budget=(sparing.peak_bytes + generous.peak_bytes) // 2)
+    between = planned(model, 3, memory_budget=(sparing.peak_bytes + generous.peak_bytes) // 2)
     assert between.peak_bytes <= (sparing.peak_bytes + generous.peak_bytes) // 2
     assert generous.seconds <= between.seconds <= sparing.seconds
     with pytest.warns(UserWarning, match=r"needs [\d,]+ bytes at its peak .* [\d,]+ more than memory_budget=1,000"):
-        small = planned("B", 3, memory_budget=1000)
-    assert small.peak_bytes == sparing.peak_bytes
+        small = planned(model, 3, memory_budget=1000)
+    assert small.peak_bytes <= sparing.peak_bytes  # the least that there is
 
 
-@pytest.mark.parametrize("model", ["A", "B"])
+@pytest.mark.parametrize("model", BOTH)
 def test_where_there_is_room_a_gather_starts_ahead(model):
     kept, plain = planned(model, 3), planned(model, 3, prefetch=0)
     assert kept.settings["prefetch"] == "fitting" and "prefetch fitting" in str(kept)
@@ -229,7 +231,7 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
         tokens = mesh.split(torch.zeros(4, 17, dtype=torch.long, device="meta"))
         return len(fzero.plan(step, *step.init(params, ADAMW), tokens, world_size=world_size).steps)
 
-    a, b, c = operations(2, 2), operations(4, 2), operations(6, 2)
+    a, b, c = operations(2, 2), operations(3, 2), operations(4, 2)
     assert c - b == b - a > 0
     assert abs(operations(2, 4096) - a) < 30  # padding
 

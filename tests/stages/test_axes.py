@@ -261,7 +261,7 @@ ARRANGEMENTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.integers(1, 2), simulations, st.booleans())
 def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, clip):
     axes, options = ARRANGEMENTS[name]
@@ -282,7 +282,7 @@ def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, cli
     assert_trees_close(step.gather(list(state)), list(ref))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     trees(),
     st.sampled_from(["hybrid", "hybrid, uneven", "both axes", "three axes", "small leaves on every rank"]),

@@ -23,7 +23,7 @@ def loss_of_tree(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     params=trees(),
     opt=optimizers(),
