@@ -23,19 +23,6 @@ MUTANTS = [
     Mutant(
         "norms are narrowed", "precision.py", "return self.master if self.full", "return self.param if self.full", HALF
     ),
-    Mutant(
-        "the world for the data-parallel ranks",
-        "ranks/_batch_plan.py",
-        "names = mesh.names(axis)",
-        "names = mesh.axis_names",
-        HALF,
-    ),
-    Mutant(
-        "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
-    ),
-    Mutant(
-        "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
-    ),
     Mutant("one module for all ranks", "nn/__init__.py", "if not in_lockstep():", "if True:", STEP),
     Mutant(
         "random numbers are constants",

@@ -57,7 +57,7 @@ def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, l
 def test_a_gpu_that_is_not_there_is_named_where_others_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="device='cuda:7': expected .*, and torch sees 1 GPU here"):
+    with pytest.raises(ValueError, match=r"device='cuda:7': expected .*, and torch sees 1 GPU here"):
         fzero.mesh(dp=2, device="cuda:7")
 
 
