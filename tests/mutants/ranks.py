@@ -3,6 +3,7 @@
 from tests.mutants.mutant import HALF, STEP, Mutant
 
 MEET, LAUNCH = ("tests/ranks/test_handshake.py",), ("tests/ranks/test_launch.py",)
+SWITCHED, TORCH = ("tests/axes/test_lockstep_state.py",), ("tests/_torch/test_torch.py",)
 MESH = ("tests/ranks/test_mesh.py",)
 
 MUTANTS = [
@@ -42,6 +43,39 @@ MUTANTS = [
         "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
     ),
     Mutant(
-        "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
+        "diverging calls meet",
+        "axes/lockstep.py",
+        "if len({g.run.waiting[r].what for r in g.members}) > 1:",
+        "if False:",
+        STEP,
     ),
+    Mutant(
+        "what a rank sets stays on",
+        "_torch/state.py",
+        "put_settings({name: self.outside[name] for name in self.own})",
+        "pass",
+        SWITCHED,
+    ),
+    Mutant("a rank loses what it has set", "_torch/state.py", "put_settings(self.own)", "pass", SWITCHED),
+    Mutant(
+        "hooks are the caller's only",
+        "_torch/state.py",
+        "_push_saved_tensors_default_hooks(*hooks)",
+        "_saved_tensors_hooks_enable()",
+        SWITCHED,
+    ),
+    Mutant("modes outlive their rank", "_torch/state.py", "_python_dispatch._pop_mode()", "pass", SWITCHED),
+    Mutant(
+        "a thread counts as it did", "_torch/state.py", "if torch.get_num_threads() != threads:", "if False:", SWITCHED
+    ),
+    Mutant("no level is kept", "axes/_threads.py", "over.wait()", "pass", SWITCHED),
+    Mutant("a fork has its parent's threads", "axes/_threads.py", "here = os.getpid()", "here = 0", SWITCHED),
+    Mutant(
+        "a step is traced with anomalies looked for",
+        "_torch/__init__.py",
+        "if torch.is_anomaly_enabled() and",
+        "if False and",
+        TORCH,
+    ),
+    Mutant("the first who ends ends the silence", "_torch/__init__.py", "if not _SILENT:", "if True:", TORCH),
 ]
