@@ -1,5 +1,8 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
+import warnings
+from typing import Any
+
 from fzero import nn, optim, random, transforms, tree
 from fzero._donated import DonatedError
 from fzero._profile import Profile, profile
@@ -19,8 +22,9 @@ from fzero.layout.units import default_units
 from fzero.precision import Precision
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
 from fzero.ranks.mesh import Mesh, mesh
+from fzero.stages._layouts import StageLayouts
 from fzero.stages._shard import shard
-from fzero.stages._sharded_step import Layout, ShardedStep
+from fzero.stages._sharded_step import ShardedStep
 from fzero.stages._state_bytes import state_bytes
 from fzero.transforms import (
     gather,
@@ -37,7 +41,6 @@ __all__ = [
     "DivergedError",
     "DonatedError",
     "Jitted",
-    "Layout",
     "Log",
     "Mesh",
     "PerRank",
@@ -49,6 +52,7 @@ __all__ = [
     "Slot",
     "Spec",
     "Split",
+    "StageLayouts",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
@@ -85,3 +89,11 @@ __all__ = [
     "tree",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what has another name now, with a warning, until version 0.3."""
+    if name == "Layout":
+        warnings.warn("fzero.Layout is fzero.StageLayouts now", DeprecationWarning, stacklevel=2)
+        return StageLayouts
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

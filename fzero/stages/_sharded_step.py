@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
-from fzero._torch.levels import is_wrapped
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -18,35 +17,14 @@ from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 from fzero.stages._checks import check_arguments, check_params, check_results, check_tree, check_unwritten
+from fzero.stages._layouts import STAGES, StageLayouts
 from fzero.stages._optimizer import check_device, check_optimizer, noted
 from fzero.stages._state_bytes import state_bytes
+from fzero.stages._values import as_value, copied_from, is_like
 from fzero.transforms._gather import assemble, replicate
 from fzero.transforms._partition import partition
 
-__all__ = ["STAGES", "Layout", "ShardedStep"]
-
-
-class Layout(NamedTuple):
-    """What a stage does with each tree: "replicated" on every rank, or "sharded" over them.
-
-    Attributes:
-        params: the parameters, between steps.
-        grads: when gradients are reduced: "replicated" (never cut), "once" (in full until the last micro-batch,
-            then into shards), or "each" (each micro-batch into shards).
-        opt_state: the optimizer's state.
-    """
-
-    params: str
-    grads: str
-    opt_state: str
-
-
-STAGES = (
-    Layout(params="replicated", grads="replicated", opt_state="replicated"),
-    Layout(params="replicated", grads="once", opt_state="sharded"),
-    Layout(params="replicated", grads="each", opt_state="sharded"),
-    Layout(params="sharded", grads="each", opt_state="sharded"),
-)
+__all__ = ["ShardedStep"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,7 @@ class ShardedStep:
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> StageLayouts:
         """What the stage does with parameters, gradients and optimizer state."""
         return STAGES[self.stage]
 
@@ -119,7 +97,7 @@ class ShardedStep:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
-        args = tuple([tree.map(_value, x) if i in self.params else x for i, x in enumerate(args)])
+        args = tuple([tree.map(as_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +117,7 @@ class ShardedStep:
         """
         results = out if isinstance(out, tuple) else (out,)
         return tuple(
-            [i for i, x in enumerate(args) if i in self.params or (i < len(results) and _alike(x, results[i]))]
+            [i for i, x in enumerate(args) if i in self.params or (i < len(results) and is_like(x, results[i]))]
         )
 
     def _checks_now(self) -> bool:
@@ -300,7 +278,7 @@ class ShardedStep:
         entries, structure = tree.flatten(params, is_box)
         kept = [x if isinstance(x, PerRank) else None for x in entries]
         whole = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
-        whole = tree.map(_apart_from(params), whole)
+        whole = tree.map(copied_from(params), whole)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
 
     def state_bytes(self, *trees: Any) -> int:
@@ -315,22 +293,3 @@ class ShardedStep:
             100
         """
         return state_bytes(trees, self.mesh)
-
-
-def _value(x: Any) -> Any:
-    """Return a tensor without its own `requires_grad`; what a graph or a transform made stays as it is."""
-    own = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
-    return x.detach() if own else x
-
-
-def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that copies tensors that share memory with `values`, which a jitted step may overwrite."""
-    lent = {x.untyped_storage().data_ptr() for x in tree.tensors(values)}
-    return lambda x: x.clone() if x.untyped_storage().data_ptr() in lent else x
-
-
-def _alike(x: Any, y: Any) -> bool:
-    """Tell whether two trees have one structure and their tensors one shape and dtype each."""
-    (xs, structure), (ys, other) = tree.flatten(x), tree.flatten(y)
-    is_tree = not isinstance(x, torch.Tensor) and any(isinstance(a, torch.Tensor) for a in xs)
-    return is_tree and structure == other and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]

@@ -24,9 +24,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Return what has moved to another module, with a warning, until version 0.3."""
-    if name not in ("Layout", "ShardedStep", "shard"):
+    moved = {"Layout": "StageLayouts", "ShardedStep": "ShardedStep", "shard": "shard"}
+    if name not in moved:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import fzero
 
-    warnings.warn(f"fzero.transforms.{name} is fzero.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(fzero, name)
+    warnings.warn(f"fzero.transforms.{name} is fzero.{moved[name]} now", DeprecationWarning, stacklevel=2)
+    return getattr(fzero, moved[name])

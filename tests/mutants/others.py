@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, STEP, WRITES, Mutant
+from tests.mutants.mutant import HALF, JIT, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -15,14 +15,14 @@ MUTANTS = [
     ),
     Mutant(
         "steps are recorded for ever",
-        "stages/_sharded_step.py",
+        "stages/_values.py",
         "return x.detach() if own else x",
         "return x",
         ("tests/stages/test_parameters_with_grad.py",),
     ),
     Mutant(
         "graphs are cut between steps",
-        "stages/_sharded_step.py",
+        "stages/_values.py",
         "and x.is_leaf and",
         "and",
         ("tests/stages/test_parameters_with_grad.py",),
@@ -53,12 +53,6 @@ MUTANTS = [
         HALF,
     ),
     Mutant(
-        "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
-    ),
-    Mutant(
-        "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
-    ),
-    Mutant(
         "random numbers are constants",
         "_torch/__init__.py",
         "_compiling(), _mode_of(fakes):",
@@ -68,7 +62,7 @@ MUTANTS = [
     Mutant(
         "donate the batch",
         "stages/_sharded_step.py",
-        "i in self.params or (i < len(results) and _alike(x, results[i]))",
+        "i in self.params or (i < len(results) and is_like(x, results[i]))",
         "True",
         JIT,
     ),
