@@ -51,7 +51,7 @@ def python(*words: str, read: str = "", **variables: object) -> Done:
     return done
 
 
-def world(ranks: int, *words: str, timeout: float = 600, cwd: pathlib.Path = ROOT) -> Done:
+def world(ranks: int, *words: str, timeout: float = 1200, cwd: pathlib.Path = ROOT) -> Done:
     """Run the command `torchrun --nproc-per-node RANKS *words`, without torchrun."""
     port = free_port()
     done = forked(words, [rank_variables(rank, ranks, port) for rank in range(ranks)], timeout, cwd)
@@ -60,7 +60,7 @@ def world(ranks: int, *words: str, timeout: float = 600, cwd: pathlib.Path = ROO
     return Done(code, "".join(d.stdout for d in done), "\n".join(errors) or "".join(d.stderr for d in done))
 
 
-def torchrun(ranks: int, *words: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def torchrun(ranks: int, *words: str, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
     """Run the real `torchrun --nproc-per-node RANKS *words`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
     variables = environment(PYTHONWARNINGS="ignore")
@@ -70,7 +70,7 @@ def torchrun(ranks: int, *words: str, timeout: float = 600) -> subprocess.Comple
 def forked(
     words: Sequence[str],
     variables: Sequence[Mapping[str, object]],
-    timeout: float = 600,
+    timeout: float = 1200,
     cwd: pathlib.Path = ROOT,
     read: str = "",
 ) -> list[Done]:

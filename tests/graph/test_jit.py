@@ -60,8 +60,17 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     bitwise(eager, fast)
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "stage,k",
+    [
+        (0, 4),
+        (1, 1),
+        (2, 4),
+        (3, 1),
+        (3, 4),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 1), (1, 4), (2, 1))],
+    ],
+)
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
     batches = [torch.randint(37, (8, 17), generator=torch.Generator().manual_seed(i)) for i in range(5)]
@@ -531,7 +540,7 @@ def test_a_compile_error_names_the_segment_and_its_lines():
         f(torch.ones(4))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
     """The parts of a batch are arguments of the pieces, so all micro-batches after the first have equal ones."""
 

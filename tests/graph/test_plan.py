@@ -55,6 +55,7 @@ def test_memory_never_grows_with_the_stage(k, backend):
     assert (peaks[2] < peaks[1]) == (k > 1)
 
 
+@pytest.mark.slow
 def test_memory_of_a_larger_model_never_grows_with_the_stage():
     peaks = [planned("B", stage).peak_bytes for stage in range(4)]
     assert peaks == sorted(peaks, reverse=True), peaks
