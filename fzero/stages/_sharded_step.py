@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -68,7 +68,7 @@ class ShardedStep:
     axis: tuple[str, ...]
     params: tuple[int, ...]
     rules: Rules = DEFAULT_RULES
-    check: bool | str = "first"
+    check: Literal["first"] | bool = "first"
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -315,7 +315,7 @@ def _apart_from(values: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _alike(x: Any, y: Any) -> bool:
-    """Tell whether two trees have one structure and their tensors one shape and dtype each."""
+    """Return whether two trees have one structure and their tensors one shape and dtype each."""
     (xs, structure), (ys, other) = tree.flatten(x), tree.flatten(y)
     is_tree = not isinstance(x, torch.Tensor) and any(isinstance(a, torch.Tensor) for a in xs)
     return is_tree and structure == other and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]
