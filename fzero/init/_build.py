@@ -71,7 +71,7 @@ class _Home(NamedTuple):
     ranks: tuple[int, ...]
 
     def store(self, leaf: torch.Tensor, mesh: Mesh) -> None:
-        """Copy into each shard what is its own of a whole leaf."""
+        """Copy into each shard its own elements of a whole leaf."""
         k, index = self.spec.shard_numel, self.index
         for row, rank in zip(self.data.view(-1, k) if k else (), self.ranks, strict=False):
             start = mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0

@@ -1,4 +1,4 @@
-"""An init function, traced without memory and then run leaf by leaf: no more of its tree need be alive at once."""
+"""A tree that is made leaf by leaf: its init function is traced without memory, and the graph run later."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ __all__ = ["Deferred", "defer"]
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tree that is yet to be computed.
+    """A tree that is yet to be made, by a traced init function.
 
     Attributes:
         leaves: its leaves, in meta tensors; one object where leaves are tied.
@@ -30,7 +30,7 @@ class Deferred:
     devices: list[Any]
     structure: Any
     _graph: GraphModule
-    _nodes: dict[Node, list[int]]  # what computes leaves, and their positions
+    _nodes: dict[Node, list[int]]  # the node of each leaf, and the leaf's positions
 
     def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
         """Compute the leaves, in the order of the function, random numbers included.
@@ -55,7 +55,7 @@ class Deferred:
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:
-        """Tell after which node each value's memory is touched for the last time, through whatever view of it."""
+        """Return for each node the values whose memory it is the last to touch, through whatever view of it."""
         nodes = [n for n in self._graph.graph.nodes if n.op != "output"]
         touched: dict[int, int] = {}  # storage -> when last
         used: dict[Node, int] = {}  # a value without memory, such as a random generator -> when last
@@ -72,10 +72,10 @@ class Deferred:
 
 @contextmanager
 def _watching_seeds() -> Iterator[list[str]]:
-    """Note when traced code seeds a generator after a traced draw, which will be done after all seeds.
+    """Watch for traced code that seeds a generator after a traced draw: in the graph all seeds come before draws.
 
     Yields:
-        A list that is filled with what was called.
+        A list that is filled with the names of the methods that seeded.
     """
     found: list[str] = []
     seeded: list[torch.Generator] = [torch.default_generator]  # kept, so that no other is taken for one of them
@@ -97,7 +97,7 @@ def _watching_seeds() -> Iterator[list[str]]:
 
 
 def defer(init: Callable[[], Any]) -> Deferred:
-    """Trace an init function.
+    """Trace an init function, without memory for what it makes.
 
     Raises:
         DataDependentError: if it reads a tensor's value.

@@ -18,11 +18,11 @@ class Given:
     """A tree whose leaves are at hand, to be handed out once, one after the other.
 
     Attributes:
-        leaves: its leaves, in meta tensors; one object where leaves are tied. What is no tensor is as it was given.
-        devices: the device of each; None for what is no tensor.
+        leaves: its leaves, in meta tensors; one object where leaves are tied. Other values are as they were given.
+        devices: the device of each; None where there is no tensor.
         structure: its structure, in which a `PerRank` value is a leaf.
         held: the leaves themselves, until they are handed out.
-        notes: if the caller gives the leaves up, what is said of each when it is read afterwards; else empty.
+        notes: if the caller gives the leaves up, the message of each for whoever reads it afterwards; else empty.
     """
 
     leaves: list[Any]

@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def without_storage(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module with meta tensors for its parameters and buffers; tied ones stay tied."""
+    """Return a copy of a module whose parameters and buffers are meta tensors; tied ones stay tied."""
     memo: dict[int, Any] = {}
     for p in module.parameters():
         memo[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -50,7 +50,7 @@ def initializer(
     """Make an init function of a module that was built on the meta device, for `step.init`.
 
     It gives each submodule memory and has it fill its own parameters, one submodule after the other, in their order.
-    What a constructor does besides is not repeated: for that, give `step.init` an init function that calls it.
+    Whatever else a constructor does is not repeated: for that, give `step.init` an init function that calls it.
 
     Args:
         module: a module built under `with torch.device("meta"):`; it stays as it is.

@@ -1,4 +1,4 @@
-"""What a tree's leaves come from: a tree, a function that makes one, or a module."""
+"""Where a tree's leaves come from: a tree, a function that makes one, or a module."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def source_of(what: str, values: Any, one_by_one: bool, by: str = "") -> Given |
         by: the call by which the caller gives the leaves up, if they do.
 
     Raises:
-        ValueError: if a module is partly on the meta device, or the tree is cut. Names what is.
+        ValueError: if a module is partly on the meta device, or the tree is cut. Names the parameter or the leaf.
         TypeError: if a leaf is no dense tensor. Names it.
     """
     if isinstance(values, torch.nn.Module):

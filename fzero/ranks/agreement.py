@@ -13,8 +13,8 @@ from fzero.ranks.mesh import Mesh
 
 __all__ = ["check_alike", "check_equal", "checksum"]
 
-# A tensor is read in blocks of this many int32 words, 256 KiB: it stays in a core's cache. It is 4 times a prime, so
-# that what is regular, such as a column, does not fall on one word of each block. Elements of 16 bytes fill a block.
+# A tensor is read in blocks of this many int32 words, 256 KiB, which a core's cache holds. It is 4 times a prime, so
+# a regular pattern, such as a column, does not fall on one word of each block, and elements of 16 bytes fill a block.
 _WORDS = 4 * 16381
 _FACTOR = 747796405  # odd, so that a product modulo 2**32 keeps all of a word
 _SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64

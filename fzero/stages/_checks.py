@@ -20,7 +20,7 @@ __all__ = ["boxed", "check_arguments", "check_params", "check_results", "check_t
 
 
 def boxed(values: Any) -> bool:
-    """Tell whether a tree holds units that are sharded."""
+    """Return whether a tree holds units that are sharded."""
     return any(isinstance(x, Shard) and facts(x.uid).axes for x in tree.flatten(values, is_box)[0])
 
 
@@ -92,7 +92,7 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
 
 
 def _has_a_unit(params: Any, rules: Rules) -> bool:
-    """Tell whether rules cut some leaf of a plain tree, as far as can be told outside the mesh."""
+    """Return whether rules are known, outside the mesh, to cut some leaf of a plain tree."""
     rule = rules.units
     if rules.over is not None:  # it may name no axis
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,7 +47,7 @@ class ShardedStep:
     axis: tuple[str, ...]
     params: tuple[int, ...]
     rules: Rules = DEFAULT_RULES
-    check: bool | str = "first"
+    check: Literal["first"] | bool = "first"
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 
     @property
