@@ -21,6 +21,7 @@ __all__ = [
     "axis_size",
     "bound",
     "data_axes",
+    "in_loss",
     "in_micro_batch",
     "joint",
     "lookup",
@@ -53,11 +54,13 @@ class Scope(NamedTuple):
         axes: the axes that are bound.
         rules: how trees are cut.
         micro_batch: which micro-batch of the step is being differentiated.
+        in_loss: whether this is the loss function of a `value_and_grad`.
     """
 
     axes: Axes = Axes()
     rules: Rules = DEFAULT_RULES
     micro_batch: int = 0
+    in_loss: bool = False
 
 
 class _Scopes(threading.local):
@@ -94,9 +97,16 @@ def rules_here() -> Rules:
 
 
 def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
-    """Call `f(*args)` as what a step does with its micro-batch `index`."""
+    """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
+    if not _SCOPES.stack and not index:
+        return f(*args)
     scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
-    return within(scope._replace(micro_batch=index), f, *args)
+    return within(scope._replace(micro_batch=index or scope.micro_batch, in_loss=True), f, *args)
+
+
+def in_loss() -> bool:
+    """Return whether this is the loss function of a `value_and_grad`, which differentiates what is done in it."""
+    return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
 
 
 def micro_batch() -> int:

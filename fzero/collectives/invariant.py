@@ -8,16 +8,18 @@ would come out n times too large. JAX's `shard_map(check_vma=True)` tells the tw
 simulation checks that what should be equal on all ranks is.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from fzero import tree
-from fzero.axes.axis import AxisName, Binding
+from fzero.axes.axis import Axis, AxisName, Binding
 from fzero.axes.scope import joint, resolve
 from fzero.collectives.sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
 from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
-__all__ = ["all_gather_invariant", "own_part", "psum_invariant", "pvary"]
+__all__ = ["all_gather_invariant", "one_of_copies", "own_part", "psum_invariant", "pvary"]
 
 
 def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
@@ -90,6 +92,31 @@ add_row(
         local=_own,
         transpose="all_gather_invariant",
         replicated=False,
+        invariant=True,
+    )
+)
+# from the joint map to one value: copies that are equal are one, whose gradient they share
+add_row(
+    Row(
+        name="one_of_copies",
+        wire="",
+        stacked=lambda n, options, xs: [xs[0][0]],
+        uniform=lambda n, options, xs: [xs[0]],
+        local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
+        transpose="share_of_copy",
+        replicated=True,
+        invariant=True,
+    )
+)
+add_row(
+    Row(
+        name="share_of_copy",
+        wire="",
+        stacked=lambda n, options, xs: [xs[0][0] / n],
+        uniform=lambda n, options, xs: [xs[0] / n],
+        local=lambda binding, options, xs: [xs[0] / binding.size],
+        transpose="one_of_copies",
+        replicated=True,
         invariant=True,
     )
 )
@@ -195,3 +222,8 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`."""
     return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
+
+
+def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    """Hand out a tensor of which each rank of `axes` has a copy as one value: its gradient is one value's, too."""
+    return apply_along("one_of_copies", x, axes, Whole())

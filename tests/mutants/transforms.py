@@ -55,6 +55,20 @@ MUTANTS = [
         "pass",
         OWN,
     ),
+    Mutant(
+        "derivatives of gradients count copies",
+        "transforms/gradients/_value_and_grad.py",
+        "one_of_copies(value, joint(axes)) if one_value else value",
+        "value",
+        ("tests/transforms/test_derivatives_of_gradients.py",),
+    ),
+    Mutant(
+        "copies of one value have gradients of their own",
+        "transforms/gradients/_primals.py",
+        'variables = [apply_along("pvary", x, joint(primal.copies), Whole()) for x in primal.variables]',
+        "variables = primal.variables",
+        ("tests/transforms/test_derivatives_of_gradients.py",),
+    ),
     Mutant("forget leaves that no rule names", "transforms/gradients/_primals.py", 'rest="replicated"', "rest=None"),
     Mutant(
         "the loss is not fenced",

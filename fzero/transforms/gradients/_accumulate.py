@@ -51,7 +51,7 @@ def _differentiated(
     returned: list[Any] = []  # aux as it is: torch.func carries out only its tensors
 
     def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, aux = in_micro_batch(j, loss_of, j, xs) if j else loss_of(j, xs)
+        loss, aux = in_micro_batch(j, loss_of, j, xs)
         returned.append(aux)
         return loss, tree.tensors(aux)
 

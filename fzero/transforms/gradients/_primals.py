@@ -15,6 +15,7 @@ from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_inputs_replicated
 from fzero.axes.rules import Rules
 from fzero.axes.scope import joint, rules_here
+from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.table import Whole, apply_along
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
@@ -23,7 +24,7 @@ from fzero.layout.units import CutUnit, assign, cut_units, put
 from fzero.precision import Precision
 from fzero.transforms._gather import gather_unit
 
-__all__ = ["Argument", "Primal", "open_argument"]
+__all__ = ["Argument", "Primal", "as_one_value", "open_argument"]
 
 Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
@@ -37,11 +38,14 @@ class Primal:
         members: `(position in the flattened argument, index in the primal)` of each leaf.
         variables: what torch.func differentiates.
         dtypes: that gradients of the variables are summed over micro-batches in.
+        copies: the axes along which each rank has a copy of the variables, and the gradient of its own part of the
+            batch; none outside any mesh.
     """
 
     members: Members
     variables: list[torch.Tensor]
     dtypes: list[torch.dtype]
+    copies: Sequence[Axis]
 
     def leaves(self, variables: Tensors) -> Tensors:
         """Make the tensors that the loss function is handed, differentiably in the variables."""
@@ -61,15 +65,13 @@ class ReplicatedPrimal(Primal):
     """Replicated leaves of one unit, whose gradients one all_reduce sums.
 
     Attributes:
-        uid: of the unit's spec.
-        axes: those that it is replicated along.
+        cast: the uid of the unit's spec, with the dtypes that its gradient is reduced in.
     """
 
-    uid: int
-    axes: Sequence[Axis]
+    cast: int
 
     def closed(self, gradients: Tensors) -> Tensors:
-        return apply_over_unit_axes("all_reduce", joint(self.axes), self.uid, gradients)
+        return apply_over_unit_axes("all_reduce", joint(self.copies), self.cast, gradients)
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,10 @@ class AccumulatedPrimal(Primal):
     Attributes:
         uid: of the box that the gradient is put into.
         cast: the uid of the same unit, with the dtypes that its gradient is reduced in.
-        copies: the axes along which each rank has a copy of the shard, as in hybrid sharding, and the gradient of its
-            own part of the batch.
     """
 
     uid: int
     cast: int
-    copies: Sequence[Axis]
 
     def closed(self, gradients: Tensors) -> Shard:
         return self._summed(apply_to_unit("reduce_scatter", self.cast, gradients))
@@ -132,13 +131,11 @@ class OwnPrimal(Primal):
         structure: of the box's value.
         places: for each of its leaves the variable that it is; None for what is no tensor.
         axes: the box's.
-        copies: the axes along which each rank has a copy, whose gradients are summed.
     """
 
     structure: Any
     places: list[int | None]
     axes: tuple[str, ...] | None
-    copies: Sequence[Axis]
 
     def boxed(self, leaves: Tensors) -> list[Any]:
         return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.places])]
@@ -146,6 +143,36 @@ class OwnPrimal(Primal):
     def closed(self, gradients: Tensors) -> list[PerRank]:
         summed = [apply_along("psum", g, joint(self.copies), Whole()) for g in gradients]
         return [PerRank(self.boxed(summed)[0], self.axes)]
+
+
+@dataclass(frozen=True)
+class OneValuePrimal(Primal):
+    """A primal whose copies are one value to a transform of torch.func around all: so its derivatives are unsharded.
+
+    To it each copy would be an input and an output of its own.
+
+    Attributes:
+        of: the primal.
+    """
+
+    of: Primal
+
+    def leaves(self, variables: Tensors) -> Tensors:
+        return self.of.leaves(variables)
+
+    def boxed(self, leaves: Tensors) -> Any:
+        return self.of.boxed(leaves)
+
+    def closed(self, gradients: Tensors) -> Any:
+        return tree.map(lambda g: one_of_copies(g, joint(self.copies)), self.of.closed(gradients))
+
+
+def as_one_value(primal: Primal) -> Primal:
+    """Make the copies of a primal one value, which each rank uses in its own way."""
+    if not primal.copies:
+        return primal
+    variables = [apply_along("pvary", x, joint(primal.copies), Whole()) for x in primal.variables]
+    return OneValuePrimal(primal.members, variables, primal.dtypes, primal.copies, primal)
 
 
 @dataclass(frozen=True)
@@ -202,7 +229,7 @@ def open_argument(
     else:
         variables, places = _distinct(entries)
         members = [(i, place) for i, place in enumerate(places) if place is not None]
-        primals.append(Primal(members, variables, [_grad_dtype(x.dtype, precision) for x in variables]))
+        primals.append(Primal(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], ()))
     return Argument(entries, structure, primals)
 
 
@@ -229,16 +256,16 @@ def _of_shard(
     dtype, cast = _grad_dtype(box.data.dtype, precision), _cast(uid, precision)
     if micro_batches > 1 and facts(uid).reduced == "once":
         leaves = list(gather_unit(uid, box.data, box.origin))
-        return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), uid, cast, copies)
+        return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), copies, uid, cast)
     kind = ShardPrimal if gather else BoxPrimal
-    return kind(members, [box.data.to(dtype)], [dtype], uid, cast, copies, box.origin)
+    return kind(members, [box.data.to(dtype)], [dtype], copies, uid, cast, box.origin)
 
 
 def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
     entries, structure = tree.flatten(box.value)
     variables, places = _distinct(entries)
     copies = [a for a in axes if box.axes is not None and a.name not in box.axes]
-    return OwnPrimal([(position, 0)], variables, [x.dtype for x in variables], structure, places, box.axes, copies)
+    return OwnPrimal([(position, 0)], variables, [x.dtype for x in variables], copies, structure, places, box.axes)
 
 
 def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
@@ -251,7 +278,7 @@ def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision
             if isinstance(x, Slot) and x.uid == unit.uid and not is_box(entries[i])
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
-        primals.append(ReplicatedPrimal(members, unit.leaves, dtypes, _cast(unit.uid, precision), axes))
+        primals.append(ReplicatedPrimal(members, unit.leaves, dtypes, axes, _cast(unit.uid, precision)))
     return primals
 
 

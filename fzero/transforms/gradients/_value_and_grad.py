@@ -4,23 +4,24 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero._torch.levels import written
+from fzero._torch.levels import is_differentiated, written
 from fzero.axes.axis import Axis, AxisName
-from fzero.axes.scope import resolve
+from fzero.axes.scope import in_loss, joint, resolve
+from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import own_values
 from fzero.precision import Precision
 from fzero.transforms._gather import gather as gathered
 from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
 from fzero.transforms.gradients._fence import fence
-from fzero.transforms.gradients._primals import Argument, open_argument
+from fzero.transforms.gradients._primals import Argument, as_one_value, open_argument
 from fzero.transforms.gradients._returned import loss_and_aux_of, total_and_aux, weighted_mean
 
 __all__ = ["value_and_grad"]
@@ -109,6 +110,9 @@ def value_and_grad(
         axes = resolve(axis)
         batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
         opened = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
+        one_value = _is_differentiated_itself(opened)
+        if one_value:
+            opened = {i: replace(x, primals=[as_one_value(p) for p in x.primals]) for i, x in opened.items()}
         kwargs, rest = own_values((kwargs, [None if i in opened else x for i, x in enumerate(args)]))
         if gather:
             kwargs, rest = gathered(kwargs), [gathered(x) for x in rest]
@@ -125,6 +129,7 @@ def value_and_grad(
         if precision is not None:
             values = [v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]
         value = psum(functools.reduce(operator.add, values), axis)
+        value = one_of_copies(value, joint(axes)) if one_value else value
         trees = [argument.closed(gradients) for argument in opened.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
@@ -142,6 +147,13 @@ def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precisi
         raise ValueError(f"micro_batches={micro_batches!r}: expected an int, at least 1")
     if len(set(nums)) != len(nums):
         raise ValueError(f"argnums={nums}: a position stands twice")
+
+
+def _is_differentiated_itself(opened: dict[int, Argument]) -> bool:
+    """Return whether a transform of torch.func is around this gradient, and no other `value_and_grad`."""
+    if in_loss() or torch.compiler.is_dynamo_compiling():
+        return False
+    return any(is_differentiated(x) for argument in opened.values() for p in argument.primals for x in p.variables)
 
 
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:

@@ -1,0 +1,82 @@
+"""A transform of torch.func around value_and_grad gives the unsharded derivatives, at every stage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim, tree
+from fzero.testing import assert_trees_close
+from tests.helpers import mlp_batch, mlp_loss, mlp_params
+
+BATCH = mlp_batch(12)
+OPT = optim.sgd(0.1)
+
+
+def weighted(params: Any, batch: Any) -> Any:
+    w = batch["x"][:, 0].abs()
+    return (w * (params["scale"] * batch["x"] @ params["head"][0] - batch["y"]).square().sum(-1)).sum(), w.sum()
+
+
+def pulled_back(**options: Any) -> Callable[..., Any]:
+    """A step whose new parameters are the vjp of (value, gradients), with cotangents of both."""
+    f = weighted if options.get("reduce") == "weighted" else mlp_loss
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        (value, _), pull = torch.func.vjp(lambda p: fzero.value_and_grad(f, **options)(p, batch), params)
+        (pulled,) = pull((2 * torch.ones_like(value), tree.map(torch.sin, params)))
+        return pulled, opt_state, value
+
+    return train_step
+
+
+def pushed_forward(**options: Any) -> Callable[..., Any]:
+    """A step whose new parameters are a Hessian-vector product, forward over reverse."""
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        def f(p: Any) -> Any:
+            return fzero.value_and_grad(mlp_loss, **options)(p, batch)
+
+        (value, _), (_, product) = torch.func.jvp(f, (params,), (tree.map(torch.sin, params),))
+        return product, opt_state, value
+
+    return train_step
+
+
+OPTIONS = {"mean": {}, "weighted": {"reduce": "weighted"}, "micro-batches": {"micro_batches": 2}}
+
+
+def check(train_step: Callable[..., Any], mesh: fzero.Mesh, stage: int, **options: Any) -> None:
+    step = fzero.shard(train_step, stage=stage, mesh=mesh, **options)
+    params, _, value = step(*step.init(mlp_params(), OPT), mesh.split(BATCH))
+    expected, _, wanted = train_step(mlp_params(), OPT.init(mlp_params()), BATCH)
+    torch.testing.assert_close(value, wanted)
+    assert_trees_close(step.gather(params), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_vjp(options, stage, simulate):
+    check(pulled_back(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_jvp(stage):
+    check(pushed_forward(), fzero.mesh(dp=3), stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_vjp_with_copies_of_shards(stage):
+    check(pulled_back(), fzero.mesh(replica=2, shard=3), stage, axis=("replica", "shard"), over="shard")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_vjp_in_a_jitted_step(stage):
+    mesh, train_step = fzero.mesh(dp=2), pulled_back()
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    expected, _, wanted = step(*step.init(mlp_params(), OPT), mesh.split(BATCH))
+    got, _, value = fzero.jit(step, backend="fx")(*step.init(mlp_params(), OPT), mesh.split(BATCH))
+    assert_trees_close((got, value), (expected, wanted), rtol=0)
