@@ -156,7 +156,7 @@ class _Refusing(TorchDispatchMode):
             calls = f"torch's {self.drawing.calls} ({func})" if self.drawing.calls else str(func)
             raise RuntimeError(
                 f"fzero.random.seeded: {calls} draws from torch's own generator, and has no draw by key here. Make "
-                "it of fzero.random's uniform, normal, bernoulli, randint or dropout, or give it a generator"
+                "it of what has (fzero.random: uniform, normal, bernoulli, randint, dropout), or give it a generator"
             )
         return func(*args, **kwargs)
 
