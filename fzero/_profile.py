@@ -27,7 +27,7 @@ class Cost(NamedTuple):
         name: "compute", "compiled" (code made by Inductor), "collectives" (to start them), "waits" (for them), "copies"
             (and fills), "Python" (all that is between operations); or an operation.
         kind: one of these; of an operation, the one that it is counted in.
-        seconds: in one step, of the thread that runs it, without what it calls.
+        seconds: in one step, of the thread that runs it, without the operations that it calls.
         calls: in one step.
         device_seconds: of an accelerator's kernels, in one step; 0 if there is none.
     """
@@ -83,7 +83,7 @@ def profile(
     """Run a step a few times with the same arguments, and say where its time goes.
 
     Each run is given a copy of the arguments, so that donated ones stay yours; the copies are not timed. In a
-    distributed run every rank calls it, and each gets its own profile: what one waits for, another computes.
+    distributed run every rank calls it, and each gets its own profile: one waits while another computes.
 
     Args:
         step: a function, a sharded step, or a jitted one.
@@ -176,7 +176,7 @@ def _of_rank(path: Path) -> Path:
 
 
 def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
-    """Add up what ran inside the marks on their thread; return a step's seconds too."""
+    """Add up the operations inside the marks on their thread; return a step's seconds too."""
     events = list(events)
     marks = [e for e in events if e.name == MARK]
     threads = {e.thread for e in marks}
@@ -187,7 +187,7 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
             sums = found.setdefault(e.name, [0.0, 0.0, 0.0])
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
-    # what a user marks with record_function is no operation: its own time is that between those in it
+    # a user's mark, by record_function, is no operation: its own time is that between the operations in it
     marked = {e.name for e in events if e.is_user_annotation and kind_of(e.name) in ("compute", "copies")}
     kinds = {name: "Python" if name in marked else kind_of(name) for name in found}
     costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in found.items()]
@@ -199,8 +199,8 @@ def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     kinds = []
     for kind in KINDS[:-1]:
         mine = [c for c in operations if c.kind == kind]
-        sums = [sum([getattr(c, name) for c in mine]) for name in ("seconds", "calls", "device_seconds")]
-        kinds.append(Cost(kind, kind, *sums))
+        calls, device = sum([c.calls for c in mine]), sum([c.device_seconds for c in mine])
+        kinds.append(Cost(kind, kind, sum([c.seconds for c in mine]), calls, device))
     rest = seconds - sum([c.seconds for c in kinds])
     return (*kinds, Cost("Python", "Python", rest, 0.0))
 

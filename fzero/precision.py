@@ -1,4 +1,4 @@
-"""Precision: a policy of dtypes, and what it makes of a tree.
+"""Precision: a policy of dtypes, and how a tree follows it.
 
 The policy is data. `fzero.value_and_grad(precision=)` sums gradients by it, `optim.master_weights` keeps masters by it,
 and no tensor is cast anywhere else: an operation's own dtypes are the model's business.
@@ -6,15 +6,23 @@ and no tensor is cast anywhere else: an operation's own dtypes are the model's b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
 from fzero.layout.boxes import Shard, Slot, is_box
 from fzero.layout.spec import facts
+from fzero.tree import Tree
 
-__all__ = ["Precision"]
+__all__ = ["GradientDtypes", "Precision"]
+
+
+class GradientDtypes(NamedTuple):
+    """The dtypes of a gradient while it is summed over ranks, and while it is summed over micro-batches."""
+
+    reduce: torch.dtype
+    grad: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Precision:
     """The dtypes of parameters, gradients and master weights: mixed precision (arXiv:1710.03740) as data.
 
     Attributes:
-        param: of parameters: what they are kept in between steps, gathered in, and computed with.
+        param: of parameters: between steps, in their gathers, and in the computation.
         reduce: of gradients while they are summed over ranks.
         master: of the master weights that `optim.master_weights` keeps in the sharded optimizer state.
         grad: of gradients while they are summed over micro-batches, and as the update gets them; by default `reduce`.
@@ -49,8 +57,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Check the dtypes."""
-        for name in ("param", "reduce", "master", "grad"):
-            dtype = getattr(self, name)
+        given = {"param": self.param, "reduce": self.reduce, "master": self.master, "grad": self.grad}
+        for name, dtype in given.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
         if self.master.itemsize < 4:
@@ -67,7 +75,7 @@ class Precision:
             return leaf.dtype
         return self.master if self.full is not None and self.full(path, leaf) else self.param
 
-    def cast(self, params: Any) -> Any:
+    def cast(self, params: Tree) -> Tree:
         """Cast a tree of parameters to the dtypes that they are kept in; units by the leaf's rule when they were cut.
 
         `step.init(params, optim.master_weights(opt, precision))` does it, after it made the master weights: cast
@@ -75,7 +83,7 @@ class Precision:
         """
         return tree.map(lambda x, kept: x.to(kept.dtype), params, self.kept(params))
 
-    def kept(self, params: Any) -> Any:
+    def kept(self, params: Tree) -> Tree:
         """Make a tree like `params`, on any layout, of empty meta tensors with the dtypes that they are kept in."""
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
         found: dict[int, torch.Tensor] = {}  # places of one tensor have one dtype, the first's
@@ -88,15 +96,15 @@ class Precision:
                 entries[i] = found[id(x)]
         return tree.unflatten(structure, entries)
 
-    def gradients(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    def gradients(self, dtype: torch.dtype) -> GradientDtypes:
         """Return the dtypes that gradients of parameters of this dtype are summed in, over ranks and micro-batches.
 
         Those of leaves kept in full precision are in no narrower dtype than theirs.
         """
-        wide = (self.reduce, self.grad or self.reduce)
+        own = GradientDtypes(self.reduce, self.grad or self.reduce)
         if dtype == self.param:
-            return wide
-        return torch.promote_types(wide[0], dtype), torch.promote_types(wide[1], dtype)
+            return own
+        return GradientDtypes(torch.promote_types(own.reduce, dtype), torch.promote_types(own.grad, dtype))
 
     def check(self, name: str, paths: Sequence[str], entries: Sequence[Any]) -> None:
         """Check that parameters have the policy's dtypes, without which it would silently do nothing.

@@ -1,4 +1,4 @@
-"""Private torch APIs about modules and what is registered on their tensors.
+"""Private torch APIs about modules, and about hooks on their tensors.
 
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """

@@ -73,7 +73,7 @@ class _Forward:
 
 
 class _Bare(torch.nn.Module):
-    """A block without what stands in its forward's place."""
+    """A block that runs its own forward, in whose place a `_Forward` stands."""
 
     def __init__(self, block: torch.nn.Module, own: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class _Bare(torch.nn.Module):
 def boxes_to_blocks(
     module: torch.nn.Module, blocks: Sequence[str], state: dict[str, Any]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Lend boxes to the blocks whose parameters alone they hold, and gather the others.
+    """Lend each box that holds parameters of one block alone to that block, and gather the others.
 
     Yields:
-        `state` with whole tensors; in place of what the blocks have there are tensors without storage.
+        `state` with whole tensors, and tensors without storage in the places of those that the blocks gather.
     """
     if not any(is_box(x) for x in state.values()):
         yield state

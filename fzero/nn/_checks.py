@@ -1,4 +1,4 @@
-"""What `functional` and `apply` are given: modules and trees of tensors that a pure function can be made of."""
+"""Checks of the arguments of `functional` and `apply`: modules that can be pure functions, and dicts of tensors."""
 
 import torch
 
@@ -57,8 +57,8 @@ def _check_attributes(name: str, module: torch.nn.Module) -> None:
         if any(x.grad_fn is not None for x in tensors_in(value)):  # a copy of it would have no gradient
             path = f"{name}.{attribute}" if name else attribute
             raise ValueError(
-                f"attribute {path!r} holds a tensor that was computed of parameters: delete what an earlier call left "
-                "there, and use torch.nn.utils.parametrizations in place of hooks that compute weights (weight_norm)"
+                f"attribute {path!r} holds a tensor that was computed of parameters: delete it if an earlier call "
+                "left it there, and have torch.nn.utils.parametrizations compute weights, not a hook (weight_norm)"
             )
 
 
@@ -78,7 +78,7 @@ def check_tensors(given: object, names: frozenset[str], what: str, kind: str, bo
     Args:
         given: the dict.
         names: the names that a module of class `kind` has.
-        what: what the dict is called.
+        what: the name of the dict.
         kind: the name of the module's class.
         boxes: whether boxes may stand for tensors.
 

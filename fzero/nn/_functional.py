@@ -87,7 +87,7 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
 
 
 class _Memory:
-    """What an `Apply` makes as it is called.
+    """The memory of an `Apply`, filled as it is called.
 
     Attributes:
         copies: in lockstep each rank's copy of the module, by the rank's place on the mesh.
@@ -147,7 +147,7 @@ class Apply:
         return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
 
     def _run(self, state: Tensors, args: Any, kwargs: Any) -> Any:
-        """Run forward on `state`, in which new buffers take the old ones' places; check what it writes besides."""
+        """Run forward on `state`, in which new buffers take the old ones' places; check its other writes."""
         module = self._own_module()
         if torch.compiler.is_dynamo_compiling():  # which refuses side effects by itself
             return torch.func.functional_call(module, state, args, kwargs)

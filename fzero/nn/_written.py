@@ -1,8 +1,8 @@
-"""What a forward pass writes besides its result: into tensors that it was given, and into its module's attributes.
+"""A forward pass may write besides its result: into tensors that it was given, and into its module's attributes.
 
 `apply` runs a copy of the module. So a value in an attribute never reaches the module that the user holds, and a
-parameter that is replaced has no gradient. A call is compared with what was before it: writing into a parameter is an
-error; whatever else would go unseen is named in a notice.
+parameter that is replaced has no gradient. The tensors and the attributes are compared before and after a call: a
+written parameter is an error, and a notice names the attributes.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Versions(NamedTuple):
-    """The tensors of a call by name, and their versions at its start: what it may replace or write in place."""
+    """The tensors of a call by name, and their versions at its start."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int | None]
@@ -36,11 +36,11 @@ def versions_of(state: Tensors) -> Versions:
 
 
 def check_written(before: Versions, state: Tensors, params: frozenset[str], mutable: frozenset[str]) -> None:
-    """Check that a forward pass wrote only what it may.
+    """Check that a forward pass replaced no parameter, and wrote in place only into the buffers that it may.
 
     Args:
         before: its tensors, before.
-        state: what stands in their places after it.
+        state: the tensors in their places after it.
         params: the names of the parameters, which it may not replace.
         mutable: the names of the buffers that it may write in place.
 
@@ -68,7 +68,7 @@ def check_written(before: Versions, state: Tensors, params: frozenset[str], muta
 
 
 class Held(NamedTuple):
-    """What a module and its submodules hold: a call may add to it, or change it.
+    """The contents of a module and its submodules, to which a call may add, or which it may change.
 
     Attributes:
         tensors: attribute -> the ids of the tensors that it is, or holds in a container.
@@ -84,7 +84,7 @@ class Held(NamedTuple):
 
 
 def held(module: torch.nn.Module) -> Held:
-    """Take down what a module and its submodules hold."""
+    """Take down the contents of a module and its submodules."""
     tensors: dict[str, set[int]] = {}
     numbers: dict[str, int | float] = {}
     for prefix, m in module.named_modules():
@@ -115,7 +115,7 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
 
 
 def check_left(before: Held, module: torch.nn.Module) -> None:
-    """Name what a forward pass left in its module's attributes, in a notice for each.
+    """Name the attributes in which a forward pass left a value, in a notice for each.
 
     Raises:
         RuntimeError: if it made a parameter, which would not be trained.

@@ -106,7 +106,7 @@ def _zeros(params: Params) -> tuple[Tree, Tree]:
     """Return zero means for all leaves, whole; tied leaves share theirs."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
-    leaf: list[Any] = [id(x) for x in entries]  # what tells a leaf from another
+    leaf: list[Any] = [id(x) for x in entries]  # a leaf's identity
     for uid, box, members in cut_units(paths, entries):
         for position, index in members:
             leaf[position] = (uid, id(box), index)

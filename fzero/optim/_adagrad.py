@@ -30,7 +30,7 @@ def adagrad(
 
     Args:
         learning_rate: a number, or a schedule.
-        initial_accumulator_value: what the sums of squares start from.
+        initial_accumulator_value: the start of the sums of squares.
         eps: added to the root.
 
     Returns:

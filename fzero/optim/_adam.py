@@ -131,7 +131,7 @@ def _init(params: Params) -> AdamState:
 
 
 def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
-    """Return the new state, and what corrects the first moment, and the root of the second, for their zero start."""
+    """Return the new state, and the corrections of the first moment, and of the second's root, for their zero start."""
     count = state.count + 1
     t = count.to(torch.float64)
     mu = tree.map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)

@@ -29,7 +29,7 @@ __all__ = [
 Params = Tree
 """A tree of parameters: plain tensors, or at stages 1 to 3 boxes."""
 Updates = Tree
-"""A tree like the parameters: gradients, or what `apply_updates` adds to the parameters."""
+"""A tree like the parameters: gradients, or the differences that `apply_updates` adds to the parameters."""
 OptState = Tree
 """The state of a pair: any tree, whose leaves that are like the parameters lie in boxes as they do."""
 Mask = Tree | Callable[[Params], Tree]

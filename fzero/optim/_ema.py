@@ -13,7 +13,7 @@ __all__ = ["EmaState", "ema", "params_ema"]
 
 
 class EmaState(NamedTuple):
-    """The number of updates done (int64, 0-d), and the average, like what is averaged (so in shards, if it is)."""
+    """The number of updates done (int64, 0-d), and the average, on the layout of its values."""
 
     count: torch.Tensor
     ema: Tree
@@ -68,14 +68,14 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
 
 
 def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
-    """Replace what is given by its moving average: `optax.ema`'s numbers.
+    """Replace values by their moving average: `optax.ema`'s numbers.
 
     In a chain it averages the gradients or updates. In a step of one's own it averages any tree of the parameters'
     layout; for the parameters themselves `params_ema` is simpler.
 
     Args:
         decay: how much of the average stays: `average = decay * average + (1 - decay) * values`, from zero.
-        debias: whether to divide what is returned by `1 - decay^t`, which the zero at the start has taken off it.
+        debias: whether to divide the result by `1 - decay^t`, which the zero at the start has taken off it.
         accumulator_dtype: the dtype of the average; by default that of `values`.
 
     Returns:

@@ -1,8 +1,8 @@
 """The sums of squares of each leaf's rows and of its columns, on any layout, and the way back to its elements.
 
 A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`; a vector or a 0-d leaf has no columns, and each
-element of it is a row. A rank holds a piece of a unit, so it adds its squares to a vector of all sums of the unit, and
-one psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next leaf's.
+element of it is a row. A rank holds a piece of a unit: it adds its squares to a vector of all sums of the unit. One
+psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next leaf's.
 """
 
 import math
@@ -84,7 +84,7 @@ def _sums_of_units(units: Sequence[CutUnit]) -> Iterator[Sums]:
 def _own_sums(box: Shard) -> torch.Tensor:
     """Return this rank's part of the vector of sums of a unit."""
     squares, (row, column) = at_least_float32(box.data).square(), _places_of_sums(box)
-    sums = squares.new_zeros(_length(facts(box.uid).shapes) + 1)  # the last takes what has no sum
+    sums = squares.new_zeros(_length(facts(box.uid).shapes) + 1)  # the last takes elements without a sum
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 

@@ -51,8 +51,8 @@ def dynamic_loss_scale(
     Args:
         pair: an (init, update) pair.
         initial: the first scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.
-        backoff_factor: what the scale is multiplied by after a step that overflowed.
+        growth_factor: the factor of the scale after `growth_interval` good steps in a row.
+        backoff_factor: the factor of the scale after a step that overflowed.
         growth_interval: good steps between two growths.
         minimum: the smallest scale.
         maximum: the largest scale.
@@ -61,7 +61,8 @@ def dynamic_loss_scale(
         A pair; its state is a `LossScaleState`.
 
     Raises:
-        ValueError: if a number is not positive, the growth is less than 1, or the backoff not in (0, 1].
+        ValueError: if a number is not positive, the growth is less than 1, the backoff not in (0, 1], or
+            `growth_interval` no int.
 
     Example:
         >>> from fzero import optim
@@ -87,7 +88,7 @@ def dynamic_loss_scale(
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         good = all_finite(grads)
         updates, inner = pair.update(grads, state.inner, params=params)
-        # minus zero is what leaves every number as it is: -0.0 + 0.0 is 0.0
+        # only minus zero leaves every number as it is: -0.0 + 0.0 is 0.0
         updates = tree.map(lambda u: torch.where(good, u, torch.full_like(u, -0.0)), updates)
         inner = tree.map(lambda new, old: _chosen(good, new, old), inner, state.inner)
         growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
@@ -138,7 +139,7 @@ def loss_scale(opt_state: OptState) -> LossScaleState:
 
 
 def all_finite(grads: Updates) -> torch.Tensor:
-    """Tell whether all elements of a tree are finite, on all ranks: on any layout, by one psum of a number each.
+    """Return whether all elements of a tree are finite on all ranks, on any layout, by one psum for each set of axes.
 
     Returns:
         A 0-d bool tensor, equal on all ranks if the replicated leaves are.

@@ -168,7 +168,7 @@ def _check_dtypes(params: Params, grads: Updates, kept: Params, precision: Preci
                 f"master_weights: params leaf {path!r} is {_dtype(p)}, and its policy says {dtype}; start with params, "
                 "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
-        expected = precision.gradients(dtype)[1]
+        expected = precision.gradients(dtype).grad
         if given is not None and given != torch.promote_types(given, expected):
             raise TypeError(
                 f"master_weights: grads leaf {path!r} is {given}, and its policy says {expected}; take them with "

@@ -1,4 +1,4 @@
-"""The norm of each leaf, on any layout: what layerwise optimizers need."""
+"""The norm of each leaf, on any layout, for layerwise optimizers."""
 
 import math
 
@@ -74,10 +74,7 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
 
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
-    squares, rows = (
-        at_least_float32(box.data).square(),
-        len(facts(box.uid).shapes) + 1,
-    )  # last: padding
+    squares, rows = at_least_float32(box.data).square(), len(facts(box.uid).shapes) + 1  # the last row: padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]

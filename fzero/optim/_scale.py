@@ -36,7 +36,7 @@ def scale(factor: Number) -> Optimizer:
 
 
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
-    """Multiply gradients by what a schedule gives for the number of updates done.
+    """Multiply gradients by the value of a schedule at the number of updates done.
 
     Args:
         schedule: see `fzero.optim.Schedule`; its sign counts, so a learning rate here is negative.

@@ -1,4 +1,4 @@
-"""What is drawn with a key: numbers of some distributions, and dropout."""
+"""Draws with a key: numbers of some distributions, and dropout."""
 
 import math
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ def bernoulli(
     Args:
         key: a key.
         p: the probability, or those of each element: a tensor that broadcasts to `shape`.
-        shape: the shape of what is drawn.
+        shape: the shape of the result.
         device: where it is to be; by default the key's.
 
     Returns:
@@ -195,5 +195,5 @@ def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> t
 
 
 def drop(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
-    """Scale what is kept. For the backward pass only the bools are saved."""
+    """Scale the kept elements, and set the others to 0. For the backward pass only the bools are saved."""
     return torch.where(kept, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)

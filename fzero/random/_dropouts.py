@@ -1,7 +1,7 @@
 """torch's dropouts, and attention with dropout, by key.
 
-Each takes `draw`, which gives the key of the next draw, and then what torch's function takes; NotImplemented leaves a
-call to torch.
+Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
+NotImplemented to leave a call to torch.
 """
 
 import math

@@ -27,7 +27,7 @@ def _signed(x: int) -> int:
 # Those of SplitMix64: 2^64 divided by the golden ratio, and its finalizer's two factors.
 GOLDEN = _signed(0x9E3779B97F4A7C15)
 FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-# Digits of pi, which keep apart what a key is used for: to be folded with a number, to be split, to be drawn from.
+# Digits of pi, which keep the uses of a key apart: it is folded with a number, split, or drawn from.
 FOLD, SPLIT, SECOND = _signed(0x243F6A8885A308D3), _signed(0x13198A2E03707344), _signed(0xA4093822299F31D0)
 
 
@@ -39,8 +39,8 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 def _mixed(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:
     """Mix all bits of `x` and a number; `second` is added half-way.
 
-    SplitMix64 adds x and number * GOLDEN. But a compiled loop counts the number, C++ may assume that a multiple of
-    what it counts does not overflow, and gcc concludes that the loop needs no end (seen with Inductor). So ^ is first.
+    SplitMix64 adds x and number * GOLDEN. But the number is the counter of a compiled loop, whose multiples C++ takes
+    not to overflow. From that gcc concludes that the loop needs no end (seen with Inductor). So ^ is first.
     """
     z = (x ^ number) * GOLDEN
     z = (z ^ _shifted(z, 30)) * FACTORS[0]

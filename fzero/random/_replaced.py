@@ -43,7 +43,7 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     init.normal_: _tensors.init_normal,
     init.kaiming_uniform_: _tensors.init_kaiming_uniform,
 }
-"""torch's function -> what answers it."""
+"""torch's function -> the function that answers its calls."""
 
 
 def _body(f: Any) -> Any:

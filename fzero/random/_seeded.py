@@ -19,10 +19,10 @@ __all__ = ["draw_from", "next_key", "seeded"]
 def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that takes a key first, and draws all its random numbers from it.
 
-    Inside, torch's dropouts, attention with dropout, `rand`, `randn`, `randint`, `normal`, `bernoulli`, `randperm`,
-    their `_like` and in-place forms, and what is made of them (`nn.init`, `gumbel_softmax`, `rrelu`), draw from the key
-    in the order of the calls. torch's own generator is neither read nor advanced. A call that is given a `generator`
-    keeps it.
+    Inside, these draw from the key in the order of the calls: torch's dropouts, attention with dropout, `rand`,
+    `randn`, `randint`, `normal`, `bernoulli`, `randperm`, and their `_like` and in-place forms. So do functions that
+    call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor advanced. A call that is
+    given a `generator` keeps it.
 
     The key is first folded with this rank's index along the axes of the data, those of the running step (in `mesh.spmd`
     all; 0 outside any mesh), then with the number of the micro-batch. So ranks draw differently, and those of other
@@ -30,19 +30,19 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     numbers at every stage, in every simulation, and on real processes.
 
     To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
-    `randomness="same"` they draw alike. Under torch.compile nothing is refused: what has no draw by key draws from
-    torch's generator there, and samples draw alike.
+    `randomness="same"` they draw alike. Under torch.compile nothing is refused: a function without a draw by key
+    draws from torch's generator there, and samples draw alike.
 
     Args:
         f: any function of torch code.
 
     Returns:
-        A function `(key, *args, **kwargs)` that returns what `f(*args, **kwargs)` does.
+        A function `(key, *args, **kwargs)` that returns the result of `f(*args, **kwargs)`.
 
     Raises:
         TypeError: when called, if the first argument is no key.
-        RuntimeError: when called, if `f` draws what has no draw by key here (`multinomial`, an LSTM's dropout), or
-            where a draw would be alike without a word: in a vmap inside, or in a rank program.
+        RuntimeError: when called, if `f` calls a function without a draw by key here (`multinomial`, an LSTM's
+            dropout), or draws where a draw would be alike without a word: in a vmap inside, or in a rank program.
 
     Example:
         >>> import fzero
@@ -94,7 +94,7 @@ def draw_from(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: An
 def next_key() -> torch.Tensor | None:
     """Take the key of the next draw from the seeded function that runs; None where none does.
 
-    For what runs a function a second time, such as a rematerialisation: `draw_from` this key, both times.
+    A caller that runs a function twice, such as a rematerialisation, calls `draw_from` with this key both times.
     """
     return _RUNNING.stack[-1].next_key() if _RUNNING.stack else None
 
@@ -162,7 +162,7 @@ class _Refusing(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operation that can draw does: not with dropout 0, in evaluation, or with a generator."""
+    """Return whether an operation that can draw does: not with dropout 0, in evaluation, or with a generator."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given |= dict(zip([a.name for a in arguments], args, strict=False)) | kwargs

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fzero import _torch
 from fzero._torch import levels as _torch_levels
+from fzero._torch import modules as _torch_modules
 
 
 def test_versions():
@@ -284,3 +285,45 @@ def test_a_trace_while_torch_looks_for_anomalies_says_so():
         _torch.trace(f, _torch.fake_like(fakes))
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         assert len(list(_torch.trace(f, _torch.fake_like(fakes)).graph.nodes)) > 2
+
+
+def test_hooks_on_gradients_are_seen():
+    p = torch.nn.Parameter(torch.ones(2))
+    assert _torch_modules.gradient_hooks(p) == []
+    p.register_hook(lambda g: g)
+    p.register_post_accumulate_grad_hook(lambda p: None)
+    assert _torch_modules.gradient_hooks(p) == ["register_hook", "register_post_accumulate_grad_hook"]
+
+
+def test_full_backward_hooks_of_modules_are_seen():
+    module = torch.nn.Linear(2, 2)
+    assert not _torch_modules.has_backward_hook(module)
+    module.register_forward_hook(lambda *_: None)
+    assert not _torch_modules.has_backward_hook(module)
+    handle = module.register_full_backward_hook(lambda *_: None)
+    assert _torch_modules.has_backward_hook(module)
+    handle.remove()
+    module.register_full_backward_pre_hook(lambda *_: None)
+    assert _torch_modules.has_backward_hook(module)
+
+
+def test_a_modules_own_attributes_and_statistics_are_seen():
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert set(_torch_modules.attributes(module)) == {
+        "num_features",
+        "eps",
+        "momentum",
+        "affine",
+        "track_running_stats",
+    }
+    assert set(_torch_modules.statistics(module)) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_versions_of_tensors():
+    x = torch.ones(2)
+    before = _torch_modules.version_of(x)
+    x.add_(1)
+    assert _torch_modules.version_of(x) != before
+    with torch.inference_mode():
+        assert _torch_modules.version_of(torch.ones(2)) is None

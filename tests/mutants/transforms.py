@@ -145,7 +145,7 @@ MUTANTS = [
         "tuple([True for y",
         REMAT,
     ),
-    Mutant("remat forgets autocast", "transforms/_remat/_call.py", "with self.casts():", "if True:", REMAT),
+    Mutant("remat forgets autocast", "transforms/_remat/_call.py", "with self.casts.again():", "if True:", REMAT),
     Mutant("remat misses what is captured", "transforms/_remat/_guards.py", "(is_foreign(y) or", "(False or", REMAT),
     Mutant(
         "remat keeps what was overwritten",

@@ -25,6 +25,36 @@ def called(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Casts:
+    """Autocast at a call, which a backward pass may run outside of.
+
+    Attributes:
+        dtypes: device -> the dtype that autocast has for it.
+        enabled: the devices on which it is on.
+    """
+
+    dtypes: dict[str, torch.dtype]
+    enabled: frozenset[str]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set autocast as it was."""
+        with ExitStack() as stack:
+            for device, dtype in self.dtypes.items():
+                enabled = device in self.enabled
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
+
+
+def casts_here() -> Casts:
+    """Take autocast down."""
+    devices = ("cpu", "cuda")
+    dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
+    return Casts(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
+
+
+@dataclass(frozen=True)
 class Call:
     """A call of a block, without its tensors.
 
@@ -35,7 +65,7 @@ class Call:
         differentiated: for each distinct tensor whether it is differentiated.
         scope: the axes that are bound.
         tokens: the number of each of their tokens among the distinct tensors.
-        casts: makes a context manager that sets its autocast.
+        casts: its autocast.
     """
 
     block: Callable[..., Any]
@@ -44,7 +74,7 @@ class Call:
     differentiated: tuple[bool, ...]
     scope: Scope | None
     tokens: tuple[int, ...]
-    casts: Callable[[], Any]
+    casts: Casts
 
     def run(
         self, tensors: Sequence[torch.Tensor], guard: Guard, tape: Recorder | Player
@@ -60,7 +90,7 @@ class Call:
             with guard, tape:
                 return called(self.block, args, kwargs) if self.arguments.has_boxes() else self.block(*args, **kwargs)
 
-        with self.casts():
+        with self.casts.again():
             out = run() if self.scope is None else within(self._rebound(self.scope, tensors), run)
         distinct = Distinct()
         found = result(out, distinct)
@@ -92,21 +122,4 @@ def call_of(
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.number(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return Call(block, save, given, differentiated, scope, tokens, _casts()), tuple(distinct.tensors)
-
-
-def _casts() -> Callable[[], Any]:
-    """Take autocast down, and return a context manager that sets it: the backward pass may run outside it."""
-    found = [
-        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")
-    ]
-
-    @contextmanager
-    def inherit() -> Iterator[None]:
-        with ExitStack() as stack:
-            for device, dtype, enabled in found:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            yield
-
-    return inherit
+    return Call(block, save, given, differentiated, scope, tokens, casts_here()), tuple(distinct.tensors)

@@ -32,7 +32,7 @@ __all__ = ["remat"]
 
 
 class _Remat(torch.autograd.Function):
-    """Runs work below all transforms: `(work, *tensors) -> (what it found, *outputs)`."""
+    """Runs work below all transforms: `(work, *tensors) -> (ran, *outputs)`."""
 
     @staticmethod
     def forward(work: Work, *tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class _Remat(torch.autograd.Function):
 
 
 def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callable[..., Any]:
-    """Make a function that computes what `block` does, and runs it again for the backward pass instead of remembering.
+    """Make a function that computes as `block` does, and runs it again for the backward pass instead of remembering.
 
     Between the passes only the block's arguments are alive (rematerialisation, activation checkpointing). Arguments may
     hold boxes: the block is handed whole leaves, which are gathered for it alone, and gathered again for the backward
@@ -102,11 +102,11 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
 
     Random numbers that torch's generators draw in the block are kept for the second run, a byte for each element of a
     dropout mask; those that are drawn by a key (`fzero.random`, also in a `seeded` function around it) cost nothing.
-    Under `torch.compile` the block is called as it is: the compiler decides what is computed again.
+    Under `torch.compile` the block is called as it is: the compiler decides which operations to repeat.
 
     Args:
         block: a pure function of trees: all that is differentiated must be an argument. Constants may be captured.
-        save: what is kept besides: None for nothing; "matmuls" for the results of matrix products, convolutions and
+        save: the results to keep besides: None for none; "matmuls" for the results of matrix products, convolutions and
             attention, so that only the cheap rest is computed again; or a function that is given an aten operation
             (`torch.ops.aten.mm.default`) and says whether to keep its results. Forward-mode derivatives (`jvp`)
             compute these again.
@@ -118,8 +118,8 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
         ValueError: if the block uses a tensor that a running transform tracks, or that requires grad, and that is
             not an argument; if it leaves one that depends on its arguments elsewhere than in its result (an attribute,
             a list, a hook that collects); or if `save` is none of these.
-        TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant, such as
-            the key-value cache of a language model, which the block would write into twice.
+        TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant. The block
+            would write twice into such an object, as into the key-value cache of a language model.
         RuntimeError: if the block writes into an argument in place, or runs other operations the second time than those
             whose results were kept.
 

@@ -113,7 +113,7 @@ def result(out: Any, distinct: Distinct) -> StandIns:
 
 
 def _is_leaf(x: Any) -> bool:
-    # some caches are registered as trees, and would be rebuilt: what the block writes into them would be lost
+    # some caches are registered as trees, and would be rebuilt: the block would write into the copy
     return isinstance(x, Shard) or type(x).__name__.endswith("Cache")
 
 
@@ -129,7 +129,7 @@ def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
     advice = (
         "run the model without its cache, use_cache=False"
         if name.endswith("Cache")
-        else "pass trees (dicts, lists, tuples) of tensors and constants, and let the block capture what it only reads"
+        else "pass trees (dicts, lists, tuples) of tensors and constants, and let the block capture constants"
     )
     raise TypeError(
         f"remat: {where} is a {name}, an object that the block, which runs twice, could write into; {advice}"

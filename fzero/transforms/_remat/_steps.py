@@ -1,4 +1,4 @@
-"""What is done to a function of tensors, as data: its vjp, its jvp, its map over a batch.
+"""Steps of a derivation as data: the vjp of a function of tensors, its jvp, its map over a batch.
 
 Each step makes of a function of a flat list of tensors another one.
 """
@@ -36,8 +36,8 @@ class Vjp:
                 ys = f(*_put(tensors[: self.inputs], self.wanted, xs))
                 return tuple([ys[i] for i in self.given])
 
-            pull: Any = torch.func.vjp(partial, *[tensors[i] for i in self.wanted])[1]
-            # lets go of what each operation kept as soon as it is done, unless this is differentiated again
+            _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wanted])  # pyright: ignore
+            # lets go of the tensors of each operation as soon as it is done, unless this is differentiated again
             return pull(tuple(tensors[self.inputs :]), retain_graph=torch.is_grad_enabled())
 
         return pulled
@@ -59,7 +59,9 @@ class Jvp:
                 ys = f(*_put(tensors[: self.inputs], self.given, xs))
                 return tuple([ys[i] for i in self.wanted])
 
-            return torch.func.jvp(partial, tuple([tensors[i] for i in self.given]), tuple(tensors[self.inputs :]))[1]
+            at = tuple([tensors[i] for i in self.given])
+            _, tangents = torch.func.jvp(partial, at, tuple(tensors[self.inputs :]))  # pyright: ignore
+            return tangents
 
         return pushed
 
@@ -110,8 +112,8 @@ def tracked(f: Tuples, wanted: Sequence[int], check: bool) -> Tuples:
                 check_given(ys, xs)
             return xs[0], ys
 
-        vjp: Any = torch.func.vjp(partial, *[tensors[i] for i in wanted], has_aux=True)
-        return vjp[2]
+        _, _, outputs = torch.func.vjp(partial, *[tensors[i] for i in wanted], has_aux=True)  # pyright: ignore
+        return outputs
 
     return run
 

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, list[int]] = {}  # storage -> which of those kept lie in it
 
     def script(self) -> Script:
-        """Return what was recorded, without the tensors."""
+        """Return the recording without its tensors."""
         return Script(tuple(self._entries), len(self.kept), frozenset(self._written))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         if not drawn and not (self.chosen is not None and not func._schema.is_mutable and self.chosen(func)):
             return out
         call = _call_of(func, args, kwargs)
-        if func._schema.is_mutable or _is_mask(func):  # it writes into its first argument, and so may what follows
+        if func._schema.is_mutable or _is_mask(func):  # it writes into its first argument, and so may later ones
             self._entries.append(_Entry(call, drawn, [_Kept(len(self.kept))], flatten(out)[1]))
             self.kept.append(out.to(torch.bool) if _is_mask(func) else out.clone())
             return out
@@ -184,7 +184,7 @@ class Player(TorchDispatchMode):
     def _differs(self, call: str, entry: _Entry | None) -> None:
         before = entry.call if entry is not None else "no further operation"
         raise RuntimeError(
-            f"remat: the recomputation ran {call} where the forward pass ran {before}, so what it kept cannot be "
-            "used: the block must run the same operations both times. It may depend on state outside its arguments, "
+            f"remat: the recomputation ran {call} where the forward pass ran {before}, so the kept results cannot "
+            "be used: the block must run the same operations both times. It may depend on state outside its arguments, "
             "or torch chose another way to compute a matrix product: then leave out save="
         )

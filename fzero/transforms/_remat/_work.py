@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """What the first run found besides tensors.
+    """The finds of the first run besides tensors.
 
     Attributes:
         script: says which operations the kept tensors belong to.
@@ -34,7 +34,7 @@ class Recording:
 
 @dataclass(frozen=True)  # not a NamedTuple: torch.func would take it for a tree, and copy it
 class Ran:
-    """What a run found besides tensors.
+    """The finds of a run besides tensors.
 
     Attributes:
         batched: for each step of its work which outputs have the batch; empty for a step that is no map.
@@ -75,7 +75,7 @@ class Work:
             tensors: the kept ones, then the inputs of the last step.
 
         Returns:
-            What was found, and the outputs of the last step; in the forward pass the tensors to keep follow them.
+            The finds, and the outputs of the last step; in the forward pass the tensors to keep follow them.
 
         Raises:
             RuntimeError: if the block writes into an argument, or runs other operations than in the forward pass.
