@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph, Node
 
-from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline, Setting
+from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction
 from fzero.graph.passes._regather import parameter_gathers
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
+from fzero.graph.plan._plan import Settings
 
 __all__ = ["Candidate", "Knobs", "candidates", "choose"]
 
@@ -49,7 +50,7 @@ class Candidate(NamedTuple):
     seconds: float
 
     @property
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> Settings:
         """The settings that a plan tells, and that ranks agree on."""
         return self.choice.settings()
 

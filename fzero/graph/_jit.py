@@ -19,7 +19,7 @@ from fzero.graph._choose import Candidate, Knobs, candidates, choose
 from fzero.graph._pipeline import FITTING, Given, Pipeline
 from fzero.graph._step import Step, step_of
 from fzero.graph.ir import is_input, results
-from fzero.graph.plan._plan import Plan, plan_of
+from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import BACKENDS, Executable, lower
 from fzero.graph.trace._signature import Call, call_of, changed
 from fzero.graph.trace._trace import Traced, trace
@@ -278,7 +278,7 @@ class Jitted:
         if self.dump is not None:
             folder = _dump.folder_of(self.dump, self._asked.mesh, len(self._entries))
             _dump.dump(folder, Pipeline(traced.graph, given), kept.choice, self.name)
-        rejected = [(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
+        rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
         entry = _Entry(
             traced=traced,
             chosen=kept,

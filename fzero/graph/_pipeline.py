@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from torch.fx import Graph
 
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.plan._plan import Settings
 
-__all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline", "Setting"]
+__all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
 
 FITTING = "fitting"  # of prefetch: one ahead, where there is room
-
-Setting = bool | int | float | str
 
 
 class Choice(NamedTuple):
@@ -41,7 +40,7 @@ class Choice(NamedTuple):
     in_flight: int = 0
     room: float = math.inf
 
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> Settings:
         """Return what a plan tells of the choice, by name."""
         return {name: value for name, value in self._asdict().items() if name != "room"}
 

@@ -92,7 +92,7 @@ def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
     x = mesh.local(torch.arange(4.0) + mesh.rank)
     for backend in ("fx", "inductor", "inductor-whole") if mesh.size == 2 else ("fx",):
         jitted = fzero.jit(mesh.spmd(program), backend=backend)
-        overwritten = any("all_reduce_." in s.operation for s in jitted.plan(x).steps)
+        overwritten = any("all_reduce_." in o.target for o in jitted.plan(x).operations)
         assert overwritten == (backend != "inductor-whole")
         assert_trees_close(jitted(x), mesh.spmd(program)(x))
 
@@ -140,10 +140,12 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> No
     jitted = fzero.jit(step, backend="inductor-whole", bucket_bytes=0)
     assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
     (entry,) = jitted._entries.values()
-    code: str = getattr(entry.run, "compiled").source_code  # noqa: B009
+    assert entry.run is not None
+    compiled: Any = entry.run.compiled
+    code: str = compiled.source_code
     issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
     issued = [name for name in issued if name != "wait_tensor"]
-    planned = [entry.plan.steps[c.position].operation.split(".")[1].rstrip("_") for c in entry.plan.collectives]
+    planned = [entry.plan.operations[c.position].target.split(".")[1].rstrip("_") for c in entry.plan.collectives]
     assert issued == planned and len(planned) >= 3, (issued, planned)
 
 

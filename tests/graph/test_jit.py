@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.run._pieces import Segment, pieces
+from fzero.graph.run._program import program_of
+from fzero.graph.run._segment import Segment
 from fzero.graph.trace._signature import call_of
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -548,7 +549,7 @@ def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
         step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=k), stage, fzero.mesh(dp=2))
         args = (*step.init(mlp_params(), ADAM), step.mesh.split(mlp_batch(4 * k)))
         graph = fzero.jit(step)._trace(call_of(args, {}), args, {}).chosen.graph
-        return len({s.key for s in pieces(graph).steps if isinstance(s, Segment)})
+        return len({s.key for s in program_of(graph).instructions if isinstance(s, Segment)})
 
     assert distinct(4) == distinct(7)
 

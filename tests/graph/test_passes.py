@@ -39,7 +39,8 @@ from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute,
 from fzero.graph.passes._regather import family, parameter_gathers
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
-from fzero.graph.run._pieces import Call, Program, Segment, pieces
+from fzero.graph.run._program import Program, SingleOperation, program_of
+from fzero.graph.run._segment import Segment
 from fzero.graph.trace._trace import trace
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -642,8 +643,11 @@ def boxed(gm: Any, fakes: Any) -> Any:
 
 def in_a_world(program: Program, world: World) -> Program:
     targets = world.targets()
-    new = [s._replace(target=targets.get(s.target, s.target)) if isinstance(s, Call) else s for s in program.steps]
-    return program._replace(steps=new)
+    new = [
+        x._replace(target=targets.get(x.target, x.target)) if isinstance(x, SingleOperation) else x
+        for x in program.instructions
+    ]
+    return program._replace(instructions=new)
 
 
 @settings(max_examples=100)
@@ -655,7 +659,7 @@ def test_executors_compute_what_the_graph_says(make, how, late):
     expected = [bits(x) for x in run(graph, reference, sample.n, late)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering, "inductor", boxed)
-        patch.setattr(lowering, "pieces", lambda g: in_a_world(pieces(g), World(sample.n, late)))
+        patch.setattr(lowering, "program_of", lambda g: in_a_world(program_of(g), World(sample.n, late)))
         for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
             given_args = sample.args()
             box = list(given_args)
@@ -692,22 +696,22 @@ class Reads(list):
 @given(samples(), settings_of_passes())
 def test_a_slot_is_free_right_after_its_last_use(make, how):
     sample = make()
-    program = pieces(passed(sample, how))
+    program = program_of(passed(sample, how))
     count = len(sample.shapes)
     held, freed, last = {*range(count)}, {}, {}
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Segment):
-            ins, outs = step.ins, step.outs
+    for i, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Segment):
+            ins, outs = instruction.ins, instruction.outs
         else:
             env = Reads(program.slots)
-            step.template(env)
-            ins, outs = env.seen, [step.out]
+            instruction.arguments.of(env)
+            ins, outs = env.seen, [instruction.out]
         assert held >= {*ins}
         assert not held & {*outs}
-        assert len({*step.free}) == len(step.free)
-        held = (held | {*outs}) - {*step.free}
+        assert len({*instruction.free}) == len(instruction.free)
+        held = (held | {*outs}) - {*instruction.free}
         last |= dict.fromkeys([*ins, *outs], i)
-        freed |= dict.fromkeys(step.free, i)
+        freed |= dict.fromkeys(instruction.free, i)
     kept = {*range(count), *[r for r in program.results if r is not None]}
     assert held == kept
     assert freed == {s: i for s, i in last.items() if s not in kept}
@@ -715,9 +719,9 @@ def test_a_slot_is_free_right_after_its_last_use(make, how):
 
 @settings(max_examples=12)
 @given(chains(stages=[0, 3], sam=False))
-def test_pieces_to_compile_do_not_grow_with_the_blocks(chain):
+def test_segments_to_compile_do_not_grow_with_the_blocks(chain):
     def distinct(depth: int) -> int:
         graph = schedule(regather(build_chain(chain._replace(widths=(4,) * (depth + 1))).graph, 0))
-        return len({s.key for s in pieces(graph).steps if isinstance(s, Segment)})
+        return len({s.key for s in program_of(graph).instructions if isinstance(s, Segment)})
 
     assert distinct(6) == distinct(9)

@@ -78,7 +78,7 @@ def test_no_more_than_one_units_gradients_are_alive(model, stage):
     whole = [
         r for r in plan.ranges if r.kind == "gradients" and not any(r.start == c.position for c in plan.collectives)
     ]
-    live = [sum(r.bytes for r in whole if r.start <= i <= r.stop) for i in range(len(plan.steps))]
+    live = [sum(r.bytes for r in whole if r.start <= i <= r.stop) for i in range(len(plan.operations))]
     one = unit_bytes(plan)
     assert max(live) <= 1.01 * one, (max(live), one)
     assert max(live) > 0.5 * one  # it is they that are counted
@@ -215,11 +215,19 @@ def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
     fields = json.loads(plan.to_json())
     assert fields["peak_bytes"] == plan.peak_bytes == max(fields["live"])
-    assert len(fields["steps"]) == len(plan.steps) and fields["collectives"][0]["kind"] == "all_gather"
+    assert len(fields["operations"]) == len(plan.operations) and fields["collectives"][0]["kind"] == "all_gather"
     assert plan.peak_bytes == sum(r.bytes for r in plan.alive(plan.peak_at))
     kinds = {r.kind for r in plan.ranges}
     assert kinds == {"parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers"}
     assert [sum(xs) for xs in zip(*[plan.live_of(k) for k in kinds], strict=True)] == plan.live
+
+
+def test_old_names_warn():
+    plan = planned("A", 3)
+    with pytest.warns(DeprecationWarning, match="a plan's steps are its operations"):
+        assert plan.steps is plan.operations
+    with pytest.warns(DeprecationWarning, match="an operation's operation is its target"):
+        assert plan.operations[-1].operation == plan.operations[-1].target
 
 
 def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
@@ -230,7 +238,7 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
         step = fzero.shard(train_step_for(gpt_loss, ADAMW), stage=3, mesh=mesh)
         params = tree.map(lambda x: x.to("meta"), gpt_params(layers=layers))
         tokens = mesh.split(torch.zeros(4, 17, dtype=torch.long, device="meta"))
-        return len(fzero.plan(step, *step.init(params, ADAMW), tokens, world_size=world_size).steps)
+        return len(fzero.plan(step, *step.init(params, ADAMW), tokens, world_size=world_size).operations)
 
     a, b, c = operations(2, 2), operations(3, 2), operations(4, 2)
     assert c - b == b - a > 0

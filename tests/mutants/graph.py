@@ -121,7 +121,9 @@ MUTANTS = [
         "            pass",
         GRAPH,
     ),
-    Mutant("free before use", "graph/run/_pieces.py", "for s in [*used, *(step", "for s in [*(step", GRAPH),
+    Mutant(
+        "free before use", "graph/run/_program.py", "[*instruction.ins, *instruction.outs]", "instruction.outs", GRAPH
+    ),
     Mutant(
         "one trace for all numbers",
         "graph/trace/_signature.py",
@@ -129,9 +131,7 @@ MUTANTS = [
         "None))",
         JIT,
     ),
-    Mutant(
-        "micro-batches cut inside", "graph/run/_pieces.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT
-    ),
+    Mutant("micro-batches cut inside", "graph/run/_cut.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT),
     Mutant("write into shared memory", "graph/trace/_signature.py", "if start < reach and", "if False and", JIT),
     Mutant(
         "matrix products run again",

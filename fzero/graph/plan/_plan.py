@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fzero._torch import line_of
 from fzero.graph._wire import elements, wire
@@ -17,16 +18,40 @@ from fzero.graph.ir import flops, is_collective, values
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes, live_ranges
 
-__all__ = ["Collective", "Plan", "Step"]
+__all__ = ["Collective", "Operation", "Plan", "Rejected", "Settings"]
 
 
-class Step(NamedTuple):
-    """One operation of a plan: its name, its operation, the source line that it was traced from, its FLOPs."""
+class Operation(NamedTuple):
+    """One operation of a plan.
+
+    Attributes:
+        name: of its value in the graph, "mm_3".
+        target: the function, "aten.mm.default"; of an argument its name.
+        line: the source line that it was traced from.
+        flops: how many floating-point operations it takes.
+    """
 
     name: str
-    operation: str
+    target: str
     line: str
     flops: int
+
+    @property
+    def operation(self) -> str:
+        """The old name of `target`, until version 0.3."""
+        warnings.warn("an operation's operation is its target", DeprecationWarning, stacklevel=2)
+        return self.target
+
+
+Settings = Mapping[str, bool | int | float | str]  # the arguments of the passes, by name
+
+
+class Rejected(NamedTuple):
+    """A schedule that was not kept: its settings, its peak, and what the cost model says of it."""
+
+    settings: Settings
+    peak_bytes: int
+    seconds: float
 
 
 class Collective(NamedTuple):
@@ -56,26 +81,32 @@ class Plan:
 
     Attributes:
         name: of the step.
-        steps: the operations, in order.
+        operations: in order.
         ranges: the storages, each with the positions between which it is alive, its size, kind and label.
         collectives: in order.
         settings: the arguments of the passes that made this schedule.
         seconds: what the cost model says; good to compare schedules, not to predict a machine.
-        rejected: settings, peak bytes and seconds of the schedules that were not kept.
+        rejected: the schedules that were not kept.
     """
 
     name: str
-    steps: tuple[Step, ...]
+    operations: tuple[Operation, ...]
     ranges: tuple[Range, ...]
     collectives: tuple[Collective, ...]
-    settings: dict[str, Any]
+    settings: Settings
     seconds: float
-    rejected: tuple[tuple[dict[str, Any], int, float], ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Operation, ...]:
+        """The old name of `operations`, until version 0.3."""
+        warnings.warn("a plan's steps are its operations", DeprecationWarning, stacklevel=2)
+        return self.operations
 
     @cached_property
     def live(self) -> list[int]:
         """Bytes alive while each operation runs, arguments included."""
-        return live_bytes(self.ranges, len(self.steps))
+        return live_bytes(self.ranges, len(self.operations))
 
     @property
     def peak_bytes(self) -> int:
@@ -100,7 +131,7 @@ class Plan:
     @property
     def flops(self) -> int:
         """Floating-point operations of matrix products, convolutions and attention."""
-        return sum(s.flops for s in self.steps)
+        return sum(s.flops for s in self.operations)
 
     def alive(self, position: int) -> list[Range]:
         """List what is alive while the operation at `position` runs, the largest first."""
@@ -114,7 +145,7 @@ class Plan:
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
-        return live_bytes([r for r in self.ranges if r.kind == kind], len(self.steps))
+        return live_bytes([r for r in self.ranges if r.kind == kind], len(self.operations))
 
     def __repr__(self) -> str:
         return f"Plan({self._summary()[0]})"
@@ -127,8 +158,8 @@ class Plan:
         lines = [
             f"{self.name}: peak {_size(self.peak_bytes)} = {_size(self.argument_bytes)} of arguments "
             f"+ {_size(self.added_bytes)}",
-            f"{len(self.steps):,} operations, {self.flops / 1e9:,.2f} GFLOP; {len(self.collectives)} collectives move "
-            f"{_size(moved)}; {self.seconds:.3g} s by the cost model",
+            f"{len(self.operations):,} operations, {self.flops / 1e9:,.2f} GFLOP; {len(self.collectives)} collectives "
+            f"move {_size(moved)}; {self.seconds:.3g} s by the cost model",
             "schedule: " + _shown(self.settings),
         ]
         return lines + [
@@ -136,10 +167,10 @@ class Plan:
         ]
 
     def _at_the_peak(self) -> list[str]:
-        if not self.steps:
+        if not self.operations:
             return []
-        at = self.steps[self.peak_at]
-        lines = [f"alive at the peak, in operation {self.peak_at} ({at.operation}, {_short(at.line) or 'no line'}):"]
+        at = self.operations[self.peak_at]
+        lines = [f"alive at the peak, in operation {self.peak_at} ({at.target}, {_short(at.line) or 'no line'}):"]
         alive = self.alive(self.peak_at)
         for kind in KINDS:
             same: Counter[str] = Counter()
@@ -158,15 +189,15 @@ class Plan:
         ]
         before = 0
         for c in self.collectives:
-            work = sum(s.flops for s in self.steps[before : c.position]) / 1e9
+            work = sum(s.flops for s in self.operations[before : c.position]) / 1e9
             peak = max(self.live[before : c.position + 1], default=0)
             lines.append(
                 f"{c.position:>9}  {c.kind:<14}  {_size(c.bytes):>10}  {work:>12,.2f}  {_size(peak):>11}  {c.unit}"
             )
             before = c.position + 1
-        work = sum(s.flops for s in self.steps[before:]) / 1e9
+        work = sum(s.flops for s in self.operations[before:]) / 1e9
         peak = max(self.live[before:], default=0)
-        return [*lines, f"{len(self.steps):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {_size(peak):>11}"]
+        return [*lines, f"{len(self.operations):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {_size(peak):>11}"]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw live bytes over the step, by kind, with its collectives, into an image file (needs matplotlib)."""
@@ -178,7 +209,7 @@ class Plan:
         axes = figure.subplots()
         kinds = [k for k in KINDS if any(r.kind == k for r in self.ranges)]
         rows = [[x / 1e6 for x in self.live_of(k)] for k in kinds]
-        axes.stackplot(range(len(self.steps)), rows, labels=kinds, step="post")
+        axes.stackplot(range(len(self.operations)), rows, labels=kinds, step="post")
         top = self.peak_bytes / 1e6
         for kind, marker in (("all_gather", "v"), ("reduce_scatter", "^"), ("all_reduce", "d")):
             at = [c.position for c in self.collectives if c.kind == kind]
@@ -186,7 +217,8 @@ class Plan:
                 axes.plot(at, [1.05 * top] * len(at), marker, color="black", markersize=4, label=kind, linestyle="none")
         axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
         axes.set(
-            xlabel="operation", ylabel="live, MB", ylim=(0, 1.12 * top or 1), xlim=(0, max(len(self.steps) - 1, 1)),
+            xlabel="operation", xlim=(0, max(len(self.operations) - 1, 1)),
+            ylabel="live, MB", ylim=(0, 1.12 * top or 1),
             title=f"{self.name}: peak {_size(self.peak_bytes)}",
         )  # fmt: skip
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -197,18 +229,18 @@ class Plan:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["settings"] = _finite(self.settings)
         fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
-        for name in ("steps", "ranges", "collectives"):
+        for name in ("operations", "ranges", "collectives"):
             fields[name] = [x._asdict() for x in fields[name]]
         totals = {name: getattr(self, name) for name in ("peak_bytes", "peak_at", "argument_bytes", "flops", "live")}
         return json.dumps({**fields, **totals})
 
 
-def plan_of(graph: Graph, name: str, settings: dict[str, Any], rejected: Iterable[Any] = ()) -> Plan:
+def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = ()) -> Plan:
     """Make the plan of a scheduled graph."""
     nodes = [n for n in graph.nodes if n.op != "output"]
     return Plan(
         name,
-        tuple([Step(n.name, str(n.target), line_of(n), flops(n)) for n in nodes]),
+        tuple([Operation(n.name, str(n.target), line_of(n), flops(n)) for n in nodes]),
         tuple(live_ranges(graph)),
         tuple([_collective(i, n) for i, n in enumerate(nodes) if is_collective(n)]),
         settings,
@@ -217,7 +249,7 @@ def plan_of(graph: Graph, name: str, settings: dict[str, Any], rejected: Iterabl
     )
 
 
-def _collective(position: int, node: Any) -> Collective:
+def _collective(position: int, node: Node) -> Collective:
     width = values(node)[0].element_size()
     return Collective(position, wire(node), node.meta.get("unit", ""), elements(node), elements(node) * width)
 
@@ -235,9 +267,9 @@ def _short(line: str) -> str:
     return os.sep.join(line.split(os.sep)[-2:]) if os.sep in line else line
 
 
-def _shown(settings: dict[str, Any]) -> str:
+def _shown(settings: Settings) -> str:
     return ", ".join([f"{k} {v}" if isinstance(v, bool | str) else f"{k} {v:,}" for k, v in settings.items()])
 
 
-def _finite(settings: dict[str, Any]) -> dict[str, Any]:
+def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:
     return {k: None if v == float("inf") else v for k, v in settings.items()}

@@ -1,7 +1,8 @@
 """Executors: three ways to run a scheduled graph, each in exactly its order."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -9,11 +10,33 @@ from torch.fx import Graph, GraphModule
 from fzero._torch import inductor, line_of, profiling
 from fzero.collectives.gloo import INSTEAD
 from fzero.graph.ir import copied, is_input
-from fzero.graph.run._pieces import Call, Segment, pieces
+from fzero.graph.run._program import program_of
+from fzero.graph.run._segment import Segment
 
 __all__ = ["BACKENDS", "Executable", "lower"]
 
-Executable = Callable[[list[Any]], Sequence[Any]]
+Runs = Callable[[list[Any]], Sequence[Any]]  # a function of a list of arguments, which it empties, to results
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A scheduled graph that can run: a function of the list of its arguments, which it empties, to its results.
+
+    Attributes:
+        runs: the function.
+        segments: how many segments it runs.
+        distinct: how many of them are different code.
+        compiled: what Inductor made of the whole graph, if it was given the whole.
+    """
+
+    runs: Runs
+    segments: int = 0
+    distinct: int = 0
+    compiled: Runs | None = None
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph."""
+        return self.runs(args)
 
 
 def lower(graph: Graph, backend: str) -> Executable:
@@ -22,9 +45,6 @@ def lower(graph: Graph, backend: str) -> Executable:
     Args:
         graph: a flat graph.
         backend: one of `BACKENDS`.
-
-    Returns:
-        A function of the list of the graph's arguments, which it empties, to its results.
 
     Raises:
         RuntimeError: if Inductor cannot compile a segment. Names its operations and their source lines.
@@ -44,7 +64,7 @@ def _fx(graph: Graph) -> Executable:
         args.clear()
         return forward(*mine)
 
-    return run
+    return Executable(run)
 
 
 def _whole(graph: Graph) -> Executable:
@@ -57,62 +77,76 @@ def _whole(graph: Graph) -> Executable:
     def run(args: list[Any]) -> Sequence[Any]:
         return (_marked if profiling() else _called)(compiled, args)
 
-    run.compiled = compiled  # pyright: ignore
-    return run
+    return Executable(run, compiled=compiled)
+
+
+class _Ready(NamedTuple):
+    """An instruction whose code is compiled.
+
+    Attributes:
+        is_segment: whether `f` is compiled code of several values, or one operation.
+        f: the function.
+        given: of a segment the slots of its arguments; of an operation the function from all slots to its arguments.
+        out: the slots of a segment's results; the slot of an operation's.
+        free: slots that are not needed after it.
+    """
+
+    is_segment: bool
+    f: Callable[..., Any]
+    given: Any
+    out: Any
+    free: list[int]
 
 
 def _piecewise(graph: Graph) -> Executable:
     """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
-    compiled: dict[Any, Executable] = {}
-    program = pieces(graph)
-    count = sum(isinstance(step, Segment) for step in program.steps)
-    runs: list[tuple[Any, ...]] = []
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Call):
-            runs.append((False, INSTEAD.get(step.target, step.target), step.template, step.out, step.free))
-            continue
-        if step.key not in compiled:
-            compiled[step.key] = _compile(step.graph, step.fakes, f"step {i} of {len(program.steps)}")
-        runs.append((True, compiled[step.key], step.ins, step.outs, step.free))
-    slots, results = program.slots, program.results
+    instructions, slots, results = program_of(graph)
+    compiled: dict[Hashable, Runs] = {}
+    ready: list[_Ready] = []
+    for i, x in enumerate(instructions):
+        if isinstance(x, Segment):
+            if x.key not in compiled:
+                compiled[x.key] = _compile(x.graph, x.fakes, f"instruction {i} of {len(instructions)}")
+            ready.append(_Ready(True, compiled[x.key], x.ins, x.outs, x.free))
+        else:
+            ready.append(_Ready(False, INSTEAD.get(x.target, x.target), x.arguments.of, x.out, x.free))
 
     def run(args: list[Any]) -> Sequence[Any]:
         call = _marked if profiling() else _called
         env: list[Any] = [*args, *[None] * (slots - len(args))]
         args.clear()
-        for is_segment, f, ins, out, free in runs:
+        for is_segment, f, given, out, free in ready:
             if is_segment:
-                given = [env[i] for i in ins]
+                mine = [env[i] for i in given]
                 for i in free:
                     env[i] = None
-                for i, value in zip(out, call(f, given), strict=True):
+                for i, value in zip(out, call(f, mine), strict=True):
                     env[i] = value
                 value = None
             else:
-                env[out] = _applied(f, ins(env))
+                env[out] = _applied(f, given(env))
                 for i in free:
                     env[i] = None
         return [None if i is None else env[i] for i in results]
 
-    run.segments, run.distinct = count, len(compiled)  # pyright: ignore
-    return run
+    return Executable(run, sum(x.is_segment for x in ready), len(compiled))
 
 
 def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:
     return f(*given[0], **given[1])
 
 
-def _called(f: Executable, args: list[Any]) -> Sequence[Any]:
+def _called(f: Runs, args: list[Any]) -> Sequence[Any]:
     return f(args)
 
 
-def _marked(f: Executable, args: list[Any]) -> Sequence[Any]:
+def _marked(f: Runs, args: list[Any]) -> Sequence[Any]:
     """Let the profiler see what is compiled, which calls no operations."""
     with torch.profiler.record_function("fzero::segment"):
         return f(args)
 
 
-def _compile(graph: Graph, fakes: Sequence[torch.Tensor], where: str) -> Executable:
+def _compile(graph: Graph, fakes: Sequence[torch.Tensor], where: str) -> Runs:
     try:
         return inductor(GraphModule({}, graph), fakes)
     except Exception as error:

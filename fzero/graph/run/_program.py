@@ -1,0 +1,127 @@
+"""Program: a scheduled graph as instructions over numbered slots, for the executor that compiles segments.
+
+1. Cut the graph into groups of nodes (`_cut`).
+2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_between`).
+3. Make of each group an instruction: an operation that runs by itself, or a segment (`_segment`). Views that an
+   operation or a result needs run by themselves before it.
+4. Note on each instruction which slots are free after it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, Node
+from torch.fx.node import Argument, map_arg
+
+from fzero.graph.ir import is_input, results
+from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
+from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
+from fzero.graph.run._segment import Segment, segment
+
+__all__ = ["Arguments", "Program", "SingleOperation", "program_of"]
+
+
+class Arguments(NamedTuple):
+    """The arguments of an operation, in which slots stand for values.
+
+    Attributes:
+        args: as in the graph.
+        kwargs: as in the graph.
+        slots: of each node in them.
+    """
+
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
+    slots: dict[Node, int]
+
+    def of(self, env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the arguments with the values that lie in the slots."""
+        slots = self.slots
+
+        def value(a: Node) -> Any:
+            return env[slots[a]]
+
+        return map_arg(self.args, value), map_arg(self.kwargs, value)  # pyright: ignore
+
+
+class SingleOperation(NamedTuple):
+    """An operation that runs by itself: a collective, a wait, a packing, or a view that one or a result needs.
+
+    Attributes:
+        target: the function.
+        arguments: which it is given.
+        out: the slot of its result.
+        free: slots that are not needed after it.
+    """
+
+    target: Callable[..., Any]
+    arguments: Arguments
+    out: int
+    free: list[int]
+
+
+class Program(NamedTuple):
+    """Instructions over numbered slots, of which the first are the graph's arguments.
+
+    Attributes:
+        instructions: in the order in which they run.
+        slots: how many there are.
+        results: the slots of the graph's results, None where the function returned none.
+    """
+
+    instructions: list[SingleOperation | Segment]
+    slots: int
+    results: list[int | None]
+
+
+def program_of(graph: Graph) -> Program:
+    """Make a program of a scheduled graph.
+
+    The segments to compile grow in number neither with the blocks of a model, if these have one shape, nor with the
+    micro-batches.
+    """
+    groups, parts = cut(graph), parts_of_arguments(graph)
+    wanted = [None if x is None else written_argument(x) for x in results(graph)]
+    values = [x for x in wanted if x is not None]
+    alone = needed_views(groups, values) | parts
+    slot = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
+    instructions: list[SingleOperation | Segment] = []
+    for group, exported in zip(groups, exports(groups, values), strict=True):
+        single = runs_alone(group[0])
+        used = group[0].all_input_nodes if single else sources(operands(group), parts)
+        singles = [*views_to(used, slot, alone), *([group[0]] if single else [])]
+        instructions += [_single(node, slot) for node in singles]
+        compiled = None if single else segment(group, exported, slot, parts)
+        instructions += [] if compiled is None else [compiled]
+    instructions += [_single(node, slot) for node in views_to(values, slot, alone)]
+    inputs = {slot[n] for n in graph.nodes if is_input(n)}
+    kept = [None if x is None else slot[x] for x in wanted]
+    return Program(_with_frees(instructions, inputs | {slot[x] for x in values}), len(slot), kept)
+
+
+def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
+    """Make an instruction of a node, and give its result a slot."""
+    arguments = Arguments(node.args, node.kwargs, {a: slot[a] for a in node.all_input_nodes})
+    slot[node] = len(slot)
+    assert callable(node.target)
+    return SingleOperation(node.target, arguments, slot[node], [])
+
+
+def _with_frees(instructions: Sequence[SingleOperation | Segment], kept: set[int]) -> list[SingleOperation | Segment]:
+    """Note on each instruction which slots are free after it; `kept` ones never are."""
+    last: dict[int, int] = {}
+    for i, instruction in enumerate(instructions):
+        for s in _slots_of(instruction):
+            last[s] = i
+    frees: list[list[int]] = [[] for _ in instructions]
+    for s, i in last.items():
+        if s not in kept:
+            frees[i].append(s)
+    return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]
+
+
+def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
+    """List the slots that an instruction reads, and then those that it writes."""
+    if isinstance(instruction, Segment):
+        return [*instruction.ins, *instruction.outs]
+    return [*instruction.arguments.slots.values(), instruction.out]
