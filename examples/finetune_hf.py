@@ -12,7 +12,6 @@ put your own in the place of `load_documents`. Needs `pip install fzero[finetune
 
 import argparse
 import functools
-import os
 import shutil
 import sysconfig
 import time
@@ -256,7 +255,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the model there, adapters merged into it")
     args = parser.parse_args()
 
-    mesh = fzero.mesh(dp=-1) if "WORLD_SIZE" in os.environ else fzero.mesh(dp=args.ranks)
+    mesh = fzero.mesh(dp=-1, alone=args.ranks)
     finetune(args, mesh, functools.partial(print, flush=True) if mesh.rank == 0 else lambda line: None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,7 +10,6 @@ the first output's distance from 1, suits every architecture: put your own in it
 """
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,11 @@ def main() -> None:
     parser.add_argument("--model", default="gpt2", help="an architecture, such as llama or vit, or a local folder")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--ranks", type=int, default=2, help="simulated ranks; under torchrun its processes are used")
-    parser.add_argument("--simulate", default="vmap", choices=["vmap", "lockstep"], help="lockstep runs any model")
+    parser.add_argument("--simulate", choices=["vmap", "lockstep"], help="even under torchrun; lockstep runs any model")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
 
-    world = "WORLD_SIZE" in os.environ
-    mesh = fzero.mesh(dp=-1) if world else fzero.mesh(dp=args.ranks, simulate=args.simulate)
+    mesh = fzero.mesh(dp=-1, alone=args.ranks, simulate=args.simulate)
     torch.manual_seed(0)  # the same parameters on every rank
     model = build(args.model).train()
     model.config.use_cache = False  # it is for sampling

@@ -11,7 +11,6 @@ The text is the Python standard library's own source code, unless `--text FILE` 
 
 import argparse
 import functools
-import os
 import shutil
 import sysconfig
 import time
@@ -183,7 +182,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # with matrices this small more threads only wait for one another
 
-    mesh = fzero.mesh(dp=-1) if "WORLD_SIZE" in os.environ else fzero.mesh(dp=args.ranks)
+    mesh = fzero.mesh(dp=-1, alone=args.ranks)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     text = load_text(args.text)
     train_text, held_out = text.tensor_split([len(text) * 9 // 10])

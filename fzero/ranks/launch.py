@@ -8,14 +8,26 @@ import os
 import re
 import time
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import (
+    DistNetworkError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
-__all__ = ["World", "join", "world_at_hand"]
+from fzero.ranks.handshake import AbsentError, shake_hands
+
+__all__ = ["TIMEOUT", "World", "check_device", "check_timeout", "join", "world_at_hand"]
 
 TIMEOUT = 300.0  # seconds
+AGAIN = 0.1  # seconds, before another try to reach rank 0
+
+_PROCESS_OF: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""The process that each default group was first seen in: a forked child has its parent's group, and its connections."""
 
 
 class World(NamedTuple):
@@ -39,26 +51,36 @@ def world_at_hand() -> World | None:
     if not torch.distributed.is_available():
         return None
     env = os.environ
-    local = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
+    local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
     if torch.distributed.is_initialized():
         return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), local, "")
-    if "RANK" in env and int(env.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in env:
+    if "RANK" in env and _number("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in env:
         raise ValueError(f"RANK and WORLD_SIZE={env['WORLD_SIZE']} are set, and MASTER_ADDR is not: set all, or none")
     if all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        place = f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', 29500)}"
-        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), local, place)
+        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if rank >= size:
+            raise ValueError(f"RANK={rank} and WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1")
+        return World(rank, size, local, f"{env['MASTER_ADDR']}:{_number('MASTER_PORT', 29500)}")
     # set by srun for the tasks that it starts together; in a batch script, which is alone, there is none
-    size = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    size = _number("SLURM_STEP_NUM_TASKS", 1)
     if size > 1 and "SLURM_PROCID" in env:
-        return World(int(env["SLURM_PROCID"]), size, local, _slurm_place())
+        return World(_number("SLURM_PROCID", 0), size, local, _slurm_place())
     return None
+
+
+def _number(name: str, default: int) -> int:
+    """Read a variable of the environment that is a number, 0 or more."""
+    said = os.environ.get(name, str(default))
+    if not re.fullmatch(r"\s*\d+\s*", said, re.ASCII):
+        raise ValueError(f"{name}={said!r}: expected a number, 0 or more")
+    return int(said)
 
 
 def _slurm_place() -> str:
     """Choose where the tasks of a Slurm step meet: its first machine, at a port that follows from the job's number."""
     env = os.environ
     host = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-    number = int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
+    number = _number("SLURM_JOB_ID", 0) + _number("SLURM_STEP_ID", 0)
     port = env.get("MASTER_PORT") or 20000 + number % 10000
     return f"{host}:{port}"
 
@@ -71,6 +93,40 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found.group())
 
 
+def check_device(device: str | None) -> None:
+    """Check that a mesh can be on a device; None is for the one that there is.
+
+    Raises:
+        ValueError: if it is not "cpu" or "cuda", or if it is "cuda" and there is no GPU.
+    """
+    if device is None or device == "cpu":
+        return
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = f"torch sees {gpus or 'no'} GPU{'s' * (gpus != 1)} here"
+    if device != "cuda":
+        raise ValueError(
+            f'device={device!r}: expected "cpu" or "cuda", and {here}; with "cuda" each process takes the GPU of its '
+            "LOCAL_RANK, among those that CUDA_VISIBLE_DEVICES lists"
+        )
+    if not gpus:
+        raise ValueError(
+            f'device="cuda", and {here}: say device="cpu", or leave it out to take a GPU where there is one'
+        )
+
+
+def check_timeout(timeout: float) -> None:
+    """Check that a timeout is a number of seconds that can be waited for.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is not above 0 and below 1e9.
+    """
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+        raise TypeError(f"timeout={timeout!r}: expected a number of seconds")
+    if not 0 < timeout < 1e9:  # nan is neither
+        raise ValueError(f"timeout={timeout!r}: expected seconds, above 0 and below 1e9")
+
+
 def join(world: World, kind: str, timeout: float = TIMEOUT) -> None:
     """Meet the other processes of the world, and make the default process group.
 
@@ -80,35 +136,49 @@ def join(world: World, kind: str, timeout: float = TIMEOUT) -> None:
         timeout: how long to wait for the others, in seconds.
 
     Raises:
-        RuntimeError: if some have not come by then. Names them.
+        RuntimeError: if some have not come by then. Names them. Or if the process was forked from a rank.
     """
-    if not world.place:
-        return
-    if kind == "cuda":
-        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
-    meeting = f"{world.size} processes should meet at {world.place}; launch them together, or free the port"
-    try:
-        store = _store(world, timeout)
-    except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
-        raise RuntimeError(f"rank {world.rank} met no rank 0 within {timeout:g} s: {meeting}") from error
-    store.set(f"fzero/arrived/{world.rank}", "")
+    if world.place:
+        if kind == "cuda":
+            torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        store = _met(world, timeout)
+        store.set_timeout(datetime.timedelta(minutes=30))  # torch's own, for all that follows
+        backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+    group = torch.distributed.group.WORLD
+    if group is not None and _PROCESS_OF.setdefault(group, os.getpid()) != os.getpid():
+        raise RuntimeError(
+            f"this process was forked from rank {world.rank} and has its connections, which only one of them can use: "
+            'start it with the method "spawn" or "forkserver", or make no mesh in it'
+        )
+
+
+def _met(world: World, timeout: float) -> Store:
+    """Open the store through which the processes find each other, and meet them there.
+
+    What is written in it later, by process groups too, has the prefix that this world has for itself.
+    """
+    count = f"{world.size} process{'es' * (world.size > 1)}"
+    meeting = f"{count} should meet at {world.place}; launch them together, or free the port"
     end = time.monotonic() + timeout
-    for rank in range(world.size):
-        left = datetime.timedelta(seconds=max(end - time.monotonic(), 0.1))
+    while True:
+        left = max(end - time.monotonic(), AGAIN)
         try:
-            store.wait([f"fzero/arrived/{rank}"], left)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {rank} did not arrive within {timeout:g} s: {meeting}") from error
-    store.set_timeout(datetime.timedelta(minutes=30))  # torch's own, for all that follows
-    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+            store = _store(world, left)
+            return PrefixStore(shake_hands(store, world.rank, world.size, left), store)
+        except AbsentError as error:
+            raise RuntimeError(f"{error} within {timeout:g} s: {meeting}") from error
+        except DistNetworkError as error:
+            if world.rank == 0:
+                raise RuntimeError(f"rank 0 could open no store: {meeting}") from error
+            if time.monotonic() >= end:
+                raise RuntimeError(f"rank {world.rank} met no rank 0 within {timeout:g} s: {meeting}") from error
+            time.sleep(AGAIN)  # a rank 0 of an earlier world was leaving
 
 
 def _store(world: World, timeout: float) -> Store:
-    """Open the store through which the processes find each other; torchrun's own, if it keeps one."""
-    limit = datetime.timedelta(seconds=timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(rendezvous("env://", world.rank, world.size, timeout=limit))[0]
+    """Connect to torchrun's own store, if it keeps one; else rank 0 keeps one, and the others connect to that."""
     host, _, port = world.place.rpartition(":")
-    first = world.rank == 0
-    return TCPStore(host, int(port), None, first, limit, wait_for_workers=False, multi_tenant=True)
+    keeps = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = datetime.timedelta(seconds=timeout)
+    return TCPStore(host, int(port), None, keeps, limit, wait_for_workers=False, multi_tenant=True)

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fzero import tree
 from fzero.axes.axis import Axis, AxisName
 from fzero.layout.boxes import PerRank, is_box
-from fzero.ranks.launch import TIMEOUT, join, world_at_hand
+from fzero.ranks._sizes import check_axes, filled
+from fzero.ranks.launch import TIMEOUT, check_device, check_timeout, join, world_at_hand
 from fzero.ranks.spmd import Spmd, check_stacked
 
 __all__ = ["Mesh", "mesh"]
@@ -21,7 +22,12 @@ SIMULATIONS = ("vmap", "lockstep")
 
 
 def mesh(
-    *, simulate: bool | str | None = None, device: str | None = None, timeout: float = TIMEOUT, **axes: int
+    *,
+    simulate: bool | str | None = None,
+    alone: int | None = None,
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    **axes: int,
 ) -> "Mesh":
     """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
 
@@ -32,60 +38,46 @@ def mesh(
         simulate: "vmap" (or True) for ranks as a batch dimension, even under torchrun: fast, and can be compiled.
             "lockstep" for ranks as threads that take turns: runs any Python, and a debugger. False for an error when
             there is no world. By default a world is used if there is one, else "vmap".
+        alone: the number of ranks to simulate when there is no world: `mesh(dp=-1, alone=4)` is the processes of
+            torchrun, else four simulated ranks.
         device: "cpu" or "cuda"; by default "cuda" where there is one. Only a distributed mesh uses it.
         timeout: how long to wait for the world's other processes, in seconds.
-        **axes: the size of each axis; -1, for one of them, means what is left of the world (1 when alone).
+        **axes: the size of each axis; -1, for one of them, means what is left of the world (when alone, of the ranks
+            that `alone` says, else 1).
 
     Returns:
         A `Mesh`.
 
     Raises:
-        ValueError: if the size of the mesh is not the world's, or a size is below 1.
-        RuntimeError: if a process of the world does not arrive in time. Names it.
+        ValueError: if the size of the mesh is not the world's, a size is below 1, the name of an axis is no Python
+            name, `alone` does not divide, there is no such device, or the timeout is not above 0.
+        TypeError: if a size, `alone` or the timeout is no number.
+        RuntimeError: if a process of the world does not arrive in time (names it), or was forked from a rank.
 
     Example:
         >>> mesh(dp=2, tp=2)
         Mesh(dp=2, tp=2, simulated)
+        >>> mesh(dp=-1, tp=2, alone=8)  # the same under torchrun with 8 processes, and there dp is what is left
+        Mesh(dp=4, tp=2, simulated)
     """
-    if not axes:
-        raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
-    for name, size in axes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}={size!r}: the size of an axis is an int")
+    check_axes(axes, alone)
+    check_timeout(timeout)
+    check_device(device)
     if simulate not in (None, True, False, *SIMULATIONS):
         raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
+    if simulate is False and alone is not None:
+        raise ValueError(f"simulate=False and alone={alone} contradict one another: leave one out")
     world = world_at_hand()
     if simulate is False and world is None:
         raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
-    simulated = bool(simulate) or world is None
-    shape = _filled(axes, 1 if simulated or world is None else world.size, simulated)
-    if simulated or world is None:
-        return Mesh(shape, simulation="lockstep" if simulate == "lockstep" else "vmap")
+    if simulate or world is None:
+        return Mesh(filled(axes, None, alone), simulation="lockstep" if simulate == "lockstep" else "vmap")
+    shape = filled(axes, world.size, alone)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     join(world, kind, timeout)
     names, sizes = zip(*shape, strict=True)
     device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
     return Mesh(shape, device_mesh, _joint_groups(device_mesh))
-
-
-def _filled(axes: dict[str, int], world: int, simulated: bool) -> tuple[tuple[str, int], ...]:
-    """Fill in the size that is -1, and check that the product is the world's."""
-    open_axes = [name for name, size in axes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can be what is left of the world")
-    given = math.prod([size for size in axes.values() if size != -1])
-    shape = tuple([(name, max(world // max(given, 1), 1) if size == -1 else size) for name, size in axes.items()])
-    for name, size in shape:
-        if size < 1:
-            raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
-    product = math.prod([size for _, size in shape])
-    if not simulated and product != world:
-        said = ", ".join([f"{name}={size}" for name, size in axes.items()])
-        rest = "the whole world" if len(shape) == 1 else "what is left of the world"
-        advice = f"launch with torchrun --nproc-per-node {product}, or say {shape[0][0]}=-1 for {rest}"
-        advice = f"{world} does not divide by {given}" if open_axes else advice
-        raise ValueError(f"{said}, and the world has {world} processes: {advice}")
-    return shape
 
 
 def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:

@@ -1,5 +1,6 @@
 """Finding the world: torchrun's variables, Slurm's, and processes that never arrive."""
 
+import re
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ print(mesh, mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp", "tp")), ("dp", 
 """
 
 
-def alone(timeout: float, **variables: Any) -> Done:
-    return python("-c", SCRIPT, str(timeout), **variables)
+def alone(timeout: float, script: str = SCRIPT, **variables: Any) -> Done:
+    return python("-c", script, str(timeout), **variables)
 
 
 def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
@@ -46,6 +47,60 @@ def test_a_rank_that_never_arrives_is_named_in_time():
 def test_without_rank_0_nobody_can_meet():
     err = alone(3, **rank_variables(1, 2, free_port())).stderr
     assert "RuntimeError: rank 1 met no rank 0 within 3 s: 2 processes should meet at localhost" in err
+
+
+ONE = """
+import os, socket, sys, fzero, torch
+first, again = fzero.mesh(dp=-1, alone=4), fzero.mesh(dp=1, tp=-1)
+print(first, again, again.spmd(lambda: fzero.psum(fzero.axis_index("tp") + 1, ("dp", "tp")))().item())
+sys.stdout.flush()
+if not os.fork():
+    try:
+        fzero.mesh(dp=-1)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+torch.distributed.destroy_process_group()
+print(fzero.mesh(dp=1, tp=1))
+torch.distributed.destroy_process_group()
+with socket.socket() as taken:
+    taken.bind(("localhost", 0))
+    taken.listen()
+    os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+    try:
+        fzero.mesh(dp=-1, timeout=20)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_world_of_one_process():
+    """It is no simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
+    _, out, err = alone(60, ONE, **rank_variables(0, 1, free_port()))
+    lines = out.splitlines()
+    assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err
+    assert lines[1].startswith("this process was forked from rank 0 and has its connections"), out + err
+    assert lines[2] == "Mesh(dp=1, tp=1, rank 0)", out + err
+    assert lines[3].startswith("rank 0 could open no store: 1 process should meet at localhost:"), out + err
+
+
+@pytest.mark.parametrize(
+    "name,value,message",
+    [
+        ("RANK", "first", "RANK='first': expected a number, 0 or more"),
+        ("RANK", "-1", "RANK='-1': expected a number, 0 or more"),
+        ("RANK", "2", "RANK=2 and WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='': expected a number"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http': expected a number"),
+        ("LOCAL_RANK", "1.0", "LOCAL_RANK='1.0': expected a number"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(monkeypatch, name, value, message):
+    for key, said in {**rank_variables(1, 2, 1234), name: value}.items():
+        monkeypatch.setenv(key, str(said))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fzero.mesh(dp=-1)
 
 
 def test_a_batch_script_is_alone(monkeypatch):

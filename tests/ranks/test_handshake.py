@@ -1,0 +1,134 @@
+"""Ranks that meet in a store: they find those that live, whatever the dead have left there."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fzero.ranks.handshake import AbsentError, shake_hands
+
+
+class Dead(BaseException):
+    """Ends a rank in the middle of what it does."""
+
+
+class Mortal:
+    """A store as one rank sees it that dies at its operation number `dies_at`, or later when the time has come."""
+
+    def __init__(self, store: dist.Store, dies_at: int, end: threading.Event) -> None:
+        self.store, self.left, self.end = store, dies_at, end
+
+    def _live(self) -> None:
+        self.left -= 1
+        if self.left < 0 or self.end.is_set():
+            raise Dead
+
+    def set(self, key: str, value: str) -> None:
+        self._live()
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._live()
+        return self.store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self._live()
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        self._live()
+        while not self.store.check(keys):
+            if self.end.is_set():
+                raise Dead
+            time.sleep(0.001)
+
+
+def outcome(store: Any, rank: int, size: int, timeout: float, late: float = 0.0) -> Any:
+    time.sleep(late)
+    try:
+        return shake_hands(store, rank, size, timeout)
+    except (AbsentError, Dead) as error:
+        return error
+
+
+def meet(stores: Any, ranks: list[int], size: int, timeout: float = 30.0, late: Any = None) -> list[Any]:
+    """What each of these ranks gets, all at the same time, in one store or each in its own connection to it."""
+    stores, waits = stores if isinstance(stores, list) else [stores] * len(ranks), late or {}
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        each = zip(stores, ranks, strict=True)
+        return [f.result() for f in [pool.submit(outcome, s, r, size, timeout, waits.get(r, 0.0)) for s, r in each]]
+
+
+def generation_of_the_dead(store: dist.Store, size: int, dies_at: dict[int, int]) -> None:
+    """Ranks that begin to meet, each until it dies; the last are ended from outside, as torchrun does."""
+    end = threading.Event()
+    with ThreadPoolExecutor(size) as pool:
+        for rank, at in dies_at.items():
+            pool.submit(outcome, Mortal(store, at, end), rank, size, 30.0)
+        time.sleep(0.03)
+        end.set()
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_ranks_agree_on_a_prefix_of_their_own(kind, tmp_path):
+    """In worlds one after the other, of any size, as an elastic job has them."""
+    first = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) if kind == "tcp" else dist.HashStore()
+    seen = []
+    for size in (1, 3, 2, 3):
+        stores = {
+            "hash": lambda: first,
+            "file": lambda: dist.FileStore(str(tmp_path / "store"), -1),
+            "tcp": lambda: dist.TCPStore("localhost", first.port, None, False),  # pyright: ignore
+        }
+        found = meet([stores[kind]() for _ in range(size)], list(range(size)), size)
+        assert len(set(found)) == 1 and found[0] not in seen
+        seen.append(found[0])
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_a_rank_that_is_late_is_waited_for(late):
+    assert len(set(meet(dist.HashStore(), [0, 1, 2], 3, late={late: 0.2}))) == 1
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+def test_every_rank_that_came_names_the_one_that_did_not(absent):
+    store = dist.HashStore()
+    assert len(set(meet(store, [0, 1, 2], 3))) == 1  # they were all there once
+    there = [r for r in range(3) if r != absent]
+    assert [str(error) for error in meet(store, there, 3, timeout=1.0)] == [f"rank {absent} did not arrive"] * 2
+    assert len(set(meet(store, [0, 1, 2], 3))) == 1  # and are there again
+
+
+def test_the_time_of_rank_0_counts_for_those_who_met_it():
+    """A rank that came early does not leave while rank 0, which came later, still waits for another."""
+    found = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})
+    assert len(set(found)) == 1, found
+
+
+def test_without_rank_0_nobody_meets():
+    store = dist.HashStore()
+    meet(store, [0, 1, 2], 3)
+    found = meet(store, [1, 2], 3, timeout=0.2)
+    assert [str(error) for error in found] == ["rank 1 met no rank 0", "rank 2 met no rank 0"]
+
+
+deaths = st.integers(2, 3).flatmap(
+    lambda size: st.tuples(st.just(size), st.dictionaries(st.integers(0, size - 1), st.integers(0, 12), min_size=1))
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(deaths, min_size=1, max_size=2), st.integers(2, 4), st.randoms(use_true_random=False))
+def test_whatever_the_dead_have_said_the_living_meet(generations, size, chance: random.Random):
+    store = dist.HashStore()
+    for dead_size, dies_at in generations:
+        generation_of_the_dead(store, dead_size, dies_at)
+    late = {r: chance.choice([0.0, 0.005, 0.02]) for r in range(size)}
+    found = meet(store, list(range(size)), size, late=late)
+    assert len(set(found)) == 1 and isinstance(found[0], str), found

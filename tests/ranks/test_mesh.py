@@ -1,0 +1,80 @@
+"""Making a mesh: what is refused, wherever it is, and what -1 means."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from tests.distributed.launch import rank_variables
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no such device": (
+        {"device": "gpu"},
+        ValueError,
+        r'device=\'gpu\': expected "cpu" or "cuda", and torch sees no GPUs here; with "cuda" each process takes',
+    ),
+    "a GPU by number": ({"device": "cuda:7"}, ValueError, r"device='cuda:7': expected .* LOCAL_RANK"),
+    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", and torch sees no GPUs here: say device="cpu"'),
+    "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu" or "cuda"'),
+    "no name": ({"": 2}, ValueError, r"axis '': the name of an axis is a Python name, such as 'dp'"),
+    "a name of two axes": ({"dp,ep": 2}, ValueError, r"axis 'dp,ep': the name of an axis is a Python name"),
+    "a name with a line's end": ({"dp\n": 2}, ValueError, r"axis 'dp\\n': the name of an axis is a Python name"),
+    "no time": ({"timeout": 0}, ValueError, r"timeout=0: expected seconds, above 0 and below 1e9"),
+    "time that is over": ({"timeout": -1.0}, ValueError, r"timeout=-1.0: expected seconds, above 0"),
+    "for ever": ({"timeout": math.inf}, ValueError, r"timeout=inf: expected seconds, above 0 and below 1e9"),
+    "not a time": ({"timeout": math.nan}, ValueError, r"timeout=nan: expected seconds"),
+    "time in words": ({"timeout": "5 min"}, TypeError, r"timeout='5 min': expected a number of seconds"),
+    "time as a bool": ({"timeout": True}, TypeError, r"timeout=True: expected a number of seconds"),
+    "nobody alone": ({"dp": -1, "alone": 0}, ValueError, r"alone=0: expected at least one rank to simulate"),
+    "a bool alone": ({"dp": -1, "alone": True}, TypeError, r"alone=True: expected an int, the number of ranks"),
+    "a float alone": ({"dp": -1, "alone": 4.0}, TypeError, r"alone=4.0: expected an int"),
+    "no axis to fill": (
+        {"dp": 2, "tp": 2, "alone": 4},
+        ValueError,
+        r"dp=2, tp=2, alone=4, and no axis is -1 to be filled: say dp=-1, or leave out alone",
+    ),
+    "never alone": ({"dp": -1, "alone": 4, "simulate": False}, ValueError, r"simulate=False and alone=4 contradict"),
+}
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "launched"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, launched):
+    given, error, message = REFUSED[name]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for key, value in (rank_variables(0, 2, 1) if launched else {}).items():
+        monkeypatch.setenv(key, str(value))
+    arguments = given if {"dp", "", "dp,ep", "dp\n"} & set(given) else {"dp": 2, **given}
+    with pytest.raises(error, match=message):
+        fzero.mesh(**arguments)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_gpu_that_is_not_there_is_named_where_others_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"device='cuda:7': expected .*, and torch sees 1 GPU here"):
+        fzero.mesh(dp=2, device="cuda:7")
+
+
+def test_a_size_alone_that_does_not_divide():
+    with pytest.raises(ValueError, match="dp=-1, tp=3, alone=8: 8 does not divide by 3"):
+        fzero.mesh(dp=-1, tp=3, alone=8)
+    with pytest.raises(ValueError, match="dp=-1, tp=8, alone=4: 4 does not divide by 8"):
+        fzero.mesh(dp=-1, tp=8, alone=4)
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 5), st.data())
+def test_what_is_left_times_the_rest_is_all(rest, left, data):
+    """Alone as in a world, for any place of the axis that is -1."""
+    place = data.draw(st.integers(0, len(rest)))
+    sizes = {f"a{i}": size for i, size in enumerate([*rest[:place], -1, *rest[place:]])}
+    ranks = left * math.prod(rest)
+    mesh = fzero.mesh(**sizes, alone=ranks)
+    assert mesh.simulated and mesh.size == ranks and dict(mesh.shape)[f"a{place}"] == left
+    assert fzero.mesh(**sizes, alone=ranks, simulate="lockstep").shape == mesh.shape
+    assert fzero.mesh(**sizes).size == math.prod(rest)
