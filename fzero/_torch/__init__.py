@@ -10,11 +10,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import overrides
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
 from torch._inductor.decomposition import select_decomp_table
@@ -54,7 +53,6 @@ __all__ = [
     "recorded",
     "register_box",
     "storage_id",
-    "thread_state",
     "trace",
     "user_line",
 ]
@@ -95,45 +93,26 @@ def raise_priority(output: torch.Tensor, by: int = 1) -> None:
         output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def thread_state() -> Callable[[], Any]:
-    """Take down what of torch's state is a thread's own, and return a context manager that sets it in another.
-
-    Grad mode, inference mode and autocast; default dtype, threads and random numbers are the process's.
-    """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = [
-        (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]
-    modes = overrides._get_current_function_mode_stack()  # such as `with torch.device("meta"):`
-
-    @contextmanager
-    def inherit() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for device, dtype, cache in casts:
-                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cache))
-            for mode in modes:
-                overrides._push_mode(mode)
-                stack.callback(overrides._pop_mode)
-            yield
-
-    return inherit
-
-
 @contextmanager
 def quiet_vmap_fallback() -> Iterator[None]:
     """Silence "There is a performance drop because we have not yet implemented the batching rule".
 
-    In a simulation such an operation (a flash attention on a CPU) runs rank by rank, which is what ranks do.
+    In a simulation such an operation (a flash attention on a CPU) runs rank by rank, which is what ranks do. The
+    switch is the process's, so it is on again when the last who asked for silence has ended.
     """
+    me = object()
+    _SILENT.add(me)
     functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
+        _SILENT.discard(me)
+        if not _SILENT:
+            functorch._set_vmap_fallback_warning_enabled(True)
+
+
+_SILENT: set[object] = set()
+"""Who runs in `quiet_vmap_fallback` now."""
 
 
 def register_box(
@@ -244,7 +223,13 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
 
     Raises:
         DataDependentError: if `f` reads the value of a tensor.
+        RuntimeError: if torch looks for anomalies, which reads the values of gradients.
     """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise RuntimeError(
+            "torch looks for anomalies: it reads each gradient, and a graph is traced before values are known. Look "
+            "for them in the step that is not jitted, or end torch.autograd.detect_anomaly() before the trace"
+        )
 
     def with_lines(*xs: torch.Tensor) -> Any:
         with _Lines():

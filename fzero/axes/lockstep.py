@@ -10,13 +10,15 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch import is_tracing, thread_state, user_line
+from fzero._torch import is_tracing, user_line
+from fzero._torch.state import OwnSettings, thread_state
+from fzero.axes._threads import threads_here
 from fzero.axes.axis import Axis
 from fzero.axes.scope import bound
 
@@ -50,94 +52,125 @@ class _Abandoned(BaseException):
     """Ends a rank after another has failed; no Exception, so that a program's own handlers let it through."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a rank that waits has called."""
+class _Place(NamedTuple):
+    """Where a rank is: what it waits in, and at which line; or that it has ended."""
 
     what: str
     line: str
 
 
+ENDED = _Place("ended", "")
+
+
 @dataclass
 class _Group:
-    """Ranks that meet: those along some axes."""
+    """Ranks that meet: those along some axes.
 
-    world: "_World"
+    Attributes:
+        run: that of these ranks.
+        axis: the name of the axes.
+        members: the ranks, in order.
+        brought: what each of those who wait has brought to the meeting.
+    """
+
+    run: "_Run"
     axis: str
     members: list[int]
-    calls: dict[int, tuple[_Call, Tensors]] = field(default_factory=dict)
+    brought: dict[int, Tensors] = field(default_factory=dict)
 
 
-class _World:
-    """The ranks of one run, and whose turn it is."""
+class _Run:
+    """One run of a program on all ranks: where each rank is, and whose turn it is.
+
+    Attributes:
+        size: the number of ranks.
+        waiting: where each rank is that waits in a meeting.
+        given: what the meeting gave to each rank that has not gone on yet.
+        ended: the result of each rank that has one.
+        gone: the ranks whose threads are done, with a result or without.
+        error: the first failure; all ranks are to end then.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.turns = [threading.Semaphore(0) for _ in range(size)]
-        self.waiting: dict[int, _Call] = {}
-        self.ended: dict[int, Any] = {}  # rank -> its result
-        self.given: dict[int, Any] = {}  # rank -> what its meeting gave it
+        self.waiting: dict[int, _Place] = {}
+        self.given: dict[int, Any] = {}
+        self.ended: dict[int, Any] = {}
+        self.gone: set[int] = set()
         self.error: BaseException | None = None
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._settings = [OwnSettings() for _ in range(size)]
 
-    def next_after(self, rank: int) -> None:
-        """Give the turn to the next rank that can go on."""
-        for i in range(1, self.size + 1):
-            r = (rank + i) % self.size
-            if r not in self.ended and r not in self.waiting:
-                self.turns[r].release()
-                return
-        if len(self.ended) < self.size:
+    def begin(self) -> None:
+        """Give the first rank the turn."""
+        self._turns[0].release()
+
+    def await_turn(self, rank: int) -> None:
+        """Wait for a rank's turn."""
+        self._turns[rank].acquire()
+        self._settings[rank].put_on()
+
+    def end_turn(self, rank: int) -> None:
+        """Give the turn to the next rank that can go on; if there is none, the ranks have diverged."""
+        threads_here().note_changes(self._settings[rank].take_off())
+        after = self._next(rank)
+        if after is None and len(self.gone) < self.size:
             self.fail(DivergedError(self.report()))
+            after = self._next(rank)
+        if after is not None:
+            self._turns[after].release()
+
+    def _next(self, rank: int) -> int | None:
+        """Return the next rank that can go on: one that does not wait, or any if it is to end."""
+        ranks = ((rank + i) % self.size for i in range(1, self.size + 1))
+        return next((r for r in ranks if r not in self.gone and (self.error or r not in self.waiting)), None)
 
     def fail(self, error: BaseException) -> None:
-        """End all ranks."""
-        if self.error is None:
-            self.error = error
-            for turn in self.turns:
-                turn.release()
+        """End all ranks, each in its turn, so that none undoes what another does meanwhile."""
+        self.error = self.error or error
 
-    def places(self) -> dict[str, list[int]]:
-        """Tell which ranks are where."""
-        found: dict[str, list[int]] = {}
-        for r in range(self.size):
-            if r in self.waiting:
-                found.setdefault(f"{self.waiting[r].what}\n{self.waiting[r].line}", []).append(r)
-            elif r in self.ended:
-                found.setdefault("ended\n", []).append(r)
+    def places(self) -> dict[_Place, list[int]]:
+        """Return which ranks are where, of those that wait or have ended."""
+        found: dict[_Place, list[int]] = {}
+        for rank in range(self.size):
+            if rank in self.waiting or rank in self.ended:
+                found.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
         return found
 
     def report(self) -> str:
         """Say who diverged: the fewest first."""
-        said = []
-        for place, ranks in sorted(self.places().items(), key=lambda item: len(item[1])):
-            what, line = place.split("\n")
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            waits = what if what == "ended" else f"wait{'s' * (len(ranks) == 1)} in {what}"
-            said.append(f"{who} {waits}" + (f" ({line})" if line else ""))
+        said = [_said(place, ranks) for place, ranks in sorted(self.places().items(), key=lambda item: len(item[1]))]
         return (
             f"ranks diverged: {', and '.join(said)}. All ranks of an axis call the same collectives in the same "
             "order, with the same shapes and dtypes"
         )
 
 
+def _said(place: _Place, ranks: list[int]) -> str:
+    """Say that these ranks are there: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if place == ENDED:
+        return f"{who} ended"
+    return f"{who} wait{'s' * (len(ranks) == 1)} in {place.what}" + (f" ({place.line})" if place.line else "")
+
+
 _GROUPS: dict[str, _Group] = {}
 _NUMBERS = itertools.count()
-_POOL = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="fzero rank")  # as many threads as ranks at a time
 
 
 def is_lockstep(group: str) -> bool:
-    """Tell whether a group's ranks are threads in lockstep."""
+    """Return whether a group's ranks are threads in lockstep."""
     return group.startswith("lockstep/")
 
 
 def in_lockstep() -> bool:
-    """Tell whether this thread is a rank in lockstep."""
+    """Return whether this thread is a rank in lockstep."""
     axes = bound()
     return bool(axes) and is_lockstep(axes[0].group)
 
 
 def same(x: Any, y: Any) -> bool:
-    """Tell whether two values are equal to the last bit; tensors' nans are."""
+    """Return whether two values are equal to the last bit; tensors' nans are."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return type(x) is type(y) and bool(x == y or (x != x and y != y))
     if x.shape != y.shape or x.dtype != y.dtype or x.is_meta != y.is_meta:
@@ -172,33 +205,30 @@ def meet(group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[
         raise RuntimeError(
             "the ranks in lockstep have ended: differentiate inside the rank program, or simulate by vmap"
         )
-    if g.world.error is not None:  # another has failed, and this rank goes on in a `finally`
+    run, me = g.run, g.members[rank]
+    if run.error is not None:  # another has failed, and this rank goes on in a `finally`
         raise _Abandoned
-    world, me = g.world, g.members[rank]
     shown = ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs])
-    call = _Call(f"{what} over {g.axis!r} of {shown}", user_line())
-    g.calls[me] = call, xs
-    world.waiting[me] = call
-    if len(g.calls) == len(g.members):
+    run.waiting[me], g.brought[me] = _Place(f"{what} over {g.axis!r} of {shown}", user_line()), xs
+    if len(g.brought) == len(g.members):
         _conclude(g, compute)
-    world.next_after(me)
-    world.turns[me].acquire()
-    if world.error is not None:
+    run.end_turn(me)
+    run.await_turn(me)
+    if run.error is not None:
         raise _Abandoned
-    return world.given.pop(me)
+    return run.given.pop(me)
 
 
 def _conclude(g: _Group, compute: Callable[[list[Tensors], bool], list[Any]]) -> None:
     """Compute for all ranks of a group, and let them go on; unless they called different things."""
-    calls = [g.calls[r] for r in g.members]
-    if len({call.what for call, _ in calls}) > 1:
+    if len({g.run.waiting[r].what for r in g.members}) > 1:
         return  # they wait for ever, which is found when nobody can go on
     with torch.no_grad():
-        results = compute([xs for _, xs in calls], 0 in g.members)
-    g.calls.clear()
+        results = compute([g.brought[r] for r in g.members], 0 in g.members)
+    g.brought.clear()
     for r, result in zip(g.members, results, strict=True):
-        g.world.given[r] = result
-        del g.world.waiting[r]
+        g.run.given[r] = result
+        del g.run.waiting[r]
 
 
 def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], tuple[Axis, ...]], Any]) -> list[Any]:
@@ -212,51 +242,61 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
         DivergedError: if ranks do not meet.
         BaseException: what a rank's program raises, with a note that names the rank.
     """
-    world = _World(math.prod(size for _, size in shape))
-    number = next(_NUMBERS)
-    axes = [_axes_of(world, number, shape, r) for r in range(world.size)]
-    inherit = thread_state()
-    context = contextvars.copy_context()
+    this, number = _Run(math.prod([size for _, size in shape])), next(_NUMBERS)
+    groups: dict[str, _Group] = {}
+    axes = [_axes_of(this, groups, number, shape, rank) for rank in range(this.size)]
+    inherit, context = thread_state(), contextvars.copy_context()
 
-    def rank(r: int) -> None:
-        world.turns[r].acquire()
-        try:
-            if world.error is None:
-                with inherit():
-                    world.ended[r] = context.copy().run(program, *axes[r])
-                world.next_after(r)
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            where = ", ".join([f"rank {i} in {call.what}" for i, call in world.waiting.items()])
-            error.add_note(f"fzero: rank {r} of {world.size} raised this" + (f"; waiting: {where}" if where else ""))
-            world.fail(error)
+    def of_rank(rank: int) -> Any:
+        with inherit():
+            return context.copy().run(program, *axes[rank])
 
-    def wait_for_all(x: torch.Tensor) -> torch.Tensor:
-        done = [_POOL.submit(rank, r) for r in range(world.size)]
-        world.turns[0].release()
-        for d in done:
-            d.result()
-        return x
-
+    _GROUPS.update(groups)
     try:
-        # The level of forward-mode derivatives is the process's: a rank that left its jvp would end that of the others.
-        # Within one that outlasts them all they open none.
-        nothing = torch.zeros(())
-        torch.func.jvp(wait_for_all, (nothing,), (nothing,))
-    except BaseException as error:  # Ctrl-C
-        world.fail(error)
-        raise
+        with threads_here().running():
+            _run_all(this, of_rank)
     finally:
-        for key in [key for key in _GROUPS if key.startswith(f"lockstep/{number}/")]:
+        for key in groups:
             del _GROUPS[key]
-    if world.error is not None:
-        raise world.error
-    return [world.ended[r] for r in range(world.size)]
+    if this.error is not None:
+        raise this.error
+    return [this.ended[rank] for rank in range(this.size)]
+
+
+def _run_all(run: _Run, of_rank: Callable[[int], Any]) -> None:
+    """Run every rank on a thread of its own, and wait until all are gone."""
+    started: list[Future[None]] = []
+    try:
+        run.begin()
+        for rank in range(run.size):
+            started.append(threads_here().pool.submit(_run_rank, run, rank, of_rank))
+        for thread in started:
+            thread.result()
+    except BaseException as error:  # Ctrl-C, or no more threads
+        run.fail(error)
+        run.gone.update(range(len(started), run.size))
+        raise
+
+
+def _run_rank(run: _Run, rank: int, of_rank: Callable[[int], Any]) -> None:
+    """Run one rank in its turns, to its end or until another has failed."""
+    run.await_turn(rank)
+    try:
+        if run.error is None:
+            run.ended[rank] = of_rank(rank)
+    except _Abandoned:
+        pass
+    except BaseException as error:
+        others = ", ".join([f"rank {i} in {place.what}" for i, place in run.waiting.items() if i != rank])
+        error.add_note(f"fzero: rank {rank} of {run.size} raised this" + (f"; waiting: {others}" if others else ""))
+        run.fail(error)
+    finally:
+        run.gone.add(rank)
+        run.end_turn(rank)
 
 
 def _axes_of(
-    world: _World, number: int, shape: Sequence[tuple[str, int]], rank: int
+    run: _Run, groups: dict[str, _Group], number: int, shape: Sequence[tuple[str, int]], rank: int
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Make a rank's axes, and those that stand for several: one for each way to choose from the mesh's."""
     place, coordinates = rank, []
@@ -270,7 +310,7 @@ def _axes_of(
             fixed = {i: c for i, c in enumerate(coordinates) if i not in chosen}
             members = _ranks_at(shape, fixed)
             key = f"lockstep/{number}/{name}/{members[0]}"
-            _GROUPS.setdefault(key, _Group(world, name, members))
+            groups.setdefault(key, _Group(run, name, members))
             me = members.index(rank)
             (alone if k == 1 else several).append(Axis(name, len(members), key, me, torch.tensor(me)))
     return tuple(alone), tuple(several)

@@ -125,6 +125,8 @@ def test_vmap_fallback_warning_is_silent_only_inside():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with _torch.quiet_vmap_fallback():
+            with _torch.quiet_vmap_fallback():
+                attend()
             attend()
         with pytest.raises(UserWarning, match="batching rule"):
             attend()
@@ -271,3 +273,14 @@ def test_levels_tell_what_tracks_a_tensor():
             return g, None
 
     torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))
+
+
+def test_a_trace_while_torch_looks_for_anomalies_says_so():
+    f, fakes = lambda x: [torch.func.grad(lambda x: x.sin().sum())(x)], [torch.ones(3)]
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(RuntimeError, match="torch looks for anomalies: it reads each gradient"),
+    ):
+        _torch.trace(f, _torch.fake_like(fakes))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert len(list(_torch.trace(f, _torch.fake_like(fakes)).graph.nodes)) > 2

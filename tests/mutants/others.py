@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, STEP, WRITES, Mutant
+from tests.mutants.mutant import HALF, JIT, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -44,19 +44,6 @@ MUTANTS = [
     ),
     Mutant(
         "norms are narrowed", "precision.py", "return self.master if self.full", "return self.param if self.full", HALF
-    ),
-    Mutant(
-        "the world for the data-parallel ranks",
-        "ranks/_batch_plan.py",
-        "names = mesh.names(axis)",
-        "names = mesh.axis_names",
-        HALF,
-    ),
-    Mutant(
-        "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
-    ),
-    Mutant(
-        "diverging calls meet", "axes/lockstep.py", "if len({call.what for call, _ in calls}) > 1:", "if False:", STEP
     ),
     Mutant(
         "random numbers are constants",
