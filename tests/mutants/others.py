@@ -46,13 +46,6 @@ MUTANTS = [
         "norms are narrowed", "precision.py", "return self.master if self.full", "return self.param if self.full", HALF
     ),
     Mutant(
-        "the world for the data-parallel ranks",
-        "ranks/_batch_plan.py",
-        "names = mesh.names(axis)",
-        "names = mesh.axis_names",
-        HALF,
-    ),
-    Mutant(
         "random numbers are constants",
         "_torch/__init__.py",
         "_compiling(), _mode_of(fakes):",

@@ -17,8 +17,8 @@ print(mesh, mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp", "tp")), ("dp", 
 """
 
 
-def alone(timeout: float, **variables: Any) -> Done:
-    return python("-c", SCRIPT, str(timeout), **variables)
+def alone(timeout: float, script: str = SCRIPT, **variables: Any) -> Done:
+    return python("-c", script, str(timeout), **variables)
 
 
 def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
@@ -77,8 +77,7 @@ with socket.socket() as taken:
 
 def test_a_world_of_one_process():
     """It is no simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
-    done = python("-c", ONE, **rank_variables(0, 1, free_port()))
-    out, err = done.stdout, done.stderr
+    _, out, err = alone(60, ONE, **rank_variables(0, 1, free_port()))
     lines = out.splitlines()
     assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err
     assert lines[1].startswith("this process was forked from rank 0 and has its connections"), out + err

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from tests.ranks.test_launch import torchruns
+from tests.distributed.launch import rank_variables
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no such device": (
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_a_wrong_argument_is_refused_before_anything_starts(monkeypatch, name, launched):
     given, error, message = REFUSED[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for key, value in (torchruns(0, 2, 1) if launched else {}).items():
+    for key, value in (rank_variables(0, 2, 1) if launched else {}).items():
         monkeypatch.setenv(key, str(value))
     arguments = given if {"dp", "", "dp,ep", "dp\n"} & set(given) else {"dp": 2, **given}
     with pytest.raises(error, match=message):

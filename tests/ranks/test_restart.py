@@ -1,7 +1,5 @@
 """torchrun starts workers again when one has died: they meet one another, not the dead."""
 
-import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -9,18 +7,15 @@ import sys
 import pytest
 
 from fzero import optim
+from tests.distributed.launch import ROOT, environment, free_port
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.ranks.test_launch import free_port
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def torchrun(*options: str) -> tuple[str, str, int]:
     """Run restarted.py on two processes. They take some seconds; four minutes are a hang."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2", "--max-restarts=3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, "-m", "tests.ranks.restarted"], cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen([*command, "-m", "tests.ranks.restarted"], cwd=ROOT, env=environment(), **pipes)
     try:
         out, err = process.communicate(timeout=240)
     finally:
