@@ -95,6 +95,14 @@ def test_regular_differences_are_seen(shape, dtype):
     assert len(sums) == 8
 
 
+@small_blocks
+def test_blocks_that_change_places_are_seen():
+    """The same words lie over each other then."""
+    x = torch.randn(5, agreement._WORDS)
+    sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
+    assert len(sums) == 5
+
+
 def test_nans_are_bits():
     x = torch.full((1000,), math.nan)
     assert checksum(x) == checksum(x.clone())
