@@ -109,7 +109,6 @@ class _Filling:
 
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
         """Put a leaf into its place, or places, if it is tied."""
-        leaf = leaf.detach()
         for i in positions:
             if i in self.homes:
                 self.homes[i].store(leaf, self.mesh)

@@ -27,7 +27,7 @@ MUTANTS = [
         "    x = x.contiguous()\n    if x.is_contiguous():\n",
         AGREEMENT,
     ),
-    Mutant("a row is left out", "layout/elements.py", "-(-start // row)", "start // row + 1", AGREEMENT),
+    Mutant("the last row is left out", "layout/elements.py", "if last * row < stop", "if False", AGREEMENT),
     # init
     Mutant(
         "a module's weights are drawn anew",
@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant("donated views are kept", "init/_given.py", "fit and alone)", "fit)", GIVEN),
     Mutant("donated inference tensors are kept", "init/_given.py", " and not x.is_inference()", "", GIVEN),
     Mutant("leaves are held to the end", "init/_given.py", "self.held[i] = None", "pass", GIVEN),
-    Mutant("results have a graph", "init/_build.py", "leaf = leaf.detach()", "leaf.requires_grad", GIVEN),
+    Mutant("results have a graph", STEP, "(False), torch.no_grad():", "(False):", GIVEN),
     Mutant("results of inference mode", STEP, "with torch.inference_mode(False), ", "with ", GIVEN),
     Mutant("a unit on two devices", "init/_build.py", "if device != devices[0]:", "if False:", GIVEN),
     Mutant("a state without memory", "stages/_optimizer.py", "if real else ()", "if False else ()", GIVEN),

@@ -36,7 +36,7 @@ seeds = st.integers(0, 2**31)
 
 
 @small_blocks
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(shapes, st.sampled_from(DTYPES), seeds, st.data())
 def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
     """Whatever view a tensor is, it has the checksum of a copy."""
@@ -63,7 +63,7 @@ def test_what_is_conjugated_or_negated_lazily_or_expanded_is_read_as_its_values(
 
 
 @small_blocks
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(shapes.filter(lambda s: math.prod(s) > 1), st.sampled_from(DTYPES), seeds, st.data())
 def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, data):
     """Of one element any bit, the sign among them; of two elements their order, however far they are apart."""
@@ -93,6 +93,14 @@ def test_regular_differences_are_seen(shape, dtype):
     rows[::2] *= -1
     sums = {checksum(y).item() for y in (x, -x, columns, rows, x.flip(0), x.roll(1, 0), x.roll(1, 1), x.T, x.T.conj())}
     assert len(sums) == 8
+
+
+@small_blocks
+def test_blocks_that_change_places_are_seen():
+    """The same words lie over each other then."""
+    x = torch.randn(5, agreement._WORDS)
+    sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
+    assert len(sums) == 5
 
 
 def test_nans_are_bits():
