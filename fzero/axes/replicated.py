@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import allow_in_graph
+from fzero._torch import allow_in_graph, storage_id
+from fzero._torch.levels import unwrapped
 from fzero.axes.axis import Axis
 from fzero.axes.lockstep import is_lockstep, meet, same
-from fzero.axes.scope import bound
+from fzero.axes.scope import bound, differs_along
 from fzero.tree import Tree
 
 __all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "differs"]
@@ -100,16 +101,23 @@ def check_replicated(
 
 
 def check_inputs_replicated(name: str, axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Check, in a simulation, that the plain tensors of a differentiated argument are equal on all ranks of `axes`."""
+    """Check that the plain tensors of a differentiated argument are equal on all ranks of `axes`.
+
+    A simulation finds each that is not; a process those that lie in the memory of a `PerRank` argument.
+    """
     checked: set[Any] = set()
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) or tree.identity(x) in checked:
             continue
         checked.add(tree.identity(x))
+        where = name + (f", leaf {path!r}" if path else "")
+        known = () if torch.compiler.is_dynamo_compiling() else differs_along(storage_id(unwrapped(x)))
         for axis in axes:
+            message = _gradient_would_be_summed(where, axis.name)
+            if axis.name in known:
+                raise ValueError(message)
             if not axis.group or is_lockstep(axis.group):
-                where = name + (f", leaf {path!r}" if path else "")
-                _as_replicated(x, axis.token, axis.group, _gradient_would_be_summed(where, axis.name))
+                _as_replicated(x, axis.token, axis.group, message)
 
 
 def _gradient_would_be_summed(where: str, axis: str) -> str:

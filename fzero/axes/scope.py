@@ -15,12 +15,14 @@ from fzero.axes.rules import DEFAULT_RULES, Rules
 
 __all__ = [
     "Axes",
+    "OwnMemory",
     "Scope",
     "axis_index",
     "axis_names",
     "axis_size",
     "bound",
     "data_axes",
+    "differs_along",
     "in_loss",
     "in_micro_batch",
     "joint",
@@ -47,6 +49,13 @@ class Axes(NamedTuple):
     default: tuple[str, ...] | None = None
 
 
+class OwnMemory(NamedTuple):
+    """Memory that an argument in a `PerRank` box lies in, and the axes along which it differs by rank."""
+
+    storage: int
+    axes: tuple[str, ...]
+
+
 class Scope(NamedTuple):
     """What a running rank program sees.
 
@@ -55,12 +64,14 @@ class Scope(NamedTuple):
         rules: how trees are cut.
         micro_batch: which micro-batch of the step is being differentiated.
         in_loss: whether this is the loss function of a `value_and_grad`.
+        own: what of a process's memory is its rank's own; none in a simulation, which knows better.
     """
 
     axes: Axes = Axes()
     rules: Rules = DEFAULT_RULES
     micro_batch: int = 0
     in_loss: bool = False
+    own: tuple[OwnMemory, ...] = ()
 
 
 class _Scopes(threading.local):
@@ -102,6 +113,12 @@ def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
     scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
     return within(scope._replace(micro_batch=index or scope.micro_batch, in_loss=True), f, *args)
+
+
+def differs_along(storage: int) -> tuple[str, ...]:
+    """List the axes along which what lies in this memory is known to differ by rank, in a process."""
+    own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
+    return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
 
 
 def in_loss() -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import in_transform, quiet_vmap_fallback
+from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
+from fzero._torch.levels import unwrapped
 from fzero.axes import lockstep
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_replicated, differs
 from fzero.axes.rules import DEFAULT_RULES, Rules
-from fzero.axes.scope import Axes, Scope, within
-from fzero.layout.boxes import axes_of, own_values
+from fzero.axes.scope import Axes, OwnMemory, Scope, within
+from fzero.layout.boxes import PerRank, axes_of, is_box, own_values
 
 __all__ = ["Spmd", "check_stacked"]
 
@@ -61,7 +62,9 @@ class Spmd:
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = own_values(call)
-        return within(Scope(Axes(axes, joint, self.default), self.rules), lambda: self.program(*args, **kwargs))
+        own = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
+        scope = Scope(Axes(axes, joint, self.default), self.rules, own=own)
+        return within(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:
         axes, joint = self.mesh.bound_axes()
@@ -228,3 +231,15 @@ def check_stacked(x: torch.Tensor, what: str, mesh: Any, axes: Names) -> None:
             f"{what} is {list(x.shape)}: in a simulation dimension 0 of what differs by rank is the rank, "
             f"and {mesh!r} has {size}{along}; make it with mesh.split or step.init on this mesh"
         )
+
+
+def _own_memory(call: Any, mesh: Any) -> tuple[OwnMemory, ...]:
+    """List what of the arguments is this rank's own."""
+    boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
+    return tuple(
+        [
+            OwnMemory(storage_id(unwrapped(x)), axes_of(box, mesh.axis_names)[0])
+            for box in boxes
+            for x in tree.tensors(box)
+        ]
+    )

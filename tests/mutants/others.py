@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, WRITES, Mutant
+from tests.mutants.mutant import HALF, JIT, OWN, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -27,6 +27,7 @@ MUTANTS = [
         "and",
         ("tests/stages/test_parameters_with_grad.py",),
     ),
+    Mutant("a process forgets what is its own", "axes/replicated.py", "if axis.name in known:", "if False:", OWN),
     Mutant("jit lets a step write into its shards", "stages/_checks.py", "or not is_tracing():", "or True:", WRITES),
     Mutant(
         "late reduction",

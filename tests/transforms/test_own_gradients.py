@@ -141,3 +141,26 @@ def test_the_batch_must_be_named_when_a_box_may_be_it():
         fzero.value_and_grad(loss, argnums=1, micro_batches=2)({}, PerRank(x), x)
     with pytest.raises(ValueError, match=r"batch_argnums=0: expected positions below 3"):
         fzero.value_and_grad(loss, argnums=(0, 1), micro_batches=2, batch_argnums=0)({}, PerRank(x), x)
+
+
+def test_a_process_knows_what_arrived_in_a_box():
+    """As one rank of a planned world: its argument, or a view of it, and not what the step makes of it."""
+    mesh, opt = fzero.mesh(dp=2), optim.sgd(0.1)
+
+    def step_of(given: Any) -> Any:
+        def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+            _, grads = fzero.value_and_grad(loss, argnums=1)(params, given(x), y)
+            return params, opt_state, fzero.pmean(fzero.tree.tensors(grads)[0].sum())
+
+        return fzero.shard(train_step, stage=2, mesh=mesh)
+
+    def plan(given: Any) -> Any:
+        step = step_of(given)
+        return fzero.plan(
+            step, *step.init(mlp_params(), opt), mesh.split(BATCH["x"]), mesh.split(BATCH["y"]), world_size=4
+        )
+
+    for given in (lambda x: x, lambda x: x[:, :]):
+        with pytest.raises(ValueError, match=r"argument 1 differs by rank along 'dp'.* give it fzero\.PerRank\(x\)"):
+            plan(given)
+    assert plan(PerRank).peak_bytes > 0
