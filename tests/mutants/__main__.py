@@ -45,12 +45,17 @@ class Run(NamedTuple):
     end: float
 
 
-def start(mutant: Mutant) -> Run:
+def copy(root: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copy what the tests need of a project."""
+    for name in ("fzero", "tests", "examples"):
+        shutil.copytree(root / name, folder / name)  # with its __pycache__, which is valid there
+    shutil.copy(root / "pyproject.toml", folder)
+
+
+def start(mutant: Mutant, project: pathlib.Path) -> Run:
     """Plant the fault in a copy of the project, and fork a process that runs its tests."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mutant-"))
-    for name in ("fzero", "tests", "examples"):
-        shutil.copytree(ROOT / name, folder / name)  # with its __pycache__, which is valid there
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    copy(project, folder)
     path = folder / "fzero" / mutant.file
     path.write_text(mutant.planted(path.read_text()))
     process = os.fork()
@@ -94,12 +99,12 @@ def verdict(run: Run, status: int) -> Verdict:
     return Verdict(run.mutant, False, f"exit code {os.waitstatus_to_exitcode(status)}: {output[-300:]}")
 
 
-def verdicts(mutants: list[Mutant]) -> Iterator[Verdict]:
+def verdicts(mutants: list[Mutant], project: pathlib.Path) -> Iterator[Verdict]:
     """Run the tests of all, a few at the same time; yield each as it ends."""
     waiting, running = list(mutants), dict[int, Run]()
     while waiting or running:
         while waiting and len(running) < WORKERS:
-            run = start(waiting.pop(0))
+            run = start(waiting.pop(0), project)
             running[run.process] = run
         process, status = os.waitpid(-1, os.WNOHANG)
         if process in running:
@@ -131,9 +136,11 @@ def main() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     console, found = Console(width=150), list[Verdict]()
-    for i, v in enumerate(verdicts(mutants), 1):
-        console.print(f"{i:>4} {'caught  ' if v.caught else 'SURVIVED'} {v.mutant.name}", highlight=False)
-        found.append(v)
+    with tempfile.TemporaryDirectory() as project:  # as it is now, whatever is edited meanwhile
+        copy(ROOT, pathlib.Path(project))
+        for i, v in enumerate(verdicts(mutants, pathlib.Path(project)), 1):
+            console.print(f"{i:>4} {'caught  ' if v.caught else 'SURVIVED'} {v.mutant.name}", highlight=False)
+            found.append(v)
     table = Table("fault", "caught by")
     for v in sorted(found, key=lambda v: mutants.index(v.mutant)):
         table.add_row(v.mutant.name, v.by if v.caught else f"[red]nothing: {v.by}")
