@@ -22,17 +22,17 @@ __all__ = [
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Tell whether a transform of torch.func tracks a tensor."""
+    """Return whether a transform of torch.func tracks a tensor."""
     return functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) > 0
 
 
 def is_mapped_now(x: torch.Tensor) -> bool:
-    """Tell whether a tensor is batched by the innermost transform that runs now, a vmap."""
+    """Return whether a tensor is batched by the innermost transform that runs now, a vmap."""
     return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
 
 
 def is_differentiated(x: torch.Tensor) -> bool:
-    """Tell whether a tensor requires grad, by itself or in a transform that tracks it."""
+    """Return whether a tensor requires grad, by itself or in a transform that tracks it."""
     while functorch.is_functorch_wrapped_tensor(x):
         if x.requires_grad:
             return True
@@ -64,7 +64,7 @@ def written(x: torch.Tensor) -> Written:
 
 
 def is_foreign(x: torch.Tensor) -> bool:
-    """Tell whether a transform tracks a tensor that does not run now, so that it was captured from outside."""
+    """Return whether a transform tracks a tensor that does not run now, so that it was captured from outside."""
     if not functorch.is_functorch_wrapped_tensor(x):
         return False
     level, stack = functorch.maybe_get_level(x), functorch.get_interpreter_stack() or []

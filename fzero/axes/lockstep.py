@@ -1,7 +1,7 @@
 """Lockstep: ranks as threads of which one runs at a time, and which switch only where they meet in a collective.
 
 Ranks run in rank order from one meeting to the next; the last to arrive computes for all. So a run is deterministic,
-random numbers included, any Python runs, a debugger stops one rank while the others wait, and ranks that do not meet
+random numbers included. Any Python runs, and a debugger stops one rank while the others wait. Ranks that do not meet
 are found at once: when nobody can go on, everybody's place is known.
 """
 

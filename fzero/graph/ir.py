@@ -1,9 +1,9 @@
 """Reading a flat graph of aten operations: where its values lie, what communicates, and what may move.
 
-The graphs here are functional: no operation writes, but for the `copy_`s that donation adds, each into an input,
-all_gathers into inputs, and all_reduces in place, of what nothing else reads.
-Nodes carry `meta["val"]`, stand-ins without memory of what they compute, and may carry `meta["unit"]`, whose
-collective it is, `meta["label"]`, an input's name, and `meta["kind"]`, what the input is.
+The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
+donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
+memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's name, and
+`meta["kind"]`, what the input is.
 """
 
 import heapq

@@ -62,8 +62,8 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
         TypeError: if `module` is no module; if it, or one inside it, is wrapped by DDP or FSDP, or is compiled, or
             holds a DTensor. These synchronise by themselves, and under torch.func they silently do not.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
-            gradient, which torch.func never calls; a module has a hook on its backward pass, which it refuses; or
-            an attribute holds a tensor that was computed of parameters.
+            gradient, which torch.func never calls, or a module one on its backward pass, which it refuses. Also if an
+            attribute holds a tensor that was computed of parameters.
 
     Example:
         >>> import fzero

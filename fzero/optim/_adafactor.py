@@ -41,8 +41,8 @@ def adafactor(
 ) -> Optimizer:
     """Train in sublinear memory (arXiv:1804.04235): `torch.optim.Adafactor`'s numbers.
 
-    The second moment of a matrix `[r, c]` is the product of the means of its rows and of its columns, r + c numbers in
-    place of r c; there is no first moment. On shards the means are summed over the ranks, by one psum for the whole
+    The second moment of a matrix `[r, c]` is the product of the means of its rows and of its columns: r + c numbers in
+    place of r c. There is no first moment. On shards the means are summed over the ranks, by one psum for the whole
     tree, and kept whole on each: they are small. The leaves' root mean squares take a second one.
 
     Args:

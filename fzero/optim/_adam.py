@@ -60,8 +60,8 @@ def adamw(
         A pair; its state has two moments an element, of the parameter's dtype.
 
     Raises:
-        ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter negative; on update, if `weight_decay`
-            is not 0 and `params` is not given, or if `mask` has another structure than `params`.
+        ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter is negative. On update, if
+            `weight_decay` is not 0 and `params` is not given, or if `mask` has another structure than `params`.
 
     Example:
         >>> from fzero import tree

@@ -146,7 +146,7 @@ def chain(*pairs: Pair) -> Optimizer:
 
     Raises:
         ValueError: if `master_weights` is not the last: a link after it would change the parameters and not the
-            masters; or if a link is a loss scale, which goes around the chain.
+            masters. Also if a link is a loss scale, which goes around the chain.
 
     Example:
         >>> import torch

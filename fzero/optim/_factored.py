@@ -1,6 +1,6 @@
 """The sums of squares of each leaf's rows and of its columns, on any layout, and the way back to its elements.
 
-A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`; a vector or a 0-d leaf has no columns, and each
+A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`. A vector or a 0-d leaf has no columns, and each
 element of it is a row. A rank holds a piece of a unit: it adds its squares to a vector of all sums of the unit. One
 psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next leaf's.
 """

@@ -28,7 +28,7 @@ def inject_hyperparams(
 
     Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and is a tensor of
     `state.hyperparams`, float64 and 0-d. Write a new value into the tensor between steps (`.fill_(1e-4)`), and a jitted
-    step takes it without another trace; a number or another tensor in its place works too, but may be traced anew. A
+    step takes it without another trace. A number or another tensor in its place works too, but may be traced anew. A
     scheduled one is written anew at each update, so there it can only be read.
 
     Args:
@@ -40,8 +40,8 @@ def inject_hyperparams(
         `factory`, with the same arguments.
 
     Raises:
-        ValueError: if `static_args` names no argument of `factory`; when called, whatever `factory` raises; on use,
-            if a schedule does not return a number, or the state has a hyperparameter of another name.
+        ValueError: if `static_args` names no argument of `factory`. When called, whatever `factory` raises. On use, if
+            a schedule does not return a number, or the state has a hyperparameter of another name.
 
     Example:
         >>> from fzero import optim

@@ -20,8 +20,8 @@ _LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, on
 def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 
-    All shards over the same axes are summed over their ranks by one psum of a vector, a number for each of their
-    leaves; replicated leaves need none, and padding does not count. Sums run in float32 at least.
+    All shards over the same axes are summed over their ranks by one psum of a vector, which has a number for each leaf.
+    Replicated leaves need none, and padding does not count. Sums run in float32 at least.
 
     Args:
         values: a tree, whole or cut; or several in a tuple, which then share the psum.

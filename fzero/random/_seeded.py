@@ -24,10 +24,10 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor advanced. A call that is
     given a `generator` keeps it.
 
-    The key is first folded with this rank's index along the axes of the data, those of the running step (in `mesh.spmd`
-    all; 0 outside any mesh), then with the number of the micro-batch. So ranks draw differently, and those of other
-    axes, which compute one sample together, as in tensor parallelism, draw alike: one key gives each rank the same
-    numbers at every stage, in every simulation, and on real processes.
+    The key is first folded with this rank's index along the axes of the data, then with the number of the micro-batch.
+    The axes of the data are those of the running step; in `mesh.spmd` all are, and outside any mesh the index is 0. So
+    ranks draw differently, and ranks that compute one sample together, as in tensor parallelism, draw alike. One key
+    gives each rank the same numbers at every stage, in every simulation, and on real processes.
 
     To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
     `randomness="same"` they draw alike. Under torch.compile nothing is refused: a function without a draw by key
@@ -41,8 +41,8 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TypeError: when called, if the first argument is no key.
-        RuntimeError: when called, if `f` calls a function without a draw by key here (`multinomial`, an LSTM's
-            dropout), or draws where a draw would be alike without a word: in a vmap inside, or in a rank program.
+        RuntimeError: when called, if `f` calls a function that has no draw by key here (`multinomial`, an LSTM's
+            dropout). Also if `f` draws in a vmap inside, or in a rank program, where all draws would silently be alike.
 
     Example:
         >>> import fzero

@@ -49,8 +49,8 @@ def mesh(
         A `Mesh`.
 
     Raises:
-        ValueError: if the size of the mesh is not the world's, a size is below 1, the name of an axis is no Python
-            name, `alone` does not divide, there is no such device, or the timeout is not above 0.
+        ValueError: if the size of the mesh is not the world's, a size is below 1, or `alone` does not divide. Also if
+            the name of an axis is no Python name, there is no such device, or the timeout is not above 0.
         TypeError: if a size, `alone` or the timeout is no number.
         RuntimeError: if a process of the world does not arrive in time (names it), or was forked from a rank.
 
@@ -245,7 +245,7 @@ class Mesh:
         """Wrap what each rank loaded itself.
 
         Args:
-            batch: a tree of this rank's tensors (in a simulation of all ranks' tensors, stacked: `[N, ...]`), or a
+            batch: a tree of this rank's tensors; in a simulation of all ranks' tensors, stacked: `[N, ...]`. Or a
                 function `rank -> tree`, which is called for this process's rank, or in a simulation for each.
             axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the place along
                 them.

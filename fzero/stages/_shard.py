@@ -38,8 +38,8 @@ def shard(
             gradients with `fzero.value_and_grad`.
         stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
-        axis: the data-parallel axes of the mesh: those that the batch is split over, that losses and gradients are
-            averaged over, and that units are sharded over; by default all of them.
+        axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
+            gradients are averaged over them, and units are sharded over them.
         params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
             the same positions are gathered.
         units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf

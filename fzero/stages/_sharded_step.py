@@ -79,9 +79,9 @@ class ShardedStep:
             What `train_step` returns; plain tensors are equal on all ranks.
 
         Raises:
-            ValueError: if the parameters have not the stage's layout, a box was cut for another mesh, a plain result
-                differs by rank (simulation, or with `check`), or the new parameters have another structure, shape or
-                dtype than the old. Names the argument or result and the path.
+            ValueError: if the parameters have not the stage's layout, or a box was cut for another mesh. Also if a
+                plain result differs by rank (simulation, or with `check`), or the new parameters have another
+                structure, shape or dtype than the old. Names the argument or result and the path.
             RuntimeError: if the step returns parameters that it wrote through `.data`, which torch does not count, at
                 stages 1 and 2. Other in-place writes give the unsharded numbers; a jitted step refuses all.
         """
@@ -155,9 +155,9 @@ class ShardedStep:
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
         """Put parameters into the stage's layout and make the optimizer's state for them.
 
-        At stage 3 each leaf is made, cut and forgotten, so no rank ever holds more than its shards and one leaf, if
-        `params` is a function or a module on the meta device. At stages 0 to 2 a rank holds all parameters anyway; from
-        a function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 to 3 the
+        At stage 3 each leaf of a function, or of a module on the meta device, is made, cut and forgotten. So no rank
+        ever holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters anyway; from a
+        function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 to 3 the
         optimizer's state is made for a rank's shards alone.
 
         Args:
@@ -177,7 +177,7 @@ class ShardedStep:
 
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
-                device; or if `opt` declares that it is not elementwise and the stage shards its state.
+                device. Also if `opt` declares that it is not elementwise and the stage shards its state.
             TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. Names it.
             DonatedError: if a leaf was donated before.
 
@@ -224,10 +224,10 @@ class ShardedStep:
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
         """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
 
-        For a tree like the parameters, such as frozen ones, `like` is not needed: the step's rules cut it as `init`
-        does, for stages 0 to 2 hold it whole and for stage 3 in shards. For any other tree, such as the optimizer's
-        state, of which only some leaves are cut, give `like`, a tree in the layout that the result is to have. One
-        without memory will do: `_, like = step.init(meta_params, opt)`.
+        A tree like the parameters, such as frozen ones, needs no `like`: the step's rules cut it as `init` does. Stages
+        0 to 2 hold it whole, and stage 3 in shards. For any other tree, such as the optimizer's state, of which only
+        some leaves are cut, give `like`, a tree in the layout that the result is to have. One without memory will do:
+        `_, like = step.init(meta_params, opt)`.
 
         Args:
             values: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run). Without

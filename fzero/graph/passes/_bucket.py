@@ -84,7 +84,7 @@ def _coalesce(graph: Graph, group: list[Node]) -> None:
 
 
 def _needs(node: Node, group: list[Node], index: dict[Node, int]) -> bool:
-    """Tell whether a node depends on the result of one of `group`."""
+    """Return whether a node depends on the result of one of `group`."""
     first, seen, stack = index[group[0]], {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:

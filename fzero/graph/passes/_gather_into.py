@@ -62,7 +62,7 @@ def _written(write: Node) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _alike(leaf: torch.Tensor, part: torch.Tensor) -> bool:
-    """Tell whether a leaf's memory is to hold just what a part's holds."""
+    """Return whether a leaf's memory is to hold just what a part's holds."""
     dense = all(x.is_contiguous() and not x.is_conj() and not x.is_neg() for x in (leaf, part))
     return dense and leaf.device.type == "cpu" and leaf.dtype == part.dtype
 

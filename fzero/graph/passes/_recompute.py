@@ -32,8 +32,8 @@ DEPTH = 4  # how many operations on end are done again
 def recompute(graph: Graph, least: int = LEAST) -> Graph:
     """Compute a cheap value again where its uses lie apart, if all that it is made of is at hand there.
 
-    So an activation function or a normalisation is done again for the backward pass, instead of kept from the forward
-    pass, as torch.compile's partitioner does; a matrix product is not, nor what draws random numbers.
+    So an activation function or a normalisation is done again for the backward pass and is not kept from the forward
+    pass, as in torch.compile's partitioner. A matrix product is kept, and so is a random draw.
 
     Args:
         graph: a flat graph.

@@ -64,7 +64,7 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     rank = {event: at for at, event in enumerate(events)}
 
     def let_go(wait: Node, a: Node, b: Node) -> bool:
-        """Tell whether more than the limit of other units is used between two uses of `wait`."""
+        """Return whether more than the limit of other units is used between two uses of `wait`."""
         between, held = {wait}, 0
         for at in range(rank[index[a], wait] + 1, rank[index[b], wait]):
             other = events[at][1]

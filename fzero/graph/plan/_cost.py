@@ -47,9 +47,9 @@ DEVICES = {
 def seconds(graph: Graph) -> float:
     """Estimate how long a graph runs: work on one clock, collectives on another.
 
-    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`; a collective of b bytes in
-    all over n ranks takes `latency + b (n - 1) / n / link` (twice that for an all_reduce), after those before it. Work
-    stands still at a wait whose collective has not ended.
+    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective of b bytes in
+    all over n ranks takes `latency + b (n - 1) / n / link`, and an all_reduce twice that. It starts after the
+    collectives before it. Work stands still at a wait whose collective has not ended.
     """
     device = _device(graph)
     work, wires = 0.0, 0.0

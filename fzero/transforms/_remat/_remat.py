@@ -101,23 +101,23 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
     parameters of one block at a time. Derivatives of any order, `vmap`, and plain autograd work, and `remat` nests.
 
     Random numbers that torch's generators draw in the block are kept for the second run, a byte for each element of a
-    dropout mask; those that are drawn by a key (`fzero.random`, also in a `seeded` function around it) cost nothing.
-    Under `torch.compile` the block is called as it is: the compiler decides which operations to repeat.
+    dropout mask. Draws by a key (`fzero.random`, also in a `seeded` function around it) cost nothing. Under
+    `torch.compile` the block is called as it is: the compiler decides which operations to repeat.
 
     Args:
         block: a pure function of trees: all that is differentiated must be an argument. Constants may be captured.
-        save: the results to keep besides: None for none; "matmuls" for the results of matrix products, convolutions and
-            attention, so that only the cheap rest is computed again; or a function that is given an aten operation
-            (`torch.ops.aten.mm.default`) and says whether to keep its results. Forward-mode derivatives (`jvp`)
-            compute these again.
+        save: the results to keep besides; None for none. "matmuls" keeps those of matrix products, convolutions and
+            attention, so that only the cheap rest is computed again. Or a function that is given an aten operation
+            (`torch.ops.aten.mm.default`) and says whether to keep its results. Forward-mode derivatives (`jvp`) compute
+            these again.
 
     Returns:
         A function of the block's arguments.
 
     Raises:
-        ValueError: if the block uses a tensor that a running transform tracks, or that requires grad, and that is
-            not an argument; if it leaves one that depends on its arguments elsewhere than in its result (an attribute,
-            a list, a hook that collects); or if `save` is none of these.
+        ValueError: if the block uses a tensor that is no argument, and that a running transform tracks or that requires
+            grad. Also if it leaves a tensor that depends on its arguments elsewhere than in its result (an attribute, a
+            list, a hook that collects), or if `save` is none of these.
         TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant. The block
             would write twice into such an object, as into the key-value cache of a language model.
         RuntimeError: if the block writes into an argument in place, or runs other operations the second time than those

@@ -1,7 +1,7 @@
 """Primals: a differentiated argument, taken apart into tensors that are differentiated, and reduced, together.
 
-A primal knows three things of its leaves: which tensors torch.func differentiates, what the loss function is handed
-in their place, and how their gradient becomes the gradient of the argument.
+A primal knows three things of its leaves. It says which tensors torch.func differentiates, what the loss function is
+handed in their place, and how their gradient becomes the gradient of the argument.
 """
 
 from collections.abc import Sequence

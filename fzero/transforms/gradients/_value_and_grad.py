@@ -42,11 +42,11 @@ def value_and_grad(
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
     Arguments that hold boxes are gathered for `f`, whether differentiated or not; their gradients are reduced into
-    shards. Replicated arguments' gradients are all_reduced, one collective a unit. What is this rank's own, such as
-    its part of the batch, is differentiated in a box: the gradient of `fzero.PerRank(x)` is a `PerRank` of the
-    gradient of `x`, which no other rank's is added to, and `f` is handed `x`. Outside any mesh this is
-    `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you
-    like in a step, on any trees.
+    shards. Replicated arguments' gradients are all_reduced, one collective a unit. A value that is this rank's own,
+    such as its part of the batch, is differentiated in a box. `f` is handed `x` for `fzero.PerRank(x)`, whose gradient
+    is a `PerRank` of the rank's own gradient, added to no other rank's. Outside any mesh this is
+    `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you like in a
+    step, on any trees.
 
     Args:
         f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
@@ -54,28 +54,27 @@ def value_and_grad(
             or boxes. A plain tensor must be equal on all ranks.
         has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
-        reduce: "mean" over ranks and micro-batches; "weighted": `f` returns `(total, weight)` in place of the loss, the
-            sum of its losses and of their weights (its number of tokens, a constant), 0-d, and the result is the sum
-            of all totals over the sum of all weights, exact if ranks and micro-batches have unequal weights, 0 if they
-            have none; or "sum" for losses that `f` normalises itself (by what it knows before: a psum in `f` is over
-            the ranks' one micro-batch).
+        reduce: "mean" over ranks and micro-batches. "weighted": `f` returns `(total, weight)` in place of the loss: the
+            sum of its losses and that of their weights (its number of tokens, a constant), each 0-d. The result is the
+            sum of all totals over the sum of all weights, also if ranks and micro-batches have unequal weights; 0 if
+            they have none. "sum" for losses that `f` normalises itself; a psum in `f` is over the ranks' one
+            micro-batch.
         axis: the axes that the mean is over; `None` for the axes of the running step.
-        micro_batches: k. The batch arguments are cut in k equal parts along dimension 0, one after the other is
-            differentiated, and gradients accumulate: in full until the last for boxes cut with `reduce="once"`
-            (stage 1) and for replicated trees (stage 0), in shards for others. `aux` gets a leading dimension [k]
-            when k > 1.
+        micro_batches: k. The batch arguments are cut in k equal parts along dimension 0. One after the other is
+            differentiated, and gradients accumulate. They accumulate in full until the last for boxes cut with
+            `reduce="once"` (stage 1) and for replicated trees (stage 0), and in shards for others. `aux` gets a leading
+            dimension [k] when k > 1.
         batch_argnums: the position, or positions, of the arguments to cut; by default the only one that holds
             tensors and no parameters: one that is not differentiated, or is `PerRank`.
         gather: whether `f` is handed whole leaves. If not it is handed boxes as they are, and gathers each where it
-            uses it, with `fzero.gather` or in a function made by `fzero.remat`, which lets it go and gathers it again
-            for the backward pass.
+            uses it, with `fzero.gather`. A function made by `fzero.remat` gathers it too, lets it go, and gathers it
+            again for the backward pass.
         precision: the dtypes that gradients are summed in over ranks and micro-batches and are returned in; by default
             the parameters' own. All that is differentiated must be parameters of the policy. The value is summed in
             float32 at least.
 
-    Returns:
-        A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`: `value` is a 0-d
-        tensor, equal on all ranks; `grads` is like the argument at `argnums`, a tuple if `argnums` is a sequence.
+    Returns: A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d
+        tensor, equal on all ranks. `grads` is like the argument at `argnums`; a tuple if `argnums` is a sequence.
         Leaves that are one tensor object (tied) get one gradient.
 
     Raises:
