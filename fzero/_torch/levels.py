@@ -75,7 +75,7 @@ def is_foreign(x: torch.Tensor) -> bool:
 
 
 def maps_now(token: torch.Tensor) -> bool:
-    """Tell, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
+    """Return, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
     return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
 
 

@@ -73,9 +73,10 @@ def value_and_grad(
             the parameters' own. All that is differentiated must be parameters of the policy. The value is summed in
             float32 at least.
 
-    Returns: A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d
-        tensor, equal on all ranks. `grads` is like the argument at `argnums`; a tuple if `argnums` is a sequence.
-        Leaves that are one tensor object (tied) get one gradient.
+    Returns:
+        A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d tensor,
+        equal on all ranks. `grads` is like the argument at `argnums`; a tuple if `argnums` is a sequence. Leaves that
+        are one tensor object (tied) get one gradient.
 
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
