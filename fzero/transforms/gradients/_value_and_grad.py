@@ -74,9 +74,9 @@ def value_and_grad(
             float32 at least.
 
     Returns:
-        A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d tensor,
-        equal on all ranks. `grads` is like the argument at `argnums`; a tuple if `argnums` is a sequence. Leaves that
-        are one tensor object (tied) get one gradient.
+        A function of `f`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`. `value` is a 0-d
+        tensor, equal on all ranks. `grads` is like the argument at `argnums`; a tuple if `argnums` is a sequence.
+        Leaves that are one tensor object (tied) get one gradient.
 
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
