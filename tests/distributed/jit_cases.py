@@ -140,7 +140,7 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> No
     jitted = fzero.jit(step, backend="inductor-whole", bucket_bytes=0)
     assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
     (entry,) = jitted._entries.values()
-    code: str = getattr(entry.run, "compiled").source_code  # noqa: B009
+    code: str = getattr(entry.executable, "compiled").source_code  # noqa: B009
     issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
     issued = [name for name in issued if name != "wait_tensor"]
     planned = [entry.plan.steps[c.position].operation.split(".")[1].rstrip("_") for c in entry.plan.collectives]
