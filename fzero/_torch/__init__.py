@@ -4,31 +4,33 @@ All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says
 """
 
 import datetime
-import importlib
-import os
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
-from torch._inductor.decomposition import select_decomp_table
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.distributed import distributed_c10d
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.traceback import annotate, preserve_node_meta
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero._torch.tracing import (
+    TRACING,
+    DataDependentError,
+    OpOverload,
+    fake_like,
+    functional,
+    holders,
+    inductor,
+    is_fake,
+    line_of,
+    recorded,
+    storage_id,
+    trace,
+    user_line,
+)
 
 __all__ = [
     "TRACING",
@@ -42,8 +44,10 @@ __all__ = [
     "fake_like",
     "functional",
     "group_of",
+    "holders",
     "in_transform",
     "inductor",
+    "is_fake",
     "is_tracing",
     "line_of",
     "profiling",
@@ -138,152 +142,6 @@ def register_box(
         serialized_type_name=f"fzero.{cls.__name__}",
     )
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # pyright: ignore
-
-
-# ---------------------------------------------------------------- graphs (fzero.graph)
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def user_line() -> str:
-    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _FZERO, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-class _Lines(TorchDispatchMode):
-    """Notes on each traced node the source line that ran it, in `node.meta["custom"]["line"]`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with annotate({"line": user_line()}):
-            return func(*args, **(kwargs or {}))
-
-
-TRACING = threading.RLock()
-"""Held while a step is traced: what a trace switches on (modes, flags) is the process's."""
-
-
-def line_of(node: torch.fx.Node) -> str:
-    """Return the source line that a node was traced from, "file:line", or ""."""
-    return (node.meta.get("custom") or {}).get("line", "")
-
-
-def fake_like(tensors: Sequence[torch.Tensor], beside: Any = None) -> list[torch.Tensor]:
-    """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
-
-    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other.
-    """
-    devices = ["cpu" if x.device.type == "meta" else x.device for x in tensors]
-    with _mode_of([] if beside is None else [beside]):
-        alike = zip(tensors, devices, strict=True)
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x, device in alike]
-
-
-def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
-    found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
-    return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-class DataDependentError(RuntimeError):
-    """Traced code needed the value of a tensor; `line` is where."""
-
-    def __init__(self, message: str, line: str) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-def _line_of_traceback(error: BaseException) -> str:
-    lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if not line.startswith((_TORCH, _FZERO, "<"))), "")
-
-
-def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Record what `f(*fakes)` runs, a flat list of tensors to a flat list, as a graph of aten operations.
-
-    make_fx, not Dynamo: it records what really ran, through every transform of torch.func and every
-    autograd.Function (Dynamo can lose a Function's backward, pytorch#193279), and traces any Python.
-
-    Raises:
-        DataDependentError: if `f` reads the value of a tensor.
-        RuntimeError: if torch looks for anomalies, which reads the values of gradients.
-    """
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        raise RuntimeError(
-            "torch looks for anomalies: it reads each gradient, and a graph is traced before values are known. Look "
-            "for them in the step that is not jitted, or end torch.autograd.detect_anomaly() before the trace"
-        )
-
-    def with_lines(*xs: torch.Tensor) -> Any:
-        with _Lines():
-            return f(*xs)
-
-    try:
-        # within the stand-ins' mode, so that nothing is computed and no random number drawn
-        with preserve_node_meta(), _compiling(), _mode_of(fakes):
-            return make_fx(with_lines, _allow_non_fake_inputs=True)(*fakes)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
-    except RuntimeError as error:
-        if "value out of a tracing tensor" in str(error):
-            raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
-        raise
-
-
-def recorded() -> list[torch.fx.Node]:
-    """List the operations that the trace that runs now has recorded."""
-    mode: Any = get_proxy_mode()
-    return [] if mode is None else list(mode.tracer.graph.nodes)
-
-
-def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Trace a graph again with every in-place operation replaced by one that makes a new value."""
-    run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
-    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
-        return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
-
-
-def storage_id(x: torch.Tensor) -> int:
-    """Return a number that tensors share if and only if they share memory."""
-    return x.untyped_storage()._cdata
-
-
-def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
-    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
-
-    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
-
-    Returns:
-        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
-    """
-    import torch._inductor.compile_fx as compile_fx
-    from torch._inductor import config
-
-    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-    with torch.no_grad(), _mode_of(fakes):
-        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
-    output = next(n for n in apart.graph.nodes if n.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with config.patch(order), torch.no_grad():
-        return compile_fx.compile_fx_inner(apart, list(fakes), is_inference=True)  # pyright: ignore
 
 
 _EXCHANGES: dict[str, int] = {}

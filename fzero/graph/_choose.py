@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph, Node
 
+from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction
@@ -16,22 +17,11 @@ from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
 from fzero.graph.plan._plan import Settings
 
-__all__ = ["Candidate", "Knobs", "candidates", "choose"]
+__all__ = ["Candidate", "candidates", "choose"]
 
 SLACK = 1.03  # without a budget, what a faster schedule may take of the smallest peak
 
 T = TypeVar("T")
-
-
-class Knobs(NamedTuple):
-    """What the user asks of the schedule; "auto" leaves it to the cost model."""
-
-    prefetch: int | str = "auto"
-    in_flight: int | str = "auto"
-    bucket_bytes: int | str = "auto"
-    max_reuse_bytes: float | str = "auto"
-    memory_budget: int | None = None
-    recompute: bool | str = "auto"
 
 
 class Candidate(NamedTuple):
@@ -106,7 +96,7 @@ def _rated(passes: Pipeline, choice: Choice) -> Candidate:
     return Candidate(choice, scheduled, peak_bytes(scheduled), seconds(scheduled))
 
 
-def _limit(found: Sequence[Candidate], budget: int | None) -> float:
+def _limit(found: Sequence[Candidate], budget: float | None) -> float:
     """Return how many bytes a schedule may take."""
     return budget if budget is not None else SLACK * min(c.peak_bytes for c in found)
 
@@ -115,7 +105,7 @@ def _options(knob: T | str, auto: list[T]) -> list[T]:
     return auto if isinstance(knob, str) else [knob]
 
 
-def choose(found: Sequence[Candidate], budget: int | None, name: str) -> int:
+def choose(found: Sequence[Candidate], budget: float | None, name: str) -> int:
     """Return the index of the candidate to keep.
 
     With a budget (bytes): the fastest that fits, else the smallest, with a warning. Without: the fastest of those

@@ -12,7 +12,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
-from fzero._torch.levels import unwrapped
+from fzero._torch.levels import unwrapped, vmaps
 from fzero.axes import lockstep
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_replicated, differs
@@ -99,8 +99,10 @@ class Spmd:
             )
 
         run: Callable[..., Any] = rank
+        # torch lets a vmap return without a dimension only what no vmap has batched, one around the world included
+        whole = [not kind and not vmaps() for kind in kinds]
         for name, size in reversed(shape):
-            run = _vmapped(run, name, size, axes, kinds)
+            run = _vmapped(run, name, size, axes, kinds, whole)
         groups = [iter(group) for group in run((), *leaves)]
         out_leaves, out_structure, out_axes = result.pop()
         out = []
@@ -138,21 +140,30 @@ def _is_of_vmap(error: str, mesh: Any) -> bool:
     return in_place or "vmap" in error
 
 
-def _vmapped(run: Callable[..., Any], name: str, size: int, axes: Sequence[Names], kinds: Sequence[Names]) -> Any:
-    """Map a program over one more axis: its token, and the arguments and groups of results that differ along it."""
+def _vmapped(
+    run: Callable[..., Any],
+    name: str,
+    size: int,
+    axes: Sequence[Names],
+    kinds: Sequence[Names],
+    whole: Sequence[bool],
+) -> Any:
+    """Map a program over one more axis: its token, and the arguments and groups of results that differ along it.
+
+    Groups that are `whole` are returned as they are, and not once for each rank.
+    """
 
     def over_axis(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> Any:
         groups = torch.vmap(
             lambda token, *xs: run((*tokens, token), *xs),
             in_dims=(0, *[0 if name in a else None for a in axes]),
-            # None only for what differs along no axis: torch refuses it for what an outer vmap has batched
-            out_dims=tuple([0 if kind else None for kind in kinds]),  # pyright: ignore[reportArgumentType]
+            out_dims=tuple([None if one else 0 for one in whole]),  # pyright: ignore[reportArgumentType]
             randomness="different",
         )(torch.arange(size), *leaves)
         return tuple(
             [
-                [x[0] for x in group] if kind and name not in kind else group
-                for group, kind in zip(groups, kinds, strict=True)
+                [x[0] for x in group] if not one and name not in kind else group
+                for group, kind, one in zip(groups, kinds, whole, strict=True)
             ]
         )
 

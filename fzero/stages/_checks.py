@@ -9,7 +9,7 @@ from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero.axes.rules import Rules
-from fzero.graph.trace._trace import other_memory, refuse_writes_into
+from fzero.graph.trace._writes import other_memory, refuse_writes_into
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.segments import abstract
 from fzero.layout.spec import check_cut_for, facts

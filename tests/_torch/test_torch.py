@@ -276,17 +276,6 @@ def test_levels_tell_what_tracks_a_tensor():
     torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))
 
 
-def test_a_trace_while_torch_looks_for_anomalies_says_so():
-    f, fakes = lambda x: [torch.func.grad(lambda x: x.sin().sum())(x)], [torch.ones(3)]
-    with (
-        torch.autograd.set_detect_anomaly(True),
-        pytest.raises(RuntimeError, match="torch looks for anomalies: it reads each gradient"),
-    ):
-        _torch.trace(f, _torch.fake_like(fakes))
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        assert len(list(_torch.trace(f, _torch.fake_like(fakes)).graph.nodes)) > 2
-
-
 def test_hooks_on_gradients_are_seen():
     p = torch.nn.Parameter(torch.ones(2))
     assert _torch_modules.gradient_hooks(p) == []

@@ -1,10 +1,12 @@
 """fzero.jit: the numbers of the eager step, one trace a signature, and memory that is really handed over."""
 
 import logging
+import math
 import shutil
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,6 @@ import fzero
 from fzero import optim, tree
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
-from fzero.graph.trace._signature import call_of
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.stages.test_equivalence import loss_of_tree
@@ -248,6 +249,29 @@ def test_under_a_transform_a_jitted_function_is_the_function():
     assert fzero.jit(lambda x: f(x) + 1, backend="fx")(torch.ones(2)).item() == 3
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_vmap_around_the_world_maps_every_rank(stage, jitted):
+    step = fzero.shard(train_step_for(mlp_loss, ADAM), stage=stage, mesh=fzero.mesh(dp=2))
+    params, state = step.init(mlp_params(), ADAM)
+    batches = [step.mesh.split(mlp_batch(4, seed=i)) for i in range(3)]
+    f = fzero.jit(step, backend="fx") if jitted else step
+    stacked = fzero.PerRank(tree.map(lambda *xs: torch.stack(xs), *[b.value for b in batches]))
+    together = torch.vmap(lambda batch: f(params, state, batch))(stacked)
+    for i, batch in enumerate(batches):
+        assert_trees_close(tree.map(lambda x, i=i: x[i], together), step(params, state, batch), rtol=1e-12)
+
+
+@pytest.mark.parametrize("check_nan", [False, True])
+def test_a_step_is_traced_under_anomaly_mode_as_without(check_nan):
+    step = train_step_for(mlp_loss, ADAM)
+    args = (mlp_params(), ADAM.init(mlp_params()), mlp_batch(4))
+    expected = step(*args)
+    with torch.autograd.set_detect_anomaly(True, check_nan):
+        bitwise(fzero.jit(step, backend="fx")(*args), expected)
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() == check_nan
+
+
 def test_writes_within_the_step_are_its_own_business():
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -312,7 +336,9 @@ def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage)
     old = tree.tensors((params, state))
     new_params, new_state, loss = step(params, state, batch)
     assert [x.untyped_storage().data_ptr() for x in tree.tensors((new_params, new_state))] == held
-    assert all(x.numel() == 0 for x in old)
+    for x in old:
+        with pytest.raises(fzero.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
+            x.numel()
     assert not {id(x) for x in old} & {id(x) for x in tree.tensors((new_params, new_state))}
     assert loss.ndim == 0 and len(tree.tensors(batch)) == 2
     for gone, name in ((params, "argument 0"), (state, "argument 1")):
@@ -402,7 +428,9 @@ def test_overlapping_and_inference_tensors_are_not_written_into():
 def test_a_result_of_another_dtype_gets_memory_of_its_own():
     x = torch.full((3,), 1.5)
     got = fzero.jit(lambda p: (p.half() * 2).double(), donate=0, backend="fx")(x)
-    assert got.dtype == torch.float64 and got.tolist() == [3, 3, 3] and x.numel() == 0
+    assert got.dtype == torch.float64 and got.tolist() == [3, 3, 3]
+    with pytest.raises(fzero.DonatedError):
+        x.numel()
 
 
 def test_unchanged_results_stay_tied():
@@ -445,7 +473,7 @@ def test_a_step_that_fails_midway_says_that_its_state_is_lost():
     def fails(args: list[Any]) -> Any:
         raise KeyboardInterrupt
 
-    entry.run = fails
+    entry.executable = fails
     with pytest.raises(KeyboardInterrupt):
         step(params, state, batch)
     with pytest.raises(fzero.DonatedError, match="failed midway"):
@@ -509,21 +537,35 @@ def test_bad_arguments():
     "options,message",
     [
         ({"backend": "xla"}, "backend='xla': expected one of 'inductor', 'fx', 'inductor-whole'"),
-        ({"prefetch": -1}, 'prefetch=-1: expected a number, at least 0, or "fitting" or "auto"'),
-        ({"in_flight": 0.5}, "in_flight=0.5"),
-        ({"recompute": "yes"}, "recompute='yes'"),
-        ({"bucket_bytes": "big"}, "bucket_bytes='big'"),
-        ({"bucket_bytes": "fitting"}, "bucket_bytes='fitting': expected a number, at least 0, or \"auto\""),
-        ({"memory_budget": -5}, "memory_budget=-5"),
-        ({"memory_budget": "auto"}, "memory_budget='auto'"),
-        ({"max_reuse_bytes": float("nan")}, "max_reuse_bytes=nan"),
-        ({"donate": -1}, "donate="),
-        ({"donate": True}, "donate="),
+        ({"prefetch": -1}, 'prefetch=-1: expected an int from 0 on, "fitting" or "auto"$'),
+        ({"prefetch": True}, 'prefetch=True: expected an int from 0 on, "fitting" or "auto"$'),
+        ({"prefetch": math.inf}, 'prefetch=inf: expected an int from 0 on, "fitting" or "auto"$'),
+        ({"in_flight": 0.5}, 'in_flight=0.5: expected an int from 0 on or "auto"$'),
+        ({"in_flight": None}, 'in_flight=None: expected an int from 0 on or "auto"$'),
+        ({"recompute": "yes"}, "recompute='yes': expected True, False or \"auto\"$"),
+        ({"recompute": 1}, 'recompute=1: expected True, False or "auto"$'),
+        ({"bucket_bytes": "big"}, "bucket_bytes='big': expected an int from 0 on or \"auto\"$"),
+        ({"bucket_bytes": "fitting"}, "bucket_bytes='fitting': expected an int from 0 on or \"auto\"$"),
+        ({"memory_budget": -5}, "memory_budget=-5: expected a number from 0 on or None$"),
+        ({"memory_budget": math.nan}, "memory_budget=nan: expected a number from 0 on or None$"),
+        ({"memory_budget": "auto"}, "memory_budget='auto': expected a number from 0 on or None$"),
+        ({"memory_budget": False}, "memory_budget=False: expected a number from 0 on or None$"),
+        ({"max_reuse_bytes": math.nan}, 'max_reuse_bytes=nan: expected a number from 0 on, inf or "auto"$'),
+        ({"max_reuse_bytes": torch.ones(2)}, "max_reuse_bytes=tensor"),
+        ({"donate": -1}, "donate=-1: expected positions of arguments"),
+        ({"donate": True}, "donate=True: expected positions of arguments"),
+        ({"donate": "01"}, "donate='01': expected positions of arguments"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         fzero.jit(lambda x: x, **options)
+
+
+def test_knobs_take_numbers_of_numpy_and_keep_those_of_python():
+    made = fzero.jit(lambda x: x, prefetch=np.int64(2), memory_budget=np.float32(8), max_reuse_bytes=np.int8(3))
+    assert repr(made.knobs[:5]) == "(2, 'auto', 'auto', 3, 8.0)"
+    assert fzero.jit(lambda x: x, max_reuse_bytes=math.inf, donate=np.int64(0)).donate == (0,)
 
 
 def test_what_cannot_be_jitted():
@@ -548,8 +590,10 @@ def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
     def distinct(k: int) -> int:
         step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=k), stage, fzero.mesh(dp=2))
         args = (*step.init(mlp_params(), ADAM), step.mesh.split(mlp_batch(4 * k)))
-        graph = fzero.jit(step)._trace(call_of(args, {}), args, {}).chosen.graph
-        return len({s.key for s in program_of(graph).instructions if isinstance(s, Segment)})
+        jitted = fzero.jit(step)
+        jitted.plan(*args)
+        (entry,) = jitted._entries.values()
+        return len({s.key for s in program_of(entry.chosen.graph).instructions if isinstance(s, Segment)})
 
     assert distinct(4) == distinct(7)
 

@@ -1,6 +1,6 @@
 """Faults in fzero/graph."""
 
-from tests.mutants.mutant import GRAPH, JIT, OPS, PIPELINE, WRITES, Mutant
+from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
 MUTANTS = [
     Mutant(
@@ -12,18 +12,58 @@ MUTANTS = [
     ),
     Mutant(
         "writes into lists are not seen",
-        "graph/trace/_trace.py",
-        "(x if isinstance(x, list | tuple) else [x])",
-        "[x]",
-        WRITES,
+        "graph/trace/_writes.py",
+        "map_arg(node.args[i] if i < len(node.args) else node.kwargs.get(a.name), found.append)",
+        "found += [x for x in node.args[i : i + 1] if isinstance(x, Node)]",
+        IN_PLACE,
+    ),
+    Mutant("other memory is not seen", "_torch/tracing.py", "if func == _SET_DATA:", "if False:", IN_PLACE),
+    Mutant(
+        "gradients of arguments are not seen", "graph/trace/_writes.py", "if x.grad is not None:", "if False:", IN_PLACE
     ),
     Mutant(
-        "other memory is not seen",
-        "graph/trace/_trace.py",
-        "if _torch.storage_id(x) != storage:",
+        "operations of the user's own write unseen",
+        "graph/trace/_writes.py",
+        'if writes(node) and node.target.namespace != "aten":',
         "if False:",
-        WRITES,
+        IN_PLACE,
     ),
+    Mutant("hidden statistics are not seen", "graph/trace/_writes.py", "in _HIDDEN and", "in () and", IN_PLACE),
+    Mutant(
+        "another trace's values are constants",
+        "graph/trace/_trace.py",
+        'if node.op == "get_attr" and',
+        "if False and",
+        IN_PLACE,
+    ),
+    Mutant(
+        "zeros of forward mode stay",
+        "_torch/tracing.py",
+        "is torch.ops.aten._efficientzerotensor.default",
+        "is None",
+        IN_PLACE,
+    ),
+    Mutant("the donated keep their class", "_donated.py", "    x.__class__ = DonatedTensor\n", "", DONATION),
+    Mutant("views of the donated are not seen", "graph/trace/_donation.py", "if max(held) <= 1:", "if True:", DONATION),
+    Mutant("a base keeps the memory", "_donated.py", "if x._is_view():", "if False:", DONATION),
+    Mutant("capsules are not seen", "_torch/tracing.py", " + x._use_count() - 2", " - 1", DONATION),
+    Mutant(
+        "the captured are overwritten",
+        "graph/trace/_donation.py",
+        "*[x for x in captured if isinstance(x, torch.Tensor)]",
+        "",
+        DONATION,
+    ),
+    Mutant("the captured are read when gone", "graph/_entry.py", "check_not_donated(captured)", "pass", DONATION),
+    Mutant(
+        "anomaly mode reads stand-ins",
+        "_torch/tracing.py",
+        "torch.autograd.set_detect_anomaly(False), ",
+        "",
+        JIT,
+    ),
+    Mutant("a vmap around the world breaks", "ranks/spmd.py", "not kind and not vmaps()", "not kind", JIT),
+    Mutant("a knob takes what is no number", "graph/_knobs.py", "float(value) >= 0", "True", JIT),
     Mutant(
         "gathers start ahead without room", "graph/passes/_schedule/_ahead.py", "+ size <= limit:", "<= limit:", GRAPH
     ),
@@ -126,13 +166,13 @@ MUTANTS = [
     ),
     Mutant(
         "one trace for all numbers",
-        "graph/trace/_signature.py",
-        "x.hex() if isinstance(x, float) else x))",
-        "None))",
+        "graph/trace/_key.py",
+        "x.hex() if isinstance(x, float) else x)",
+        "None)",
         JIT,
     ),
     Mutant("micro-batches cut inside", "graph/run/_cut.py", "if len(nodes) > 1 for n", "if len(nodes) > 99 for n", JIT),
-    Mutant("write into shared memory", "graph/trace/_signature.py", "if start < reach and", "if False and", JIT),
+    Mutant("write into shared memory", "graph/trace/_donation.py", "if start < reach and", "if False and", JIT),
     Mutant(
         "matrix products run again",
         "graph/passes/_recompute.py",
@@ -181,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "Inductor is given what overwrites",
-        "graph/_jit.py",
-        'self.backend == "inductor-whole"',
+        "graph/_entry.py",
+        'asked.backend == "inductor-whole"',
         "False",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),

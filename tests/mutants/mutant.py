@@ -9,6 +9,8 @@ LAWS = (  # the quickest first
     "tests/stages/test_programs.py",
     "tests/collectives/test_record.py",
 )
+DONATION = ("tests/graph/trace/test_donation.py",)
+IN_PLACE = ("tests/graph/trace/test_writes.py",)
 GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
 OPS = ("tests/graph/test_ops.py",)

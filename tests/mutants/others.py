@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, OWN, WRITES, Mutant
+from tests.mutants.mutant import DONATION, HALF, JIT, OWN, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -48,9 +48,9 @@ MUTANTS = [
     ),
     Mutant(
         "random numbers are constants",
-        "_torch/__init__.py",
-        "_compiling(), _mode_of(fakes):",
-        "_compiling():",
+        "_torch/tracing.py",
+        "set_detect_anomaly(False), _mode_of(fakes):",
+        "set_detect_anomaly(False):",
         JIT,
     ),
     Mutant(
@@ -60,5 +60,5 @@ MUTANTS = [
         "True",
         JIT,
     ),
-    Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
+    Mutant("keep the old tensors", "_donated.py", "    x.data = _nothing(x.dtype, x.device)\n", "", DONATION),
 ]

@@ -1,20 +1,19 @@
 """trace: a function of tensors as one flat, functional graph, and errors for what a graph cannot hold."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _torch
-from fzero._torch.levels import unwrapped
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import is_collective, is_input, nbytes, reordered, values
-from fzero.graph.ops import is_view, name_of
+from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, writes
 
-__all__ = ["Traced", "other_memory", "refuse_writes_into", "trace"]
+__all__ = ["Traced", "trace"]
 
 LARGE = 1 << 20  # bytes of a captured tensor from which on it is worth a warning
 
@@ -39,25 +38,23 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         ValueError: if `f` captures a tensor that requires grad.
     """
 
-    def kept(*xs: torch.Tensor) -> Any:
-        before = [_torch.storage_id(x) for x in xs]
+    def pure(*xs: torch.Tensor) -> Any:
         out = f(*xs)
-        for x, storage, label in zip(xs, before, labels, strict=False):
-            if _torch.storage_id(x) != storage:
-                raise RuntimeError(other_memory(label["label"]))
+        check_gradients(xs, labels)
         return out
 
     with _record.record() as log:
         try:
-            gm = _torch.trace(kept, fakes)
+            gm = _torch.trace(pure, fakes)
         except _torch.DataDependentError as error:
             raise RuntimeError(
                 f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "
                 "traced before values are known. Use torch.where, keep it a tensor, or return it and read it there"
             ) from error
-    _say_what_is_written(gm.graph)
-    _check_writes(gm.graph, labels)
-    if any(_written(n) for n in gm.graph.nodes):
+    say_what_is_written(gm.graph)
+    _check_constants(gm)
+    check_writes(gm.graph, labels)
+    if any(writes(n) for n in gm.graph.nodes):
         gm = _torch.functional(gm, fakes)
     gm.graph.eliminate_dead_code()
     traced = _lift_constants(gm)
@@ -68,65 +65,20 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     return traced
 
 
-def _say_what_is_written(graph: Graph) -> None:
-    """Put in the place of `native_batch_norm`, whose schema hides that it writes its statistics, one that says so."""
-    for node in graph.nodes:
-        writes = name_of(node) == "native_batch_norm" and isinstance(node.args[3], Node) and node.args[5]
-        if writes and str(node.target).endswith(".default"):
-            node.target = torch.ops.aten._native_batch_norm_legit.default
-
-
-def _written(node: Node) -> list[Node]:
-    """List the arguments that a node writes into."""
-    if not isinstance(node.target, _torch.OpOverload):
-        return []
-    found = []
-    for i, a in enumerate(node.target._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            x = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-            found += [y for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, Node)]
-    return found
-
-
-def _check_writes(graph: Graph, labels: Sequence[dict[str, str]]) -> None:
-    inputs = zip((n for n in graph.nodes if is_input(n)), labels, strict=False)
-    _refuse_writes(graph.nodes, {_torch.storage_id(node.meta["val"]): label["label"] for node, label in inputs})
-
-
-def other_memory(name: str) -> str:
-    """Say what is wrong with a tensor that stands for other memory than before the step."""
-    return f"fzero.jit: the step gives {name} other memory (x.data = y); a step is pure: return the new value"
-
-
-def refuse_writes_into(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that what is traced now has written into none of these tensors, which are no arguments of it.
+def _check_constants(gm: GraphModule) -> None:
+    """Check that the trace captured no value of a trace: its operations would be lost.
 
     Raises:
-        RuntimeError: if it has. Names the tensor and the line.
+        RuntimeError: if it did. Names the line that uses it.
     """
-    _refuse_writes(_torch.recorded(), {_torch.storage_id(unwrapped(x)): name for name, x in named})
-
-
-def _refuse_writes(nodes: Iterable[Node], storage: dict[int, str]) -> None:
-    """Refuse in-place writes into captured tensors, and into the memory that these names stand for."""
-    for node in nodes:
-        for x in _written(node):
-            base = _base(x)
-            known = isinstance(base.meta.get("val"), torch.Tensor)
-            label = storage.get(_torch.storage_id(base.meta["val"])) if known else None
-            label = "a captured tensor" if base.op == "get_attr" else label
-            if label is not None:
-                raise RuntimeError(
-                    f"fzero.jit: the step writes into {label} in place ({node.target}) at {_torch.line_of(node)}; a "
-                    "step is pure: return the new value (x = x + 1, not x += 1)"
-                )
-
-
-def _base(node: Node) -> Node:
-    """Follow views to what they are views of; a literal, torch.tensor(3.0), is lifted: a fresh tensor."""
-    while is_view(node) and node.all_input_nodes and "lift_fresh" not in str(node.target):
-        node = node.all_input_nodes[0]
-    return node
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and _torch.is_fake(getattr(gm, str(node.target))):
+            line = next((_torch.line_of(user) for user in node.users), "")
+            raise RuntimeError(
+                f"fzero.jit: the step uses at {line} a value that another trace computed: one that an earlier call "
+                "kept (in an attribute or a global), which belongs among arguments and results; or one within "
+                "torch.func.linearize, which traces by itself: use torch.func.jvp"
+            )
 
 
 def _lift_constants(gm: GraphModule) -> Traced:

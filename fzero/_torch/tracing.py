@@ -1,0 +1,218 @@
+"""Private torch APIs that record a step as a graph, and compile one.
+
+All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+"""
+
+import importlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "TRACING",
+    "DataDependentError",
+    "OpOverload",
+    "fake_like",
+    "functional",
+    "holders",
+    "inductor",
+    "is_fake",
+    "line_of",
+    "recorded",
+    "storage_id",
+    "trace",
+    "user_line",
+]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def user_line() -> str:
+    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _FZERO, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Lines(TorchDispatchMode):
+    """Notes on each traced node the source line that ran it, in `node.meta["custom"]["line"]`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._efficientzerotensor.default:
+            func = (
+                torch.ops.aten.zeros.default
+            )  # forward mode's zeros are of the meta device under vmap, and fakes are not
+        with annotate({"line": user_line()}):
+            return func(*args, **(kwargs or {}))
+
+
+class _Assignments(TorchFunctionMode):
+    """Refuses `x.data = y` while a step is traced: it runs no operation that could be recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:  # each access makes another object
+            raise RuntimeError(
+                f"fzero.jit: the step assigns to a tensor's .data at {user_line()}, which a graph cannot hold; a step "
+                "is pure: go on with the new value (x = y, not x.data = y)"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+TRACING = threading.RLock()
+"""Held while a step is traced: what a trace switches on (modes, flags) is the process's."""
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """Return the source line that a node was traced from, "file:line", or ""."""
+    return (node.meta.get("custom") or {}).get("line", "")
+
+
+def fake_like(tensors: Sequence[torch.Tensor], beside: Any = None) -> list[torch.Tensor]:
+    """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
+
+    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other.
+    """
+    devices = ["cpu" if x.device.type == "meta" else x.device for x in tensors]
+    with _mode_of([] if beside is None else [beside]):
+        alike = zip(tensors, devices, strict=True)
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x, device in alike]
+
+
+def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
+    found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+    return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+class DataDependentError(RuntimeError):
+    """Traced code needed the value of a tensor; `line` is where."""
+
+    def __init__(self, message: str, line: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _line_of_traceback(error: BaseException) -> str:
+    lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if not line.startswith((_TORCH, _FZERO, "<"))), "")
+
+
+def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Record what `f(*fakes)` runs, a flat list of tensors to a flat list, as a graph of aten operations.
+
+    make_fx, not Dynamo: it records what really ran, through every transform of torch.func and every
+    autograd.Function (Dynamo can lose a Function's backward, pytorch#193279), and traces any Python.
+
+    Raises:
+        DataDependentError: if `f` reads the value of a tensor.
+    """
+
+    def with_lines(*xs: torch.Tensor) -> Any:
+        with _Assignments(), _Lines():
+            return f(*xs)
+
+    try:
+        # within the stand-ins' mode, so that nothing is computed and no random number drawn
+        # anomaly mode would read every gradient for NaNs; there are no values yet
+        with preserve_node_meta(), _compiling(), torch.autograd.set_detect_anomaly(False), _mode_of(fakes):
+            return make_fx(with_lines, _allow_non_fake_inputs=True)(*fakes)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
+    except RuntimeError as error:
+        if "value out of a tracing tensor" in str(error):
+            raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
+        raise
+
+
+def recorded() -> list[torch.fx.Node]:
+    """List the operations that the trace that runs now has recorded."""
+    mode: Any = get_proxy_mode()
+    return [] if mode is None else list(mode.tracer.graph.nodes)
+
+
+def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Trace a graph again with every in-place operation replaced by one that makes a new value."""
+    run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
+    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
+        return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+
+
+def is_fake(x: Any) -> bool:
+    """Return whether a value is a stand-in without memory, such as a trace computes."""
+    return isinstance(x, FakeTensor)
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Return a number that tensors share if and only if they share memory."""
+    return x.untyped_storage()._cdata
+
+
+def holders(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Count for each tensor who holds on to its memory: tensors, itself among them, autograd graphs, DLPack capsules.
+
+    The base of a view is not counted: the view keeps it alive, whether anyone else does or not.
+    """
+    count = torch._C._storage_Use_Count  # counts the storage that is asked for too, as the tensor counts its object
+    found = [count(x.untyped_storage()._cdata) + x._use_count() - 2 for x in tensors]  # pyright: ignore
+    return [n - 1 if n > 1 and _keeps_base(x) else n for x, n in zip(tensors, found, strict=True)]
+
+
+def _keeps_base(x: torch.Tensor) -> bool:
+    return x._is_view() and x._base is not None and storage_id(x._base) == storage_id(x)
+
+
+def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
+    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
+
+    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
+
+    Returns:
+        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
+    """
+    import torch._inductor.compile_fx as compile_fx
+    from torch._inductor import config
+
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
+    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    with torch.no_grad(), _mode_of(fakes):
+        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
+    output = next(n for n in apart.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with config.patch(order), torch.no_grad():
+        return compile_fx.compile_fx_inner(apart, list(fakes), is_inference=True)  # pyright: ignore

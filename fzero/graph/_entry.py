@@ -1,0 +1,190 @@
+"""One traced call of a step: its schedule, which arguments its results take the memory of, and how it runs."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import _torch, tree
+from fzero._donated import check_not_donated, empty
+from fzero.graph import _dump
+from fzero.graph._agree import agreed
+from fzero.graph._choose import Candidate, candidates, choose
+from fzero.graph._knobs import Knobs
+from fzero.graph._pipeline import Given, Pipeline
+from fzero.graph._step import Step
+from fzero.graph.ir import is_input, results
+from fzero.graph.plan._plan import Plan, Rejected, plan_of
+from fzero.graph.run._lower import Executable, lower
+from fzero.graph.trace._arguments import Arguments
+from fzero.graph.trace._donation import check_separate, pairs
+from fzero.graph.trace._trace import Traced, trace
+from fzero.layout.boxes import PerRank, Shard, give_up, is_box
+
+__all__ = ["Asked", "Entry", "entry_of"]
+
+
+class Asked(NamedTuple):
+    """What `fzero.jit` was asked for.
+
+    Attributes:
+        step: what it compiles.
+        donate: the positions of donated arguments, or None for what the step hands on.
+        backend: one of `BACKENDS`.
+        knobs: of the schedule.
+        dump: the folder for the graph after each pass, if one was asked for.
+    """
+
+    step: Step
+    donate: tuple[int, ...] | None
+    backend: str
+    knobs: Knobs
+    dump: str | None
+
+    def __str__(self) -> str:
+        return f"jit({self.step.name})"
+
+
+@dataclass
+class Entry:
+    """One traced and scheduled call.
+
+    Attributes:
+        asked: what `fzero.jit` was asked for.
+        traced: the graph as it was traced, and what it captured.
+        chosen: the schedule that was kept.
+        plan: what it does, to read.
+        structure: of the results.
+        into: for results that are written into donated tensors, the tensor's number.
+        kept: the numbers of the results that are arguments, handed on and not donated.
+        positions: of the donated arguments.
+        donated: the numbers of the donated tensors, with what to say when one is read.
+        boxed: the positions of donated arguments that hold boxes.
+        executable: the schedule made runnable, once it has run.
+    """
+
+    asked: Asked
+    traced: Traced
+    chosen: Candidate
+    plan: Plan
+    structure: Any
+    into: dict[int, int]
+    kept: list[int]
+    positions: tuple[int, ...]
+    donated: dict[int, str]
+    boxed: list[int]
+    executable: Executable | None = None
+
+    def run(self, arguments: Arguments, args: tuple[Any, ...]) -> Any:
+        """Run the step, and give the donated arguments' memory to the results."""
+        tensors, captured = arguments.tensors, self.traced.constants
+        check_not_donated(captured)
+        if self.donated:
+            check_separate(arguments, list(self.donated), captured)
+        if self.executable is None:
+            arguments.check_real()  # the device is part of what an entry is kept by
+            self.executable = lower(self.chosen.graph, self.asked.backend)
+        given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
+        try:
+            with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)
+                out = list(self.executable([*given, *captured]))
+        except BaseException:
+            for i, note in self.donated.items():
+                empty(tensors[i], f"{note}, which failed midway")
+            raise
+        handed_on = {id(out[i]): out[i].detach() for i in self.kept}  # tied results stay tied
+        for i in self.kept:
+            out[i] = handed_on[id(out[i])]
+        taken = {i: empty(tensors[i], note) for i, note in self.donated.items()}
+        for i, j in self.into.items():
+            out[i] = taken[j]
+        self._give_up_boxes(args)
+        return tree.unflatten(self.structure, out)
+
+    def _give_up_boxes(self, args: tuple[Any, ...]) -> None:
+        for i in self.boxed:
+            for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
+                if isinstance(x, Shard | PerRank):
+                    give_up(x, f"argument {i} was donated to {self.asked}")
+
+
+def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: int) -> Entry:
+    """Trace a call, schedule its graph in several ways, and keep the best.
+
+    Args:
+        asked: what `fzero.jit` was asked for.
+        arguments: of the call, taken apart.
+        args: those by position, as they were given.
+        before: how many calls were traced before it.
+
+    Raises:
+        RuntimeError: if the step reads a tensor's value in Python or writes into what is not its own, or if the ranks
+            traced different steps.
+        TypeError: if it returns something that is no tensor.
+        ValueError: if an argument requires grad, or a captured tensor does.
+    """
+    arguments.check_traceable()
+    returned: list[Any] = []
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        given, named = arguments.rebuild(tensors)
+        out = asked.step(*given, **named)
+        paths, leaves, structure = tree.flatten_with_paths(out)
+        _check_results(paths, leaves)
+        donate = asked.step._handed_on(given, out) if asked.donate is None else asked.donate
+        returned.append((out, leaves, structure, donate))
+        return leaves
+
+    with _torch.TRACING:
+        traced = trace(flat, _torch.fake_like(arguments.tensors), _labels(asked.step, arguments, args))
+    out, leaves, structure, positions = returned.pop()
+    donated = {
+        i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
+    }
+    into = pairs(arguments, positions, out, leaves)
+    functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
+    given = Given(tuple(sorted(into.items())), tuple(donated), functional)
+    said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
+    mesh, name = asked.step.mesh, asked.step.name
+    offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
+    index = choose(offers, asked.knobs.memory_budget, name)
+    kept = offers[index]
+    if asked.dump is not None:
+        folder = _dump.folder_of(asked.dump, mesh, before)
+        _dump.dump(folder, Pipeline(traced.graph, given), kept.choice, name)
+    rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
+    return Entry(
+        asked=asked,
+        traced=traced,
+        chosen=kept,
+        plan=plan_of(kept.graph, name, kept.settings, rejected),
+        structure=structure,
+        into=into,
+        kept=_unchanged(traced, into),
+        positions=tuple(positions),
+        donated=donated,
+        boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
+    )
+
+
+def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
+    """Say of each distinct tensor what it is, for the plan."""
+    kinds = dict.fromkeys([None, *range(len(args))], "inputs")
+    for p, x in enumerate(args if step.params else ()):
+        rank_own = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
+        kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
+    return [{"label": str(place), "kind": kinds[place.position], "block": place.block} for place in arguments.places]
+
+
+def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
+    """List the results that are arguments, handed on."""
+    return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
+
+
+def _check_results(paths: list[str], leaves: list[Any]) -> None:
+    for path, x in zip(paths, leaves, strict=True):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"fzero.jit: {tree.place('result', path)} is {x!r}: a jitted step returns tensors (and None). "
+                "Make it a torch.tensor, or leave it out"
+            )

@@ -1,0 +1,165 @@
+"""The arguments of one call of a jitted step, taken apart.
+
+`(args, kwargs)` is flattened as a tree. Its tensors are what the graph takes, each object once, however many leaves it
+is (tied weights); every other leaf, and the structure, is part of the trace. Each leaf knows its place, by which errors
+and the plan name it. With other tensors in place of the distinct ones, `rebuild` makes the call again: so it is traced
+on stand-ins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+
+__all__ = ["Arguments", "Place", "arguments_of", "places_of"]
+
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may do other things with the same operations
+
+
+class Place(NamedTuple):
+    """Where a leaf stands in a call, or in a result.
+
+    Attributes:
+        path: in a call "0.3.w" for leaf "w" of argument 3 by position, "1.lr.w" for leaf "w" of argument lr by keyword;
+            in a result the leaf's own.
+        unit: the unit that the leaf is a shard of, or "".
+    """
+
+    path: str
+    unit: str
+
+    @property
+    def position(self) -> int | None:
+        """The position of the argument; None for one by keyword."""
+        kind, _, rest = self.path.partition(".")
+        return int(rest.partition(".")[0]) if kind == "0" else None
+
+    @property
+    def block(self) -> str:
+        """The number of the repeated block that the leaf belongs to, or ""."""
+        keys = self.unit.split(".") if self.unit else self.path.split(".")[2:-1]
+        return next((key for key in reversed(keys) if key.isdigit()), "")
+
+    def __str__(self) -> str:
+        kind, _, rest = self.path.partition(".")
+        name, _, leaf = rest.partition(".")
+        name = name if kind == "0" else repr(name)
+        if self.unit:
+            return f"argument {name}, unit {self.unit!r}"
+        return f"argument {name}, leaf {leaf!r}" if leaf else f"argument {name}"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        leaves: the leaves of `(args, kwargs)`.
+        structure: of `(args, kwargs)`.
+        where: the position of each distinct tensor among the leaves.
+        index: for each leaf its number among the distinct tensors; None for what is no tensor.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    where: list[int]
+    index: list[int | None]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The distinct tensors."""
+        return [self.leaves[i] for i in self.where]
+
+    @cached_property
+    def leaf_places(self) -> list[Place]:
+        """The place of each leaf."""
+        return places_of(tree.unflatten(self.structure, list(range(len(self.leaves)))))
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The place of each distinct tensor: that of its first leaf."""
+        return [self.leaf_places[i] for i in self.where]
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in place of the distinct ones."""
+        leaves = [x if i is None else tensors[i] for x, i in zip(self.leaves, self.index, strict=True)]
+        return tree.unflatten(self.structure, leaves)
+
+    def check_traceable(self) -> None:
+        """Check that no tensor requires grad.
+
+        Raises:
+            ValueError: if one does. Names it.
+        """
+        for place, x in zip(self.places, self.tensors, strict=True):
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"fzero.jit: {place} requires grad, and a jitted step's results have no autograd graph: "
+                    "take gradients inside the step (fzero.value_and_grad) and pass tensors detached"
+                )
+
+    def check_plain(self) -> None:
+        """Check that every tensor is no more than a tensor.
+
+        Raises:
+            TypeError: if one is of a class of its own. Names it.
+        """
+        if {type(x) for x in self.tensors} <= PLAIN:
+            return
+        place, x = next((p, x) for p, x in zip(self.places, self.tensors, strict=True) if type(x) not in PLAIN)
+        raise TypeError(
+            f"fzero.jit: {place} is a {type(x).__name__}, and a graph knows plain tensors only: take it apart outside "
+            "the step, or register a class of your own for it as a pytree node"
+        )
+
+    def check_real(self) -> None:
+        """Check that every tensor has memory.
+
+        Raises:
+            ValueError: if one is on the meta device. Names it.
+        """
+        for place, x in zip(self.places, self.tensors, strict=True):
+            if x.is_meta:
+                raise ValueError(
+                    f"{place} is on the meta device, without memory: such a step can be planned (fzero.plan), not run"
+                )
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Take the arguments of a call apart.
+
+    Raises:
+        DonatedError: if one was donated.
+    """
+    leaves, structure = tree.flatten((args, kwargs))
+    where: list[int] = []
+    index: list[int | None] = []
+    numbers: dict[int, int] = {}
+    for position, x in enumerate(leaves):
+        if not isinstance(x, torch.Tensor):
+            index.append(None)
+            continue
+        number = numbers.setdefault(id(x), len(where))
+        if number == len(where):
+            where.append(position)
+        index.append(number)
+    return Arguments(leaves, structure, where, index)
+
+
+def places_of(values: Any) -> list[Place]:
+    """List the place of each leaf of a tree."""
+    found = []
+    for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
+        if isinstance(x, PerRank):
+            paths = tree.flatten_with_paths(x.value)[0]
+            found += [Place(f"{path}.{inner}".strip("."), "") for inner in paths]
+        elif isinstance(x, Shard):
+            found += [Place(path, x.spec.unit)] * len(tree.flatten(x)[0])
+        elif not isinstance(x, Slot):
+            found.append(Place(path, ""))
+    return found

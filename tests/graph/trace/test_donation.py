@@ -1,0 +1,210 @@
+"""Donated arguments are gone, and say so; nothing else that shares their memory is changed."""
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fzero
+from fzero import optim
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+USES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.save": lambda x: torch.save({"best": x}, io.BytesIO()),
+    "pickle": pickle.dumps,
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "sum": torch.sum,
+    "method": lambda x: x.mean(),
+    "x + 1": lambda x: x + 1,
+    "1 + x": lambda x: 1 + x,
+    "matmul with another": lambda x: torch.ones(3) @ x,
+    "in a list": lambda x: torch.stack([torch.ones(3), x]),
+    "written into another": lambda x: torch.ones(3).copy_(x),
+    "written": lambda x: x.zero_(),
+    "out=": lambda x: torch.add(torch.ones(3), 1, out=x),
+    "x[0]": lambda x: x[0],
+    "x[0] = 1": lambda x: x.__setitem__(0, 1),
+    "len": len,
+    "iter": list,
+    "bool": bool,
+    "float": float,
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "shape": lambda x: x.shape,
+    "numel": lambda x: x.numel(),
+    "dtype": lambda x: x.dtype,
+    "grad": lambda x: x.grad,
+    "data": lambda x: x.data,
+    "data = y": lambda x: setattr(x, "data", torch.ones(3)),
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.clone(),
+    "to": lambda x: x.to(torch.float64),
+    "storage": lambda x: x.untyped_storage(),
+    "equal": lambda x: torch.equal(x, x),
+    "==": lambda x: x == x,
+    "requires_grad_": lambda x: x.requires_grad_(),
+    "Parameter": torch.nn.Parameter,
+    "optimizer": lambda x: torch.optim.SGD([x], 0.1),
+    "load_state_dict": lambda x: torch.nn.Linear(3, 1).load_state_dict({"weight": x, "bias": x}),
+    "foreach": lambda x: torch._foreach_add([x], 1),
+    "vmap": torch.vmap(lambda x: x),
+    "value_and_grad": lambda x: fzero.value_and_grad(lambda p, _: p.sum())(x, None),
+    "functional_call": lambda x: torch.func.functional_call(torch.nn.Linear(3, 1), {"weight": x}, (torch.ones(3),)),
+}
+
+
+def gone() -> torch.Tensor:
+    x = torch.ones(3)
+    fzero.jit(lambda x: x + 1, donate=0, backend="fx")(x)
+    return x
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_donated_tensor_says_so_whatever_is_done_with_it(name):
+    x = gone()
+    with pytest.raises(fzero.DonatedError, match=r"^argument 0 was donated to jit\(<lambda>\): its memory holds"):
+        USES[name](x)
+
+
+def test_a_compiled_function_says_so_too():
+    with pytest.raises(Exception, match="DonatedError: argument 0 was donated"):  # Dynamo's, which tells of ours
+        torch.compile(lambda x: x.sum(), backend="eager")(gone())
+
+
+def test_what_torch_does_not_let_it_refuse_gives_nothing():
+    x = gone()
+    assert torch.func.grad(lambda x: x.sum())(x).shape == (0,)
+    with pytest.warns(UserWarning, match="copy construct"):
+        assert torch.tensor(x).shape == (0,)
+
+
+def test_a_donated_tree_can_be_printed_and_kept():
+    x = gone()
+    assert repr({"w": x}) == str({"w": x}) == "{'w': <argument 0 was donated to jit(<lambda>)>}"
+    assert isinstance(x, torch.Tensor) and x in [x] and {x: 1}[x] == 1
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
+    opt = optim.adam(1e-2)
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx")
+    params, state = step.init(mlp_params(), opt)
+    for _ in range(2):
+        best, best_state = params, state
+        params, state, _ = step(params, state, step.mesh.split(mlp_batch(4)))
+        for tree in (best, best_state):
+            with pytest.raises(fzero.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
+                torch.save(tree, io.BytesIO())
+    torch.save(step.gather(params), io.BytesIO())
+
+
+def test_a_parameter_and_tied_leaves_die_too():
+    w = torch.nn.Parameter(torch.ones(3))
+    f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
+    with torch.no_grad():
+        new = f({"a": w, "b": [w]})
+    assert new["a"] is new["b"][0] and new["a"].tolist() == [2, 2, 2] and type(new["a"]) is torch.Tensor
+    with pytest.raises(fzero.DonatedError):
+        torch.optim.SGD([w], 0.1)
+
+
+# ---------------------------------------------------------------- who else holds the memory
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a view": lambda x: x[:2],
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "another shape": lambda x: x.view(3, 1),
+    "numpy": lambda x: x.numpy(),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "an autograd graph": lambda x: (x * torch.ones(3, requires_grad=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_that_lives_on_elsewhere_is_not_donated(name):
+    f, x = fzero.jit(lambda x: x + 1, donate=0, backend="fx"), torch.ones(3)
+    held = HOLDERS[name](x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"argument 0 shares its memory with something that is no argument"):
+            f(x)
+    assert x.tolist() == [1, 1, 1]
+    del held
+    assert f(f(x)).tolist() == [3, 3, 3]
+
+
+def test_parts_of_one_buffer_may_be_donated_again_and_again():
+    """Such as what step.gather returns."""
+    buffer = torch.zeros(6)
+    params = {"a": buffer[:2], "b": buffer[2:]}
+    del buffer
+    f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
+    kept = []
+    for i in range(3):
+        kept.append(params)  # the dead must not count as holders
+        params = f(params)
+        assert params["a"].tolist() == [i + 1] * 2 and params["b"].tolist() == [i + 1] * 4
+
+
+def test_results_that_are_arguments_are_no_donors_of_memory_that_the_caller_keeps():
+    x = torch.ones(3)
+    same = fzero.jit(lambda x: x, backend="fx")(x)
+    with pytest.raises(ValueError, match="argument 0 shares its memory"):
+        fzero.jit(lambda x: x + 1, donate=0, backend="fx")(same)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_a_captured_tensor_is_not_overwritten_nor_read_when_it_is_gone():
+    x = torch.ones(3)
+    f = fzero.jit(lambda p: (p + 1, x * 3), donate=0, backend="fx")
+    with pytest.raises(ValueError, match="argument 0 and a tensor that the step captures share memory"):
+        f(x)
+    assert [y.tolist() for y in f(torch.zeros(3))] == [[1, 1, 1], [3, 3, 3]]
+    fzero.jit(lambda p: p + 1, donate=0, backend="fx")(x)
+    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
+        f(torch.zeros(3))
+
+
+class Labelled(torch.Tensor):
+    pass
+
+
+def test_tensors_of_a_class_of_their_own_are_refused():
+    x = torch.ones(3).as_subclass(Labelled)
+    with pytest.raises(TypeError, match=r"argument 0, leaf 'x' is a Labelled, and a graph knows plain tensors only"):
+        fzero.jit(lambda p: p["x"] + 1, backend="fx")({"x": x})
+
+
+def test_the_log_lists_what_is_donated(caplog):
+    opt = optim.sgd(0.1, momentum=0.9)
+
+    def train_step(params: Any, state: Any, batch: Any, averages: Any) -> Any:
+        params, state, loss = train_step_for(mlp_loss, opt)(params, state, batch)
+        return params, state, loss, fzero.tree.map(lambda x: x + 1, averages)
+
+    step = fzero.shard(train_step, stage=0, mesh=fzero.mesh(dp=2))
+    params, state = step.init(mlp_params(), opt)
+    averages = {"mean": torch.zeros(3)}
+    with caplog.at_level(logging.INFO, "fzero.jit"):
+        fzero.jit(step, backend="fx")(params, state, step.mesh.split(mlp_batch(4)), averages)
+    assert "the results take over the memory of argument 0 (parameters), argument 1, argument 3" in caplog.text
+    with pytest.raises(fzero.DonatedError, match="argument 3, leaf 'mean' was donated"):
+        averages["mean"].sum()
+
+
+def test_numpy_arrays_are_data_to_the_end():
+    """An array keeps the memory that it shows, so it is never freed under it."""
+    x = torch.ones(3)
+    array = x.numpy()
+    f = fzero.jit(lambda x: x + 1, donate=0, backend="fx")
+    with pytest.raises(ValueError, match="shares its memory"):
+        f(x)
+    assert np.array_equal(array, [1, 1, 1])
