@@ -11,6 +11,7 @@ LAWS = (  # the quickest first
 )
 GRAPH = ("tests/graph/test_passes.py",)
 JIT = ("tests/graph/test_jit.py",)
+TEXTS = ("tests/ranks/test_texts.py",)
 OPS = ("tests/graph/test_ops.py",)
 PIPELINE = ("tests/graph/test_pipeline.py",)
 PAIRS, OPTIM_LAWS = ("tests/optim/test_optim_pairs.py",), ("tests/optim/test_optim_laws.py",)

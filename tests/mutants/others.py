@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import HALF, JIT, STEP, WRITES, Mutant
+from tests.mutants.mutant import HALF, JIT, STEP, TEXTS, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -73,4 +73,6 @@ MUTANTS = [
         JIT,
     ),
     Mutant("keep the old tensors", "_donated.py", "    x.data = x.new_empty(0)\n", "", JIT),
+    Mutant("texts of two rounds are mixed", "ranks/texts.py", "_ROUNDS[topic] += 1", "_ROUNDS[topic] = 1", TEXTS),
+    Mutant("texts of two topics are mixed", "ranks/texts.py", "fzero/{topic}/", "fzero/", TEXTS),
 ]
