@@ -5,7 +5,7 @@ from fzero.optim import schedules
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adagrad import AdagradState, adagrad
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
-from fzero.optim._base import Optimizer, apply_updates, chain
+from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, apply_updates, chain
 from fzero.optim._clip import clip, clip_by_block_rms, clip_by_global_norm
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._ema import EmaState, ema, params_ema
@@ -38,11 +38,16 @@ __all__ = [
     "InjectHyperparamsState",
     "LionState",
     "LossScaleState",
+    "Mask",
     "MasterState",
+    "OptState",
     "Optimizer",
+    "Pair",
+    "Params",
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
+    "Updates",
     "adafactor",
     "adagrad",
     "adam",
