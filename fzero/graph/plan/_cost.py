@@ -47,9 +47,9 @@ DEVICES = {
 def seconds(graph: Graph) -> float:
     """Estimate how long a graph runs: work on one clock, collectives on another.
 
-    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`; a collective of b bytes in
-    all over n ranks takes `latency + b (n - 1) / n / link` (twice that for an all_reduce), after those before it. Work
-    stands still at a wait whose collective has not ended.
+    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective of b bytes in
+    all over n ranks starts after those before it. It takes `latency + b (n - 1) / n / link`; an all_reduce sends twice
+    that. Work stands still at a wait whose collective has not ended.
     """
     device = _device(graph)
     work, wires = 0.0, 0.0
