@@ -48,8 +48,8 @@ def seconds(graph: Graph) -> float:
     """Estimate how long a graph runs: work on one clock, collectives on another.
 
     Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective of b bytes in
-    all over n ranks takes `latency + b (n - 1) / n / link`, and an all_reduce twice that. It starts after the
-    collectives before it. Work stands still at a wait whose collective has not ended.
+    all over n ranks starts after those before it. It takes `latency + b (n - 1) / n / link`; an all_reduce sends twice
+    that. Work stands still at a wait whose collective has not ended.
     """
     device = _device(graph)
     work, wires = 0.0, 0.0
