@@ -263,7 +263,7 @@ DIFFERENTIATION: dict[str, Row] = {
     "micro-batch arguments of different sizes": (
         lambda: vag(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
         ValueError,
-        r"micro_batches=2: arguments \[1, 2\] are not differentiated; say with batch_argnums=",
+        r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; say with batch_argnums=",
     ),
     "a micro-batch without a dimension": (
         lambda: vag(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),

@@ -6,7 +6,9 @@ MUTANTS = [
     Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / self.parts", "loss / self.batch.count"),
     Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
     Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
-    Mutant("no version check", "transforms/gradients/_value_and_grad.py", "if before != ", "if False and before != "),
+    Mutant(
+        "no version check", "transforms/gradients/_value_and_grad.py", "if before[i] != ", "if False and before[i] != "
+    ),
     Mutant(
         "keywords stay boxed",
         "transforms/gradients/_value_and_grad.py",

@@ -154,8 +154,8 @@ def _batch_positions(
     found = [i for i in may_be_cut if tree.tensors(args[i]) and not _holds_units(args[i])]
     if len(found) > 1:
         raise ValueError(
-            f"micro_batches={count}: arguments {found} are not parameters; say with batch_argnums= which of them are "
-            "the batch"
+            f"micro_batches={count}: each of the arguments {found} may be the batch; say with batch_argnums= which of "
+            "them are"
         )
     return found
 

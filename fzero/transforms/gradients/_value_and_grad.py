@@ -185,7 +185,8 @@ class _Loss:
 
     def __call__(self, j: int, variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Return the loss of micro-batch j, and aux."""
-        args, rest, anchor, handed = list(self.args[j]), iter(variables), torch.zeros(0), []
+        args, rest, anchor = list(self.args[j]), iter(variables), torch.zeros(0)
+        handed: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.opened.items():
             leaves = []
             for primal in argument.primals:
@@ -194,10 +195,13 @@ class _Loss:
                     xs, anchor = fence(xs, anchor)
                 leaves.append(xs)
             args[i] = self.batch.part(argument.handed(leaves), i, j)
-            handed += [] if is_tracing() else [x for xs in leaves for x in xs]
-        before = [written(x) for x in handed]
+            handed[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace finds writes by itself
+        before = {i: [written(x) for x in xs] for i, xs in handed.items()}
         loss, aux = self.loss_and_aux(*args, **self.kwargs)
-        if before != [written(x) for x in handed]:
-            raise RuntimeError("f wrote into its parameters in place: return new values instead")
+        for i, xs in handed.items():
+            if before[i] != [written(x) for x in xs]:
+                raise RuntimeError(
+                    f"f wrote into its parameters in place, into argument {i}: let it make new values (p = p * mask)"
+                )
         loss = loss if self.parts == 1 else loss / self.parts
         return (fence([loss], anchor)[0][0] if self.fenced else loss), aux
