@@ -410,7 +410,7 @@ INTO_MODULES: dict[str, Row] = {
     "buffers": (
         lambda: APPLY(WEIGHTS, TWO.split({"mean": torch.ones(2)}), X),  # pyright: ignore
         TypeError,
-        r"buffers is PerRank\(.*expected a dict",
+        r"buffers is a PerRank.*expected a dict",
     ),
     "input": (lambda: APPLY(WEIGHTS, BUFFERS, PIECES), TypeError, r"PerRank\(torch.float32 \[2, 4, 3\]\)"),
 }

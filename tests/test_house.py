@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import re
 
 import pytest
 
@@ -94,6 +95,24 @@ def test_public_functions_have_an_example():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_is_one_idea(path):
     assert len(path.read_text().splitlines()) <= 330
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a docstring, without its example and its tables."""
+    prose = re.sub(r"^\s*\|.*\|$", "", re.split(r"^\s*Example:$", text, flags=re.MULTILINE)[0], flags=re.MULTILINE)
+    # an empty line ends a sentence, as does the next entry of Args, Raises or Attributes
+    parts = re.split(r"\n\s*\n|\n(?=\s*[\w*`]+(?: \(.*?\))?:(?:\s|$))", prose)
+    return [" ".join(x.split()) for part in parts for x in re.split(r"(?<=[.!?])\s+", part)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_docstring_is_in_plain_sentences(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+            where = f"{path}:{getattr(node, 'lineno', 1)}"
+            assert not doc.startswith("Tell "), f"{where}: say what is returned"
+            for sentence in sentences(doc):
+                assert len(sentence.split()) <= 31, f"{where}: cut it in two: {sentence}"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -62,9 +62,8 @@ class _Lines(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._efficientzerotensor.default:
-            func = (
-                torch.ops.aten.zeros.default
-            )  # forward mode's zeros are of the meta device under vmap, and fakes are not
+            # forward mode's zeros are of the meta device under vmap, and stand-ins are not
+            func = torch.ops.aten.zeros.default
         with annotate({"line": user_line()}):
             return func(*args, **(kwargs or {}))
 

@@ -21,9 +21,9 @@ def check_separate(arguments: Arguments, donated: Sequence[int], captured: Seque
         captured: what the step holds on to beside its arguments.
 
     Raises:
-        ValueError: if a donated tensor shares memory with another argument, with a captured tensor or with a tensor
-            that lives elsewhere (a view, `.detach()`, `.numpy()`, an autograd graph), or was made under inference mode.
-            Names it.
+        ValueError: if a donated tensor was made under inference mode, or shares memory with another argument or a
+            captured tensor. Also if a view, `.detach()`, `.numpy()` or an autograd graph of it lives elsewhere. Names
+            it.
     """
     tensors = [*arguments.tensors, *[x for x in captured if isinstance(x, torch.Tensor)]]
     if not torch.is_inference_mode_enabled():
@@ -85,8 +85,8 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
 def pairs(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
     """Match results with the donated tensors that they may be written into.
 
-    A result goes where the argument at its own position has the same path, shape and dtype; what is left over goes
-    to any donated tensor of its shape and dtype.
+    A result goes where the argument at its own position has the same path, shape and dtype. The others go to any
+    donated tensor of their shape and dtype.
 
     Args:
         arguments: of the call.

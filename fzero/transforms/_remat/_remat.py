@@ -116,8 +116,8 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
 
     Raises:
         ValueError: if the block uses a tensor that is no argument, and that a running transform tracks or that requires
-            grad. Also if it leaves a tensor that depends on its arguments elsewhere than in its result (an attribute, a
-            list, a hook that collects), or if `save` is none of these.
+            grad. Also if it leaves a tensor that depends on its arguments elsewhere than in its result: an attribute, a
+            list, a hook that collects. Also if `save` is none of these.
         TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant. The block
             would write twice into such an object, as into the key-value cache of a language model.
         RuntimeError: if the block writes into an argument in place, or runs other operations the second time than those
