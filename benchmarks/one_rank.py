@@ -22,13 +22,15 @@ __all__ = ["alone", "state_of"]
 @contextmanager
 def alone(ranks: int) -> Iterator[fzero.Mesh]:
     """Make this process rank 0 of `ranks`, on an axis "dp"."""
-    exchange = _agree.exchange
+    gather = _agree.gather_texts
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
-    _agree.exchange = lambda mine, rank, size, name: [mine] * size  # the ranks that do not exist trace the same step
+    _agree.gather_texts = lambda mine, mesh, topic: (
+        [mine] * mesh.size
+    )  # the ranks that do not exist trace the same step
     try:
         yield fzero.mesh(simulate=False, dp=ranks)
     finally:
-        _agree.exchange = exchange
+        _agree.gather_texts = gather
         dist.destroy_process_group()
 
 

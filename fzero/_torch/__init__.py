@@ -3,7 +3,6 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
-import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +39,7 @@ __all__ = [
     "allow_in_graph",
     "assume_constant_result",
     "c10d",
-    "exchange",
+    "default_store",
     "fake_like",
     "functional",
     "group_of",
@@ -78,6 +77,11 @@ def in_transform() -> bool:
 
 group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 """Returns the process group of a name, as collectives are given it."""
+
+
+def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Return the store that the processes of the world have in common."""
+    return distributed_c10d._get_default_store()
 
 
 def profiling() -> bool:
@@ -142,30 +146,3 @@ def register_box(
         serialized_type_name=f"fzero.{cls.__name__}",
     )
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # pyright: ignore
-
-
-_EXCHANGES: dict[str, int] = {}
-EXCHANGE_SECONDS = 300.0
-
-
-def exchange(mine: str, rank: int, size: int, name: str) -> list[str]:
-    """Give a string to all ranks through the process group's store, and get all ranks', in rank order.
-
-    Raises:
-        RuntimeError: if a rank gives none within `EXCHANGE_SECONDS`.
-    """
-    store = distributed_c10d._get_default_store()
-    number = _EXCHANGES[name] = _EXCHANGES.get(name, 0) + 1
-    keys = [f"fzero.jit/{name}/{number}/{r}" for r in range(size)]
-    store.set(keys[rank], mine)
-    found = []
-    for r, key in enumerate(keys):
-        try:
-            store.wait([key], datetime.timedelta(seconds=EXCHANGE_SECONDS))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"fzero.jit: rank {rank} traces {name}, and rank {r} did not within {EXCHANGE_SECONDS:.0f} s: its "
-                "arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal shapes"
-            ) from error
-        found.append(store.get(key).decode())
-    return found

@@ -8,11 +8,13 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero._torch import exchange, line_of
+from fzero._torch import line_of
 from fzero.graph._choose import Candidate
 from fzero.graph.ir import is_collective, shown
 from fzero.graph.ops import differs_by_rank
+from fzero.ranks import texts
 from fzero.ranks.mesh import Mesh
+from fzero.ranks.texts import MissingRank, gather_texts
 
 __all__ = ["agree", "agreed", "order", "signatures"]
 
@@ -75,10 +77,9 @@ def agreed(graph: Graph, asked: str, found: list[Candidate], mesh: Mesh | None, 
 def agree(
     graph: Graph, asked: str, offers: Mapping[str, Sequence[float]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
-    """Compare a traced graph with the other ranks', and exchange what each would choose from.
+    """Compare a traced graph with the other ranks', and their schedules.
 
-    Goes through the store of the process group, not through a collective, so that a rank that traces while the others
-    run does not take their messages for its own.
+    That goes through the store of the process group (`gather_texts`): the other ranks may run, and not trace.
 
     Args:
         graph: the traced graph.
@@ -97,9 +98,9 @@ def agree(
     """
     mine = [asked, *signatures(graph, mesh.groups())]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    said = [json.loads(x) for x in exchange(json.dumps([digest, offers]), mesh.rank, mesh.size, name)]
+    said = _everyones([digest, offers], mesh, name)
     if any(digest != said[0][0] for digest, _ in said):
-        everyones = [json.loads(x) for x in exchange(json.dumps(mine), mesh.rank, mesh.size, name)]
+        everyones = _everyones(mine, mesh, name)
         _raise_first_difference(everyones, name)
     everyones = [theirs for _, theirs in said]
     common = [key for key in offers if all(key in theirs for theirs in everyones)]
@@ -109,6 +110,17 @@ def agree(
             "prefetch=0 and in_flight=0 may help"
         )
     return {key: [max(xs) for xs in zip(*[theirs[key] for theirs in everyones], strict=True)] for key in common}
+
+
+def _everyones(mine: list[Any], mesh: Mesh, name: str) -> list[Any]:
+    """Give what JSON can hold to all ranks, and get all ranks', in rank order."""
+    try:
+        return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]
+    except MissingRank as error:
+        raise RuntimeError(
+            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {texts.SECONDS:g} s: "
+            "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal shapes"
+        ) from error
 
 
 def _raise_first_difference(everyones: list[list[str]], name: str) -> None:

@@ -4,7 +4,9 @@ One alone: torchrun --nproc-per-node 2 -m tests.distributed.jit_cases NAME
 """
 
 import itertools
+import pathlib
 import re
+import tempfile
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import _torch, optim, tree
+from fzero import optim, tree
 from fzero.graph import _agree
+from fzero.ranks import texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -133,6 +136,18 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.Mesh)
 
 
 @case
+def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.Mesh) -> None:
+    """Though only some ranks look, all agree: a dump is none of what they compare."""
+    step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        jitted = fzero.jit(step, backend="fx", dump=None if mesh.rank else folder)
+        train_both(step, jitted, 1, 2 * mesh.size)
+        found = {str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*.txt")}
+        assert mesh.rank or "rank_0/peaks.txt" in found, found
+        assert all(name.startswith("rank_0/") for name in found) and (found == set() or not mesh.rank), found
+
+
+@case
 def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> None:
     if mesh.size > 2:
         return
@@ -207,7 +222,7 @@ def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.Mesh) -> None:
 def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
     state = step.init(mlp_params(), OPT)
-    seconds, _torch.EXCHANGE_SECONDS = _torch.EXCHANGE_SECONDS, 2.0
+    seconds, texts.SECONDS = texts.SECONDS, 2.0
     try:
         if mesh.rank == 0:
             step(*state, mesh.split(mlp_batch(2 * mesh.size)))
@@ -216,7 +231,7 @@ def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.Mesh) -> None:
     else:
         assert mesh.rank, "not refused"
     finally:
-        _torch.EXCHANGE_SECONDS = seconds
+        texts.SECONDS = seconds
     torch.distributed.barrier()
 
 

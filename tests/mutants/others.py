@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import DONATION, HALF, JIT, OWN, WRITES, Mutant
+from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Mutant
 
 MUTANTS = [
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
@@ -61,4 +61,6 @@ MUTANTS = [
         JIT,
     ),
     Mutant("keep the old tensors", "_donated.py", "    x.data = _nothing(x.dtype, x.device)\n", "", DONATION),
+    Mutant("texts of two rounds are mixed", "ranks/texts.py", "_ROUNDS[topic] += 1", "_ROUNDS[topic] = 1", TEXTS),
+    Mutant("texts of two topics are mixed", "ranks/texts.py", "fzero/{topic}/", "fzero/", TEXTS),
 ]

@@ -1,0 +1,48 @@
+"""Texts from rank to rank, through the store of the process group."""
+
+import datetime
+from collections import Counter
+
+from fzero._torch import default_store
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["MissingRank", "gather_texts"]
+
+SECONDS = 300.0  # how long a rank waits for another's text
+
+_ROUNDS: Counter[str] = Counter()  # how often ranks have given a text on a topic
+
+
+class MissingRank(RuntimeError):
+    """A rank gave no text in time; `rank` is which."""
+
+    def __init__(self, rank: int, topic: str) -> None:
+        super().__init__(f"rank {rank} gave no text on {topic!r} within {SECONDS:g} s")
+        self.rank = rank
+
+
+def gather_texts(mine: str, mesh: Mesh, topic: str) -> list[str]:
+    """Give a text to all ranks, and get all ranks', in rank order.
+
+    It is no collective, so a rank that gives a text while the others run does not take their messages for its own.
+
+    Args:
+        mine: this rank's text.
+        mesh: a distributed mesh. A mesh is the world.
+        topic: what the texts are about. Its n-th text on a topic is for the other ranks' n-th.
+
+    Raises:
+        MissingRank: if a rank gives no text within `SECONDS`.
+    """
+    store = default_store()
+    _ROUNDS[topic] += 1
+    keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]
+    store.set(keys[mesh.rank], mine)
+    found = []
+    for rank, key in enumerate(keys):
+        try:
+            store.wait([key], datetime.timedelta(seconds=SECONDS))
+        except RuntimeError as error:
+            raise MissingRank(rank, topic) from error
+        found.append(store.get(key).decode())
+    return found
