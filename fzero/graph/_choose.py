@@ -11,8 +11,7 @@ from torch.fx import Graph, Node
 from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
-from fzero.graph.ir import is_collective, is_reduction
-from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.ir import is_collective, is_reduction, parameter_gathers
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
 from fzero.graph.plan._plan import Settings
@@ -48,8 +47,8 @@ class Candidate(NamedTuple):
 def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open.
 
-    Each choice of what is computed, gathered and joined is scheduled first so that it takes the least memory. The other
-    orders, which start collectives ahead, are then tried of those that fit already.
+    Each choice of recompute, re-gather and buckets is scheduled first so that it takes the least memory. Those that fit
+    are then scheduled in the other orders too, which start collectives ahead.
     """
     passes = Pipeline(graph, given)
     knobs = knobs if parameter_gathers(graph) else knobs._replace(prefetch=0)

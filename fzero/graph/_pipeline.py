@@ -1,8 +1,9 @@
 """The passes in their order: the list that makes a schedule of a traced graph.
 
-Each row of `PASSES` says which arguments its pass takes from a `Choice`, and from what is `Given` with the step. A new
-optimization is a new row: write the pass into a file of `fzero/graph/passes/`, and put it where it belongs. A setting
-of it is a field of `Choice`, whose values `fzero.graph._choose` enumerates.
+Each row of `PASSES` says which arguments its pass takes from a `Choice`, the settings of one schedule, and from a
+`Given`, which all schedules of a step share. A new optimization is a new row: write the pass into a file of
+`fzero/graph/passes/`, and put it where it belongs. A setting of it is a field of `Choice`, whose values
+`fzero.graph._choose` enumerates.
 """
 
 import math

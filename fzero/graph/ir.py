@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OpOverload, c10d, storage_id
 from fzero.collectives import gloo
-from fzero.graph.ops import is_known_cheap, is_random, is_view
+from fzero.graph.ops import is_known_cheap, is_random, is_view, lays_out
 
 __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
 
@@ -192,6 +192,19 @@ def is_cheap(node: Node) -> bool:
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
         return False
     return is_known_cheap(node) or (torch.Tag.pointwise in target.tags and not is_random(node))
+
+
+def parameter_gathers(graph: Graph) -> list[Node]:
+    """List the gathers whose operands depend on the graph's inputs alone: they may run at any time."""
+    from_inputs: set[Node] = set()
+    found = []
+    for node in graph.nodes:
+        known = all(a in from_inputs for a in node.all_input_nodes)
+        if is_input(node) or (known and lays_out(node)):
+            from_inputs.add(node)
+        elif is_gather(node) and known:
+            found.append(node)
+    return found
 
 
 def feeding_work(graph: Graph) -> set[Node]:

@@ -1,7 +1,7 @@
-"""What is known of operations, in one table: a row is an operation of aten, a column is a `Known`.
+"""Operations: all that is known of them, in one table; a row is an operation of aten, a column is a `Known`.
 
-The rows are named without namespace and overload. What torch itself says of an operation (that it is pointwise, a view,
-random, or how many FLOPs it takes) is asked of torch, and has no column here.
+The rows are named without namespace and overload. Torch is asked whether an operation is pointwise, a view or random,
+and how many FLOPs it takes: there are no columns for that.
 """
 
 import enum

@@ -28,6 +28,7 @@ from fzero.graph.ir import (
     is_reduction,
     is_wait,
     nbytes,
+    parameter_gathers,
     results,
     sort,
     start_of,
@@ -36,7 +37,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
-from fzero.graph.passes._regather import family, parameter_gathers
+from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
 from fzero.graph.run._program import Program, SingleOperation, program_of

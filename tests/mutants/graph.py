@@ -129,14 +129,14 @@ MUTANTS = [
     Mutant(
         "buckets across groups",
         "graph/passes/_bucket.py",
-        "            and node.args[1:] == group[0].args[1:]\n",
+        " and one.args[1:] == other.args[1:]",
         "",
         GRAPH,
     ),
     Mutant(
         "buckets without an end",
         "graph/passes/_bucket.py",
-        "sum(map(full_bytes, [*group, node])) <= max_bytes",
+        "sum(map(full_bytes, [*groups[-1], node])) <= max_bytes",
         "full_bytes(node) <= max_bytes",
         GRAPH,
     ),
@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "matrix products run again",
         "graph/passes/_recompute.py",
-        "known and not moves and is_cheap(node)",
-        "known and not moves",
+        "isinstance(node.target, OpOverload) and is_cheap(node)",
+        "isinstance(node.target, OpOverload)",
         GRAPH,
     ),
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "every leaf begins with the unit",
         "graph/passes/_gather_into.py",
-        "_written(write)[1].storage_offset()",
+        "_write(node).part.storage_offset()",
         "0",
         GRAPH,
     ),

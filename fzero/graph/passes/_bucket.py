@@ -1,14 +1,13 @@
 """bucket: collectives of small neighbouring units become one."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
 from fzero.graph._wire import full_bytes
-from fzero.graph.ir import copied, is_gather, is_reduction, sort, values
-from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.ir import copied, is_gather, is_reduction, parameter_gathers, sort, values
 
 __all__ = ["bucket"]
 
@@ -22,9 +21,9 @@ COALESCED = {
 def bucket(graph: Graph, max_bytes: int) -> Graph:
     """Join collectives that follow one another, over the same group, into buckets of at most `max_bytes`.
 
-    Gathers of parameters are joined in the order of their first use; reductions in their own order, where the one
-    does not need the other's result. The tensors of a bucket stay apart (a coalesced collective): nothing is copied,
-    and each is freed by itself.
+    Gathers of parameters are joined in the order of their first use. Reductions are joined in their own order, where
+    the one does not need the other's result. The tensors of a bucket stay apart (a coalesced collective): nothing is
+    copied, and each is freed by itself.
 
     Args:
         graph: a flat graph.
@@ -43,39 +42,39 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     return sort(graph)
 
 
-def _join(graph: Graph, nodes: list[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> None:
-    group: list[Node] = []
-    for node in [*nodes, None]:
-        if (
-            node is not None
-            and group
-            and node.target is group[0].target
-            and node.target in COALESCED
-            and node.args[1:] == group[0].args[1:]
-            and values(node)[0].dtype == values(group[0])[0].dtype
-            and sum(map(full_bytes, [*group, node])) <= max_bytes
-            and may(group, node)
-        ):
-            group.append(node)
-            continue
+def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> None:
+    """Join collectives that follow one another; `may` says whether a group may take one more."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        fits = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
+        if fits and _alike(groups[-1][0], node) and may(groups[-1], node):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    for group in groups:
         if len(group) > 1:
             _coalesce(graph, group)
-        group = [] if node is None else [node]
 
 
-def _coalesce(graph: Graph, group: list[Node]) -> None:
-    # the arguments may lie behind the last member; `sort` puts everything in order
-    operands = list(
-        dict.fromkeys([n.args[0] for n in group] if is_gather(group[0]) else [])
-    )  # a re-gather joins the first
-    operands = operands or [n.args[0] for n in group]
+def _alike(one: Node, other: Node) -> bool:
+    """Return whether two collectives can be one: of one kind, over one group, of one dtype."""
+    same = one.target is other.target and one.target in COALESCED and one.args[1:] == other.args[1:]
+    return same and values(one)[0].dtype == values(other)[0].dtype
+
+
+def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
+    """Put one collective in the place of several. Its arguments may stand behind it: `sort` puts them in order."""
+    chosen = list(group)
+    if is_gather(group[0]):  # a re-gather joins the first gather of its operand
+        chosen = [n for i, n in enumerate(group) if all(n.args[0] is not other.args[0] for other in group[:i])]
+    place = {n.args[0]: i for i, n in enumerate(chosen)}
     with graph.inserting_before(group[-1]):
-        joined = graph.call_function(COALESCED[group[0].target], (operands, *group[0].args[1:]))  # pyright: ignore
-        first = [next(n for n in group if n.args[0] is x) for x in operands] if is_gather(group[0]) else group
-        joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in first]}
-        joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in first)
+        arguments = ([n.args[0] for n in chosen], *group[0].args[1:])
+        joined = graph.call_function(COALESCED[group[0].target], arguments)  # pyright: ignore
+        joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in chosen]}
+        joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in chosen)
         for i, node in enumerate(group):
-            at = operands.index(node.args[0]) if is_gather(node) else i
+            at = place[node.args[0]] if is_gather(node) else i
             item = graph.call_function(operator.getitem, (joined, at))
             item.meta = {**node.meta, "val": joined.meta["val"][at]}
             node.replace_all_uses_with(item)
@@ -83,7 +82,7 @@ def _coalesce(graph: Graph, group: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _needs(node: Node, group: list[Node], index: dict[Node, int]) -> bool:
+def _needs(node: Node, group: Sequence[Node], index: Mapping[Node, int]) -> bool:
     """Return whether a node depends on the result of one of `group`."""
     first, seen, stack = index[group[0]], {node}, [node]
     while stack:

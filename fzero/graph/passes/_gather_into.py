@@ -1,13 +1,14 @@
-"""gather_into: an all_gather that is only written into arguments arrives there."""
+"""gather_into: a gathered unit that is only written into arguments arrives in them."""
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
 from fzero.graph.ir import COPY, GATHER_INTO, WAIT, copied, values
-from fzero.graph.passes._regather import family
+from fzero.graph.passes._uses import family
 
 __all__ = ["gather_into"]
 
@@ -15,7 +16,7 @@ __all__ = ["gather_into"]
 def gather_into(graph: Graph) -> Graph:
     """Let new parameters arrive where the old ones lie: no buffer of a whole unit is made, nor copied from.
 
-    That is the end of a step of stage 1 or 2. On CPUs only: NCCL gathers into one buffer. A gather that anything else
+    A step of stage 1 or 2 ends so. It does so on CPUs only: NCCL gathers into one buffer. A gather that anything else
     reads stays as it is.
 
     Args:
@@ -47,26 +48,34 @@ def gather_into(graph: Graph) -> Graph:
     return graph
 
 
+class _Write(NamedTuple):
+    """A write of a part of a gathered unit into an argument: what both look like."""
+
+    leaf: torch.Tensor
+    part: torch.Tensor
+
+
+def _write(node: Node) -> _Write:
+    leaf, part = node.args
+    assert isinstance(leaf, Node) and isinstance(part, Node)
+    return _Write(leaf.meta["val"], part.meta["val"])
+
+
 def _writes(gather: Node) -> list[Node]:
     """List the writes of a gathered unit's parts into arguments, if nothing else reads it and each can arrive there."""
     if len(gather.users) != 1:
         return []
     views, users = family(next(iter(gather.users)))
-    good = all(u.target is COPY and u.args[1] in views and _alike(*_written(u)) for u in users)
+    good = all(u.target is COPY and u.args[1] in views and _alike(_write(u)) for u in users)
     return users if good and values(gather)[0].dim() == 1 else []
 
 
-def _written(write: Node) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf, part = write.args[0].meta["val"], write.args[1].meta["val"]  # pyright: ignore
-    return leaf, part
-
-
-def _alike(leaf: torch.Tensor, part: torch.Tensor) -> bool:
+def _alike(write: _Write) -> bool:
     """Return whether a leaf's memory is to hold just what a part's holds."""
-    dense = all(x.is_contiguous() and not x.is_conj() and not x.is_neg() for x in (leaf, part))
-    return dense and leaf.device.type == "cpu" and leaf.dtype == part.dtype
+    dense = all(x.is_contiguous() and not x.is_conj() and not x.is_neg() for x in write)
+    return dense and write.leaf.device.type == "cpu" and write.leaf.dtype == write.part.dtype
 
 
-def _offset(write: Node) -> int:
-    """Return where in the gathered unit the part begins, in elements."""
-    return int(_written(write)[1].storage_offset())
+def _offset(node: Node) -> int:
+    """Return where in the gathered unit the part begins that a node writes, in elements."""
+    return int(_write(node).part.storage_offset())

@@ -1,8 +1,8 @@
-"""recompute: what is cheap is computed again for its late uses, and let go in between."""
+"""recompute: cheap values are computed again for their late uses, and let go in between."""
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -20,17 +20,17 @@ from fzero.graph.ir import (
     values,
 )
 from fzero.graph.ops import is_view, leaves_memory_as_it_is
-from fzero.graph.passes._regather import again, clusters, family
+from fzero.graph.passes._uses import again, clusters, family
 
 __all__ = ["recompute"]
 
-LEAST = 1 << 14  # bytes of a value from which on it is worth an operation
-APART = 4  # times its own bytes, that are computed between two of its uses: then they are apart
-DEPTH = 4  # how many operations on end are done again
+LEAST = 1 << 14  # bytes of a value from which on another operation is worth its memory
+APART = 4  # two uses are apart if more than so many times the value's bytes are computed between them
+DEPTH = 4  # how many operations, one on the other, are done again
 
 
 def recompute(graph: Graph, least: int = LEAST) -> Graph:
-    """Compute a cheap value again where its uses lie apart, if all that it is made of is at hand there.
+    """Compute a cheap value again where its uses lie apart, if its operands are at hand there.
 
     So an activation function or a normalisation is done again for the backward pass and is not kept from the forward
     pass, as in torch.compile's partitioner. A matrix product is kept, and so is a random draw.
@@ -49,25 +49,13 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     index = {n: i for i, n in enumerate(graph.nodes)}
     made = [0, *itertools.accumulate(_bytes_made(n) for n in graph.nodes)]
     work = feeding_work(graph)
-    # what is used last is seen first, so that what it is made of sees that it is used again
+    # the last to be used is seen first, so that its operands see that they are used again
     for node in reversed(list(graph.nodes)):
-        if not _repeats(node):
-            continue
-        for result in _results(node):
-            if nbytes(*values(result)) < least:
-                continue
+        for result in _results(node) if _repeats(node) else ():
             views, users = family(result)
-            if any(u.op == "output" for u in users):
-                continue
-            limit = APART * nbytes(*values(result))
-
-            def apart(a: Node, b: Node, limit: int = limit) -> bool:
-                return made[index[b]] - made[index[a] + 1] > limit
-
-            for cluster in clusters(sorted(users, key=index.__getitem__), apart)[1:]:
+            for cluster in _late_uses(result, users, least, index, made):
                 at = index[cluster[0]]
-                inputs = node.all_input_nodes
-                if cluster[0] in work and all(_at_hand(x, at, index, DEPTH) for x in inputs):
+                if cluster[0] in work and all(_at_hand(x, at, index, DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
                     for n in again(graph, sources, views, cluster, index):
                         index[n] = at
@@ -76,15 +64,37 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     return graph
 
 
+def _late_uses(
+    value: Node, users: Sequence[Node], least: int, index: Mapping[Node, int], made: Sequence[int]
+) -> list[list[Node]]:
+    """List the uses of a value that lie apart from the first ones, and from each other.
+
+    Args:
+        value: the value.
+        users: the nodes that use it.
+        least: bytes; of a smaller value, and of a result of the graph, no use counts as late.
+        index: the place of each node.
+        made: the bytes that the nodes before each place compute.
+    """
+    size = nbytes(*values(value))
+    if size < least or any(u.op == "output" for u in users):
+        return []
+
+    def apart(a: Node, b: Node) -> bool:
+        return made[index[b]] - made[index[a] + 1] > APART * size
+
+    return clusters(sorted(users, key=index.__getitem__), apart)[1:]
+
+
 def _bytes_made(node: Node) -> int:
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
 
 
 def _repeats(node: Node) -> bool:
     """Return whether a node is cheap, and computes the same whenever it runs."""
-    moves = is_view(node) or is_wait(node) or is_collective(node)
-    known = isinstance(node.target, OpOverload) and node.target is not COPY
-    return known and not moves and is_cheap(node) and not leaves_memory_as_it_is(node)
+    if is_view(node) or is_wait(node) or is_collective(node) or node.target is COPY:
+        return False
+    return isinstance(node.target, OpOverload) and is_cheap(node) and not leaves_memory_as_it_is(node)
 
 
 def _results(node: Node) -> Sequence[Node]:
@@ -94,8 +104,8 @@ def _results(node: Node) -> Sequence[Node]:
     return [u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor)]
 
 
-def _at_hand(node: Node, at: int, index: dict[Node, int], depth: int) -> bool:
-    """Return whether a value is there at a position: an argument, one that is used later, or made again of such."""
+def _at_hand(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
+    """Return whether a value is there at a place: an argument, one that is used later, or made again of such."""
     while is_view(node):
         node = node.all_input_nodes[0]
     if is_input(node):

@@ -76,9 +76,10 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
-    """Find what is held beside values: by kernels, and on CPUs by a reduce_scatter (`_direct`), what arrives.
+    """Find the memory that is held beside values: workspaces of kernels, and parts that a reduce_scatter receives.
 
-    Of n ranks' parts its own is in the operand, and one that arrives becomes the result.
+    The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
+    operand, and one that arrives becomes the result.
     """
     found = []
     for node, i in position.items():
@@ -96,7 +97,7 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
-    """Add up what is alive while each of a graph's nodes runs, in bytes."""
+    """Add up the bytes that are alive while each of a graph's nodes runs."""
     change = [0] * (nodes + 1)
     for r in ranges:
         change[max(r.start, 0)] += r.bytes

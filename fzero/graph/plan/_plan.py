@@ -134,7 +134,7 @@ class Plan:
         return sum(s.flops for s in self.operations)
 
     def alive(self, position: int) -> list[Range]:
-        """List what is alive while the operation at `position` runs, the largest first."""
+        """List the storages that are alive while the operation at `position` runs, the largest first."""
         return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
 
     def live_of(self, kind: str) -> list[int]:

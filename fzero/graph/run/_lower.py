@@ -141,7 +141,7 @@ def _called(f: Runs, args: list[Any]) -> Sequence[Any]:
 
 
 def _marked(f: Runs, args: list[Any]) -> Sequence[Any]:
-    """Let the profiler see what is compiled, which calls no operations."""
+    """Let the profiler see a segment: compiled code calls no operations."""
     with torch.profiler.record_function("fzero::segment"):
         return f(args)
 

@@ -7,8 +7,8 @@ It is a list scheduling: nodes are put into a list one by one, each after all th
    *early* node feeds no work: the reduction of a gradient, an update, a write-back.
 2. List the work in its traced order, and let a weight's gradient come after the one that goes on backward (`_roles`).
 3. Put the late nodes that a piece of work needs right before it (`_listing`).
-4. Run what is early as soon as all that it needs has run, depth first, so that one unit's gradients are gone before the
-   next one's are born. It runs when the next work is about to take memory, not sooner: cheap work may let a gathered
+4. Run an early node as soon as all that it needs has run, depth first, so that one unit's gradients are gone before the
+   next one's are born. It runs when the next work is about to take memory, no sooner: cheap work may let a gathered
    unit go first. A write into an argument counts as early, and needs all that read the argument.
 5. Put off the wait of an early collective while no more than `in_flight` are on their way. Each holds its operand.
 6. If gathers are to start ahead, find from that list where each may start (`_ahead`), and list once more.
@@ -18,8 +18,7 @@ import math
 
 from torch.fx import Graph
 
-from fzero.graph.ir import reordered
-from fzero.graph.passes._regather import parameter_gathers
+from fzero.graph.ir import parameter_gathers, reordered
 from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
 from fzero.graph.passes._schedule._listing import listed, rules_of
 from fzero.graph.plan._liveness import live_bytes, live_ranges
