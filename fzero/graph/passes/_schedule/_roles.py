@@ -50,8 +50,8 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in movable:
-            moves = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
-            if moves or n not in feeds_work or all(u in late for u in n.users):
+            light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
+            if light or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     return late
 
