@@ -65,13 +65,13 @@ c10d: Any = torch.ops._c10d_functional
 
 
 def is_tracing() -> bool:
-    """Tell whether Dynamo or make_fx records the operations that this thread runs now."""
+    """Return whether Dynamo or make_fx records the operations that this thread runs now."""
     # not is_compiling(), which is the process's: another thread may be tracing
     return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None
 
 
 def in_transform() -> bool:
-    """Tell whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
+    """Return whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
     return is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
@@ -85,7 +85,7 @@ def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivate
 
 
 def profiling() -> bool:
-    """Tell whether torch's profiler is on."""
+    """Return whether torch's profiler is on."""
     return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
