@@ -53,12 +53,12 @@ def lowering(layers: int, stage: int) -> dict[str, Any]:
     """Compile one rank's step of a world of two that need not be at hand, without running it."""
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
-    from fzero.graph import _absent as _world
+    from fzero.graph import _absent
     from fzero.graph.run import _lower
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
-    elsewhere = step._on(fzero.Mesh((("dp", 2),), _world._Absent()))
-    args = _world.abstract_for(args, {"dp": 2}, stacked=True)
+    elsewhere = step._on(_absent.absent((("dp", 2),)))
+    args = _absent.as_one_rank_holds(args, {"dp": 2}, stacked=True)
     jitted = fzero.jit(elsewhere)
     jitted.plan(*args)
     (entry,) = jitted._entries.values()

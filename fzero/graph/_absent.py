@@ -14,8 +14,11 @@ from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 from fzero.layout.spec import intern, spec_of
 from fzero.ranks.mesh import Mesh
+from fzero.tree import Tree
 
-__all__ = ["plan"]
+__all__ = ["absent", "as_one_rank_holds", "plan"]
+
+Shape = tuple[tuple[str, int], ...]
 
 
 def plan(
@@ -64,47 +67,63 @@ def plan(
             raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
-    args, kwargs = abstract_for((args, kwargs), dict(shape), stacked=mesh.simulated)
-    names = [",".join(chosen) for k in range(2, len(shape) + 1) for chosen in combinations(mesh.axis_names, k)]
-    absent = Mesh(shape, _Absent(), tuple([(name, f"fzero.plan/{name}") for name in names]))
-    return replace(jitted, step=asked._on(absent), _entries={}).plan(*args, **kwargs)
+    args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
+    return replace(jitted, step=asked._on(absent(shape)), _entries={}).plan(*args, **kwargs)
 
 
-def _shape_of(mesh: Mesh, world_size: Any) -> tuple[tuple[str, int], ...]:
+def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     if isinstance(world_size, int) and len(mesh.shape) > 1:
         raise ValueError(
             f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"{mesh.axis_names[0]}": 512}}'
         )
-    asked: Any = {mesh.axis_names[0]: world_size} if isinstance(world_size, int) else world_size or {}
+    if world_size is None:
+        return mesh.shape
+    asked = world_size if isinstance(world_size, Mapping) else {mesh.axis_names[0]: world_size}
     sizes = {**dict(mesh.shape), **asked}
     for name, size in sizes.items():
-        if name not in mesh.axis_names or not isinstance(size, int) or size < 1:
+        if name not in mesh.axis_names or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
     return tuple(sizes.items())
 
 
+def absent(shape: Shape) -> Mesh:
+    """Return a mesh of processes that are not at hand, as the first of them sees it: enough to trace a step on it.
+
+    Args:
+        shape: the name and size of each axis.
+    """
+    names = [name for name, _ in shape]
+    joint = [",".join(chosen) for k in range(2, len(names) + 1) for chosen in combinations(names, k)]
+    return Mesh(shape, _Processes(), tuple([(axes, f"fzero.plan/{axes}") for axes in joint]))
+
+
 @dataclass(frozen=True)
-class _Absent:
-    """Stands for the processes of a world that is not at hand, of which this one is rank 0."""
+class _Processes:
+    """Answers for a `DeviceMesh` of processes that are not at hand, and for the groups of its axes."""
 
     group_name: str = ""
 
     def get_local_rank(self, name: str) -> int:
+        """Return the rank along an axis: that of the first process."""
         return 0
 
-    def get_group(self, name: str) -> "_Absent":
-        return _Absent(f"fzero.plan/{name}")
+    def get_group(self, name: str) -> "_Processes":
+        """Return the group of an axis, of which a trace asks the name alone."""
+        return _Processes(f"fzero.plan/{name}")
 
 
-def abstract_for(values: Any, sizes: Mapping[str, int], stacked: bool) -> Any:
-    """Return a tree as a rank of another mesh would hold it, in meta tensors, however it is cut now.
+def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:
+    """Return a tree as one rank of another mesh would hold it, in meta tensors, however it is cut now.
 
-    Shards are those of a cut over that mesh; a `PerRank` value is one rank's as it is now.
+    Shards become those of a cut over the other mesh. A `PerRank` value becomes one rank's part, as large as it is now.
 
     Args:
         values: a tree that may hold boxes.
         sizes: of the other mesh's axes.
-        stacked: whether the boxes hold all ranks' pieces, `[N, ...]`, as outside a simulation.
+        stacked: whether the boxes hold the pieces of all ranks, `[N, ...]`, as those of a simulated mesh do.
+
+    Raises:
+        ValueError: if an axis that splits leaves has another size on the other mesh. Names the leaf.
     """
 
     def meta(x: torch.Tensor) -> torch.Tensor:

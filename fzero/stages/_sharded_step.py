@@ -8,6 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
+from fzero._torch.levels import vmaps
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -121,7 +122,7 @@ class ShardedStep:
         )
 
     def _checks_now(self) -> bool:
-        if not self.mesh.distributed:
+        if not self.mesh.distributed or vmaps():  # what a vmap has batched cannot be read
             return False
         if self.check == "first" and not self._calls:
             self._calls.append(None)
@@ -166,9 +167,8 @@ class ShardedStep:
                 the meta device fills itself, see `fzero.nn.initializer`. A function draws the random numbers of an
                 ordinary call, so the values are the same for every mesh; seed all ranks alike.
             opt: an (init, update) pair.
-            donate: whether the results may take over the memory of the tensors in `params`. Afterwards these are
-                empty, and reading them raises `DonatedError` where fzero can tell. Other views of their memory see
-                the new values.
+            donate: whether the results may take over the memory of the tensors in `params`. Afterwards
+                reading these raises `DonatedError`. Views of their memory share it with the results.
 
         Returns:
             `(params, opt_state)`: what the step takes, plain tensors and boxes without an autograd graph. They share no

@@ -8,7 +8,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import mlp_batch, mlp_params
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.test_precision import integers, step_of, token_loss, wide_norm
 
 CASES: Cases = {}
@@ -40,6 +40,19 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.Mesh) -> None:
         whole = [s.gather(tuple(x)) for s, x in zip((*steps, steps[0]), states, strict=True)]
         assert_trees_close(whole[0], whole[1], rtol=0.0)
         assert_trees_close(whole[2], whole[1], rtol=0.0)
+
+
+@case
+def a_vmap_around_the_world_maps_every_process(mesh: fzero.Mesh) -> None:
+    opt = optim.adamw(0.1)
+    for stage in (0, 3):
+        step = fzero.shard(train_step_for(mlp_loss, opt), stage, mesh, check=True)
+        state = step.init(mlp_params(), opt)
+        batches = [mesh.split(mlp_batch(2 * mesh.size, seed=i)) for i in range(2)]
+        stacked = fzero.PerRank(tree.map(lambda *xs: torch.stack(xs), *[b.value for b in batches]))
+        together = torch.vmap(lambda batch, step=step, state=state: step(*state, batch))(stacked)
+        for i, batch in enumerate(batches):
+            assert_trees_close(tree.map(lambda x, i=i: x[i], together), step(*state, batch), rtol=1e-12)
 
 
 @case

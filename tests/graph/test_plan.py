@@ -190,8 +190,16 @@ def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
     assert plan.collectives == () and plan.flops > 0
     with pytest.raises(ValueError, match="world_size=8: jit\\(train_step\\) has no mesh"):
         fzero.plan(step, params, ADAMW.init(params), mlp_batch(4), world_size=8)
-    with pytest.raises(ValueError, match="world_size=0"):
-        planned("A", 3, world_size=0)
+    for size in (0, True, 2.5):
+        with pytest.raises(ValueError, match=f"world_size={size}: expected a number of ranks"):
+            planned("A", 3, world_size=size)
+
+
+def test_a_plan_of_a_rank_program_in_another_world():
+    mesh = fzero.mesh(dp=2)
+    program = mesh.spmd(lambda x: fzero.psum(x))
+    (sent,) = fzero.plan(program, mesh.split(torch.ones(4)), world_size=512).collectives
+    assert (sent.kind, sent.bytes) == ("all_reduce", 16)  # there and back
 
 
 def test_planning_runs_nothing():

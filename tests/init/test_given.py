@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import nn, optim, tree
-from fzero.graph._absent import _Absent
+from fzero.graph._absent import absent
 from fzero.testing import assert_trees_close, stages, trees
 from tests.helpers import train_step_for
 from tests.memory import peak_bytes
@@ -105,9 +105,9 @@ def test_donated_views_are_copied():
     assert params["wide"].is_contiguous()
 
 
-def absent(stage: int, ranks: int = 8) -> fzero.ShardedStep:
+def step_elsewhere(stage: int, ranks: int = 8) -> fzero.ShardedStep:
     """The step as one of many ranks has it, without the others."""
-    return fzero.shard(lambda p, s: (p, s), stage, fzero.Mesh((("dp", ranks),), _Absent()))
+    return fzero.shard(lambda p, s: (p, s), stage, absent((("dp", ranks),)))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -120,7 +120,7 @@ def test_no_second_copy_of_all_parameters(how, stage):
     def make() -> Any:
         return {"blocks": [{"w": torch.randn(width, width)} for _ in range(layers)]}
 
-    step, opt = absent(stage, ranks), optim.adam(0.1)
+    step, opt = step_elsewhere(stage, ranks), optim.adam(0.1)
     step.init(make, opt)  # warm
     values: list[Any] = [make]
     if how != "function":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._absent import _Absent
+from fzero.graph._absent import absent
 from fzero.testing import assert_trees_close, stages, trees
 from tests.memory import peak_bytes
 from tests.stages.test_axes import ARRANGEMENTS, parallel_params
@@ -248,8 +248,7 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
         weights = [torch.randn(width, width).mul_(0.1) for _ in range(layers)]
         return {"blocks": [{"w": w, "b": torch.zeros(width)} for w in weights]}
 
-    absent = fzero.Mesh((("dp", ranks),), _Absent())
-    step = step_on(3, dp=ranks)._on(absent)
+    step = step_on(3, dp=ranks)._on(absent((("dp", ranks),)))
     shards = layers * (width * width + width) * 4 // ranks
     leaf = width * width * 4
     step.init(init, optim.sgd(0.1))  # warm

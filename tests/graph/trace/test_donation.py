@@ -169,8 +169,10 @@ def test_a_captured_tensor_is_not_overwritten_nor_read_when_it_is_gone():
         f(x)
     assert [y.tolist() for y in f(torch.zeros(3))] == [[1, 1, 1], [3, 3, 3]]
     fzero.jit(lambda p: p + 1, donate=0, backend="fx")(x)
+    mine = torch.zeros(3)
     with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
-        f(torch.zeros(3))
+        f(mine)
+    assert mine.tolist() == [0, 0, 0]  # refused before anything was lost
 
 
 class Labelled(torch.Tensor):
