@@ -99,8 +99,10 @@ class Spmd:
             )
 
         run: Callable[..., Any] = rank
-        # torch lets a vmap return without a dimension only what no vmap has batched, one around the world included
-        whole = [not kind and not vmaps() for kind in kinds]
+        # torch lets a vmap return without a dimension only what no vmap has batched, one around the world included;
+        # under Dynamo none is around it
+        alone = torch.compiler.is_dynamo_compiling() or not vmaps()
+        whole = [not kind and alone for kind in kinds]
         for name, size in reversed(shape):
             run = _vmapped(run, name, size, axes, kinds, whole)
         groups = [iter(group) for group in run((), *leaves)]
