@@ -24,6 +24,7 @@ def store() -> Iterator[dist.HashStore]:  # pyright: ignore
 
 def test_texts_come_in_rank_order_and_rounds_stay_apart(store, monkeypatch):
     monkeypatch.setattr(texts, "_ROUNDS", texts.Counter())
+    monkeypatch.setattr(texts, "SECONDS", 5.0)  # a fault is found soon
     mesh = fzero.mesh(simulate=False, dp=2)
     group_store = dist.distributed_c10d._get_default_store()
     for number, word in enumerate(("first", "second"), 1):
