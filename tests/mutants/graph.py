@@ -62,6 +62,13 @@ MUTANTS = [
         "",
         JIT,
     ),
+    Mutant(
+        "ranks compare what a vmap has batched",
+        "stages/_sharded_step.py",
+        "or vmaps():",
+        ":",
+        ("tests/distributed/test_gloo.py", "-k", "training-2"),
+    ),
     Mutant("a vmap around the world breaks", "ranks/spmd.py", "not kind and not vmaps()", "not kind", JIT),
     Mutant("a knob takes what is no number", "graph/_knobs.py", "float(value) >= 0", "True", JIT),
     Mutant(

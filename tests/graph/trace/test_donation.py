@@ -175,6 +175,18 @@ def test_a_captured_tensor_is_not_overwritten_nor_read_when_it_is_gone():
     assert mine.tolist() == [0, 0, 0]  # refused before anything was lost
 
 
+def test_compiled_code_is_not_given_a_captured_tensor_that_is_gone():
+    """It would read the memory without asking torch."""
+    x = torch.ones(3)
+    f = fzero.jit(lambda p: p + x, backend="fx")
+    f(torch.zeros(3))
+    (entry,) = f._entries.values()
+    entry.executable = lambda args: [torch.zeros(3)]
+    fzero.jit(lambda p: p + 1, donate=0, backend="fx")(x)
+    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
+        f(torch.zeros(3))
+
+
 class Labelled(torch.Tensor):
     pass
 
