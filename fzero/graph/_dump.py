@@ -70,7 +70,7 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
     """Write the graph as traced, and after each pass, into numbered files of a folder, and a table of their peaks.
 
     Args:
-        folder: is made if it is not there; files of these names in it are overwritten.
+        folder: is made if it is not there; what an earlier dump left in it goes.
         passes: the passes over the traced graph.
         choice: the settings of the schedule to show.
         name: of the step.
@@ -88,6 +88,8 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
              1               16  float32[2]                   add = aten.add.Tensor(arg0_1, 1)
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("[0-9][0-9]_*.txt"):  # of other settings, which ran other passes
+        old.unlink()
     states = [State("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
         states.append(State(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
