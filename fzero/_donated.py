@@ -32,6 +32,10 @@ DonatedError.__module__ = "fzero"
 
 def message(note: str) -> str:
     """Say what was donated and what to do."""
+    if note.endswith("failed midway"):
+        return (
+            f"{note}: its memory was written into, and there are no results. Go on from what you saved before the call"
+        )
     return (
         f"{note}: its memory holds the results of that call now. Go on with them (params, opt_state, loss = "
         "step(params, opt_state, batch)), copy what you want to keep before the call, or call without donation: jit "

@@ -51,7 +51,7 @@ def checked_folder(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"dump={str(folder)!r}: the folder cannot be made: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(f"dump={str(folder)!r}: no permission to write into the folder")
-    return str(path)
+    return str(path.absolute())  # whatever the working directory is when the step is traced
 
 
 def folder_of(folder: str, mesh: Mesh | None, traces: int) -> Path:

@@ -163,6 +163,11 @@ def wanted_axes(
     wanted = (wanted,) if isinstance(wanted, str) else wanted
     for name in wanted or ():
         lookup(name)
+        if axes and name not in [a.name for a in axes]:
+            raise ValueError(
+                f"over: leaf {path!r} is to be sharded over {name!r}, which is none of the axes "
+                f"{tuple(a.name for a in axes)} that trees are cut over; name one of these, or add {name!r} to axis="
+            )
     return tuple([a.name for a in axes if a.name not in split and (wanted is None or a.name in wanted)])
 
 

@@ -88,9 +88,10 @@ def shard(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)
-    positions = (params,) if isinstance(params, int) else tuple(params)
-    if any(i < 0 for i in positions):
-        raise ValueError(f"params={params!r}: expected positions of arguments, counted from 0")
+    positions = (params,) if isinstance(params, int | str) else tuple(params)
+    whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
+    if not whole or not positions or len(set(positions)) < len(positions):
+        raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
     return ShardedStep(train_step, _stage(stage), mesh, names, positions, Rules(units, rule_of(over), split), check)
 
 

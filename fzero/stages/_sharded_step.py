@@ -196,7 +196,9 @@ class ShardedStep:
         with torch.inference_mode(False), torch.no_grad():
             params = wide._placed("params", params, "step.init(..., donate=True)" if donate else "")
             opt_state = wide._state(params, opt)
-            return (params if precision is None else precision.cast(params)), opt_state
+            params = params if precision is None else precision.cast(params)
+            # a state that starts as the parameters: a jitted step writes into both
+            return params, tree.map(copied_from(params), opt_state)
 
     def _placed(self, what: str, values: Any, by: str) -> Any:
         """Put a tree into the layout that parameters have between steps: its leaves one by one into their places."""

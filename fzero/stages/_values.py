@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._torch import storage_id
 from fzero._torch.levels import is_wrapped
 from fzero.tree import Tree
 
@@ -18,10 +19,10 @@ def as_value(x: Any) -> Any:
     return x.detach() if own else x
 
 
-def copied_from(values: Tree) -> Callable[[torch.Tensor], torch.Tensor]:
+def copied_from(values: Tree) -> Callable[[Any], Any]:
     """Return a function that copies tensors that share memory with `values`, which a jitted step may overwrite."""
-    lent = {x.untyped_storage().data_ptr() for x in tree.tensors(values)}
-    return lambda x: x.clone() if x.untyped_storage().data_ptr() in lent else x
+    lent = {storage_id(x) for x in tree.tensors(values)}
+    return lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in lent else x
 
 
 def is_like(x: Tree, y: Tree) -> bool:

@@ -1,0 +1,76 @@
+"""Arguments of fzero.shard, and states of optimizers, that an attack found to be taken wrongly."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+import fzero.testing
+from fzero import optim, tree
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+
+def nothing(params: Any, opt_state: Any, batch: Any) -> Any:
+    return params, opt_state
+
+
+@pytest.mark.parametrize("over", ["tp", lambda path, leaf: "tp"], ids=["name", "rule"])
+def test_units_are_sharded_over_axes_of_the_step_only(over):
+    """Over another axis nothing would be sharded, without a word."""
+    step = fzero.shard(nothing, stage=3, mesh=fzero.mesh(dp=2, tp=2), axis="dp", over=over)
+    with pytest.raises(
+        ValueError, match=r"over: leaf .* is to be sharded over 'tp', which is none of the axes \('dp',\)"
+    ):
+        step.init(mlp_params(), optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("params", [True, "0", [], (0, 0), -1, (0, 1.5)])
+def test_positions_of_parameters_are_different_ints(params):
+    with pytest.raises(ValueError, match="expected different positions of arguments"):
+        fzero.shard(nothing, stage=0, mesh=fzero.mesh(dp=2), params=params)
+
+
+class Lookahead:
+    """A pair whose state starts as the parameters."""
+
+    elementwise = True
+
+    def init(self, params: Any) -> Any:
+        return {"slow": params}
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        slow = tree.map(lambda s, p: 0.5 * s + 0.5 * p, state["slow"], params)
+        return tree.map(lambda s, p, g: s - p - 0.1 * g, slow, params, grads), {"slow": slow}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_that_starts_as_the_parameters_has_memory_of_its_own(stage, donate):
+    mesh, opt = fzero.mesh(dp=2), Lookahead()
+    train_step = train_step_for(mlp_loss, opt)
+    expected = mlp_params(), opt.init(mlp_params())
+    step = fzero.shard(train_step, stage=stage, mesh=mesh)
+    state = step.init(mlp_params(), opt, donate=donate)
+    jitted = fzero.jit(step, backend="fx")
+    for i in range(2):
+        *state, _ = jitted(*state, mesh.split(mlp_batch(8, i)))
+        *expected, _ = train_step(*expected, mlp_batch(8, i))
+    fzero.testing.assert_trees_close(step.gather(state[0]), expected[0])
+    fzero.testing.assert_trees_close(step.gather(state[1]), expected[1])
+
+
+def test_what_failed_midway_has_no_results_to_go_on_with():
+    from fzero._donated import message
+
+    said = message("argument 0 was donated to jit(f), which failed midway")
+    assert "no results" in said and "Go on with them" not in said
+
+
+def test_a_dump_stays_where_the_step_was_jitted(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    jitted = fzero.jit(lambda x: x + 1, backend="fx", dump="graphs")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    jitted(torch.ones(2))
+    assert (tmp_path / "graphs" / "peaks.txt").exists()
