@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._torch import is_tracing
 from fzero._torch.modules import statistics
 from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
@@ -15,7 +16,7 @@ from fzero.init._module import without_storage
 from fzero.layout.boxes import is_box
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._checks import check_module, check_tensors
-from fzero.nn._written import check_left, check_written, held, versions_of
+from fzero.nn._written import before_call, check_left, check_written, held, put_back, versions_of
 
 __all__ = ["Apply", "Functional", "functional"]
 
@@ -154,11 +155,15 @@ class Apply:
         structure = tree.flatten((args, kwargs))[1]  # later calls with such arguments leave the same behind
         is_new = structure not in self._memory.seen
         versions, before = versions_of(state), held(module) if is_new else None
-        out = torch.func.functional_call(module, state, args, kwargs)
-        check_written(versions, state, self.params, self.mutable)
-        if before is not None:
-            check_left(before, module)
-            self._memory.seen.add(structure)
+        stand_ins = before_call(module)
+        try:
+            out = torch.func.functional_call(module, state, args, kwargs)
+            check_written(versions, state, self.params, self.mutable)
+            if before is not None:
+                check_left(before, module)
+                self._memory.seen.add(structure)
+        finally:
+            put_back(stand_ins, traced=is_tracing())
         return out
 
     def _own_module(self) -> torch.nn.Module:

@@ -14,7 +14,17 @@ import torch
 from fzero._notice import notice
 from fzero._torch.modules import attributes, version_of
 
-__all__ = ["Held", "Versions", "check_left", "check_written", "held", "tensors_in", "versions_of"]
+__all__ = [
+    "Held",
+    "Versions",
+    "before_call",
+    "check_left",
+    "check_written",
+    "held",
+    "put_back",
+    "tensors_in",
+    "versions_of",
+]
 
 CONTAINERS = (list, tuple, dict, set, deque)
 Tensors = Mapping[str, torch.Tensor]
@@ -62,6 +72,38 @@ def check_written(before: Versions, state: Tensors, params: frozenset[str], muta
                 "of a module in training mode"
             )
             raise RuntimeError(f"the module's forward pass wrote {what} {name!r} in place: {expected}")
+
+
+# ---------------------------------------------------------------- what a call leaves behind
+
+
+class Before(NamedTuple):
+    """A submodule as it was before a call: its attributes, and what stands in the places of parameters and buffers."""
+
+    module: torch.nn.Module
+    attributes: dict[str, object]
+    parameters: dict[str, torch.nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+
+
+def before_call(module: torch.nn.Module) -> list[Before]:
+    """Take down a module and its submodules as they are."""
+    return [Before(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+
+
+def put_back(before: list[Before], traced: bool) -> None:
+    """Put a module's stand-ins back, and after a trace all attributes too, whose tensors have no values.
+
+    `functional_call` forgets the stand-ins of a submodule that is registered twice.
+    """
+    for was in before:
+        m = was.module
+        if traced:
+            m.__dict__.clear()
+            m.__dict__.update(was.attributes)
+        m._parameters.clear()
+        m._parameters.update(was.parameters)
+        m._buffers.update(was.buffers)
 
 
 # ---------------------------------------------------------------- attributes

@@ -4,6 +4,8 @@ from tests.mutants.mutant import REMAT, STEP, Mutant
 
 WRITTEN = ("tests/nn/test_written.py",)
 
+LEFT = ("tests/nn/test_left_behind.py",)
+
 MUTANTS = [
     Mutant("one module for all ranks", "nn/_functional.py", "if not in_lockstep():", "if True:", STEP),
     Mutant(
@@ -42,4 +44,6 @@ MUTANTS = [
         "not self._memory.seen",
         WRITTEN,
     ),
+    Mutant("a trace leaves stand-ins behind", "nn/_functional.py", "traced=is_tracing()", "traced=False", LEFT),
+    Mutant("weights outlive a call", "nn/_written.py", "m._parameters.update(was.parameters)", "pass", LEFT),
 ]

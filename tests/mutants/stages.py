@@ -8,6 +8,8 @@ STEP = "stages/_sharded_step.py"
 PARTITION = ("tests/stages/test_partition.py",)
 ERRORS = ("tests/test_errors.py",)
 
+ATTACKED = ("tests/stages/test_attacked.py",)
+
 MUTANTS = [
     # checksums
     Mutant("order is not in the checksum", "ranks/agreement.py", ".mul_(2).add_(1)", ".mul_(0).add_(1)", AGREEMENT),
@@ -72,4 +74,18 @@ MUTANTS = [
     Mutant("torch.optim runs", "stages/_optimizer.py", "isinstance(x, torch.optim.Optimizer)", "False", ERRORS),
     Mutant("torch.optim in init", "stages/_optimizer.py", '    check_pair(opt, "init")\n', "", ERRORS),
     Mutant("a module for parameters", "stages/_checks.py", "isinstance(args[i], torch.nn.Module)", "False", ERRORS),
+    Mutant(
+        "a state shares the parameters' memory",
+        "stages/_sharded_step.py",
+        "tree.map(copied_from(params), opt_state)",
+        "opt_state",
+        ATTACKED,
+    ),
+    Mutant(
+        "units are sharded over no axis",
+        "layout/units.py",
+        "if axes and name not in [",
+        "if False and name not in [",
+        ATTACKED,
+    ),
 ]
