@@ -55,6 +55,7 @@ def _shown_dim(options: Along, xs: Tensors) -> str:
 
 
 def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
+    """Concatenate the ranks' tensors, stacked along dimension 0, along a dimension of their own."""
     dim = options.dim
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 

@@ -49,8 +49,8 @@ def jit(
             tensors raise `DonatedError` when they are used. By default a sharded step donates its parameters, its
             optimizer's state, and any other tree that it returns at the position where it took it; the logger
             "fzero.jit" lists them. Any other function donates nothing. `()` for none.
-        backend: "inductor" compiles each distinct segment between collectives once; "inductor-whole" the graph as a
-            whole; "fx" runs torch's own operations one by one, bit for bit as the eager step does.
+        backend: "inductor" compiles each distinct segment between collectives once. "inductor-whole" compiles the graph
+            as a whole. "fx" runs torch's own operations one by one, bit for bit as the eager step does.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. Of the schedules that fit, the
             fastest by the cost model is kept. By default the fastest of those within 3% of the smallest.
         prefetch: how many gathers of parameters start ahead of the one in use; with "fitting" one, wherever there is

@@ -44,7 +44,7 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
         `params = precision.cast(params)`.
 
     Raises:
-        TypeError: if `precision` is no policy; on init, if a parameter is not a floating-point tensor; on update, if
+        TypeError: if `precision` is no policy. On init, if a parameter is not a floating-point tensor; on update, if
             parameters or gradients have not the policy's dtypes: a cast was forgotten. Names the path.
         ValueError: on update, if `params` is not given.
 
