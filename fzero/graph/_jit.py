@@ -53,12 +53,12 @@ def jit(
             as a whole. "fx" runs torch's own operations one by one, bit for bit as the eager step does.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. Of the schedules that fit, the
             fastest by the cost model is kept. By default the fastest of those within 3% of the smallest.
-        prefetch: how many gathers of parameters start ahead of the one in use. "fitting" starts one ahead wherever there
-            is room below the peak of the smallest schedule, or up to `memory_budget`.
+        prefetch: how many gathers of parameters start ahead of the one in use. "fitting" starts one ahead wherever
+            there is room below the peak of the smallest schedule, or up to `memory_budget`.
         in_flight: how many reductions may be on their way while work goes on. Each holds a unit's gradients.
         bucket_bytes: up to what size collectives of small units are joined; 0 for never.
         max_reuse_bytes: a gathered unit is let go, and gathered again, when more bytes than these of other units are
-            used between two of its uses; 0 for always, `math.inf` for never.
+            used between two of its uses. 0 is for always, `math.inf` for never.
         recompute: whether cheap operations, such as an activation function, run again for the backward pass, so that
             their results need not be kept.
         dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
