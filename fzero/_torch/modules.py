@@ -3,9 +3,12 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-__all__ = ["attributes", "gradient_hooks", "has_backward_hook", "statistics", "version_of"]
+__all__ = ["attributes", "forward_hooks", "gradient_hooks", "has_backward_hook", "statistics", "version_of"]
 
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 
@@ -22,6 +25,11 @@ def gradient_hooks(x: torch.Tensor) -> list[str]:
 def has_backward_hook(module: torch.nn.Module) -> bool:
     """Return whether a full backward hook, or a backward pre-hook, is registered on a module itself."""
     return bool(module._backward_pre_hooks) or (bool(module._backward_hooks) and module._is_full_backward_hook is True)
+
+
+def forward_hooks(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return the hooks before and after a module's forward pass, by handle: the dicts themselves."""
+    return [module._forward_pre_hooks, module._forward_hooks]
 
 
 def statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -6,19 +6,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["initializer", "on_meta", "trainable", "without_storage"]
+__all__ = ["initializer", "on_meta", "stand_ins", "trainable", "without_storage"]
 
 Tensors = dict[str, torch.Tensor]
 
 
 def without_storage(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a module whose parameters and buffers are meta tensors; tied ones stay tied."""
-    memo: dict[int, Any] = {}
+    return copy.deepcopy(module, stand_ins(module))
+
+
+def stand_ins(module: torch.nn.Module) -> dict[int, Any]:
+    """Make meta tensors like a module's parameters and buffers, by the ids of these."""
+    made: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for p in module.parameters():
-        memo[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in module.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(module, memo)
+        made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    return made
 
 
 def trainable(module: torch.nn.Module) -> Tensors:

@@ -1,6 +1,5 @@
 """functional: a module as a pure function of its parameters and buffers."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,10 +11,11 @@ from fzero._torch import is_tracing
 from fzero._torch.modules import statistics
 from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
-from fzero.init._module import without_storage
+from fzero.init._module import stand_ins
 from fzero.layout.boxes import is_box
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._checks import check_module, check_tensors
+from fzero.nn._closures import check_functions, copy_module
 from fzero.nn._written import before_call, check_left, check_written, held, put_back, versions_of
 
 __all__ = ["Apply", "Functional", "functional"]
@@ -64,7 +64,8 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
             holds a DTensor. These synchronise by themselves, and under torch.func they silently do not.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
             gradient, which torch.func never calls, or a module one on its backward pass, which it refuses. Also if an
-            attribute holds a tensor that was computed of parameters.
+            attribute holds a tensor that was computed of parameters. Also if a function in an attribute, or a forward
+            hook, holds a parameter itself, or reads the module as a global.
 
     Example:
         >>> import fzero
@@ -76,12 +77,13 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
         torch.Size([4, 2])
     """
     check_module(module)
+    check_functions(module)
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items() if p.requires_grad}
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
     constants = {**buffers, **frozen}
-    copied, mutable = without_storage(module), _mutable(module)
+    copied, mutable = copy_module(module, stand_ins(module)), _mutable(module)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks)
     return Functional(apply, params, constants)
@@ -172,7 +174,7 @@ class Apply:
             return self.module
         rank, copies = tuple([axis.rank for axis in bound()]), self._memory.copies
         if rank not in copies:
-            copies[rank] = copy.deepcopy(self.module)
+            copies[rank] = copy_module(self.module)
         return copies[rank]
 
 
