@@ -3,6 +3,13 @@
 from tests.mutants.mutant import AXES, HALF, OWN, REMAT, WRITES, Mutant
 
 MUTANTS = [
+    Mutant(
+        "attention is taken to draw",
+        "transforms/_remat/_tape.py",
+        ' and _given(op, args, kwargs, "dropout_p") != 0',
+        "",
+        REMAT,
+    ),
     Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / self.parts", "loss / self.batch.count"),
     Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
     Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),

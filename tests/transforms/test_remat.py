@@ -904,3 +904,25 @@ def test_writing_into_a_result_does_not_reach_an_argument():
     plain = gradient(lambda p, x: (x.clone(), x * p))
     assert torch.equal(gradient(fzero.remat(lambda p, x: (x, x * p))), plain)
     assert torch.equal(gradient(fzero.remat(lambda p, x: (x.view(2), x * p))), plain)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Attend with a bias that is a parameter, as T5 does."""
+    q, k, v = [(x @ p[name]).unflatten(-1, (2, -1)).transpose(-2, -3) for name in "qkv"]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=p["bias"]).transpose(-2, -3).flatten(-2)
+
+
+@pytest.mark.parametrize("save", [None, "matmuls"])
+def test_attention_whose_mask_is_trained_is_the_plain_ones(save):
+    """Torch chooses another kernel where the mask needs a gradient, as in the second run."""
+    torch.manual_seed(0)
+    params = {name: torch.randn(8, 8) for name in "qkv"} | {"bias": torch.randn(2, 5, 5)}
+    x = torch.randn(3, 5, 8)
+    plain = grad(lambda p: attention(p, x).square().sum())(params)
+    assert_trees_close(grad(lambda p: fzero.remat(attention, save)(p, x).square().sum())(params), plain)
+    wanted = {name: p.clone().requires_grad_() for name, p in params.items()}
+    fzero.remat(attention, save)(wanted, x).square().sum().backward()
+    assert_trees_close({name: p.grad for name, p in wanted.items()}, plain)

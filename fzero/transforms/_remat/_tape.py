@@ -29,8 +29,17 @@ def _name(op: OpOverload) -> str:
     return op.name().removeprefix("aten::").split(".")[0].rstrip("_")
 
 
-def _draws(op: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
+def _draws(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Return whether a call draws random numbers; attention without dropout draws none, whatever its tag says."""
+    return torch.Tag.nondeterministic_seeded in op.tags and _given(op, args, kwargs, "dropout_p") != 0
+
+
+def _given(op: OpOverload, args: Any, kwargs: Any, name: str) -> Any:
+    """Return what a call gives for an argument: its default where it gives nothing, None where there is none."""
+    for i, a in enumerate(op._schema.arguments):
+        if a.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, a.default_value)
+    return None
 
 
 class _Kept(int):
@@ -102,7 +111,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        drawn = _draws(func)
+        drawn = _draws(func, args, kwargs)
         if self._storages and func._schema.is_mutable:
             self._copy_written(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -151,7 +160,9 @@ class Player(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func) and not (self.chosen is not None and not func._schema.is_mutable and self.chosen(func)):
+        if not _draws(func, args, kwargs) and not (
+            self.chosen is not None and not func._schema.is_mutable and self.chosen(func)
+        ):
             return func(*args, **kwargs)
         call = _call_of(func, args, kwargs)
         entry = self.entries[self.position] if self.position < len(self.entries) else None
