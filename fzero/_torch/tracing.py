@@ -3,6 +3,7 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -185,15 +186,33 @@ def storage_id(x: torch.Tensor) -> int:
 def holders(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Count for each tensor who holds on to its memory: tensors, itself among them, autograd graphs, DLPack capsules.
 
-    The base of a view is not counted: the view keeps it alive, whether anyone else does or not.
+    The base of a view is not counted where the view alone keeps it alive.
     """
-    count = torch._C._storage_Use_Count  # counts the storage that is asked for too, as the tensor counts its object
-    found = [count(x.untyped_storage()._cdata) + x._use_count() - 2 for x in tensors]  # pyright: ignore
-    return [n - 1 if n > 1 and _keeps_base(x) else n for x, n in zip(tensors, found, strict=True)]
+    return [_holders(x) for x in tensors]
 
 
-def _keeps_base(x: torch.Tensor) -> bool:
-    return x._is_view() and x._base is not None and storage_id(x._base) == storage_id(x)
+def _holders(x: torch.Tensor) -> int:
+    users = torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # without the object that asks
+    found = users + x._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]  # its own object is no other
+    return found - 1 if found > 1 and _keeps_base(x, users) else found
+
+
+def _keeps_base(x: torch.Tensor, users: int) -> bool:
+    """Return whether a tensor is a view of a base in the same memory that views alone keep alive."""
+    base = x._base if x._is_view() else None
+    if base is None or storage_id(base) != storage_id(x):
+        return False
+    views = users - 1  # at most, and each holds the base; so does its object
+    held = base._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    return held <= views + 1 and sys.getrefcount(base) <= _references_alone()
+
+
+@functools.cache
+def _references_alone() -> int:
+    """Count the references to the object of a base that only a view holds; torch's own way to count has changed."""
+    view = torch.empty(2)[:1]
+    base = view._base
+    return sys.getrefcount(base)
 
 
 def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:

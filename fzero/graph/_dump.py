@@ -43,6 +43,8 @@ def checked_folder(folder: str | os.PathLike[str]) -> str:
         path = Path(folder)
     except TypeError as error:
         raise TypeError(f"dump={folder!r}: expected the path of a folder") from error
+    if not os.fspath(folder) or "\0" in str(path):
+        raise ValueError(f'dump={folder!r}: expected the path of a folder; "." is the one at hand')
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

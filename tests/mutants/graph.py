@@ -46,7 +46,15 @@ MUTANTS = [
     Mutant("the donated keep their class", "_donated.py", "    x.__class__ = DonatedTensor\n", "", DONATION),
     Mutant("views of the donated are not seen", "graph/trace/_donation.py", "if max(held) <= 1:", "if True:", DONATION),
     Mutant("a base keeps the memory", "_donated.py", "if x._is_view():", "if False:", DONATION),
-    Mutant("capsules are not seen", "_torch/tracing.py", " + x._use_count() - 2", " - 1", DONATION),
+    Mutant("capsules are not seen", "_torch/tracing.py", "users + x._use_count() - 1", "users", DONATION),
+    Mutant(
+        "a base that is held is not seen",
+        "_torch/tracing.py",
+        " and sys.getrefcount(base) <= _references_alone()",
+        "",
+        DONATION,
+    ),
+    Mutant("a graph of a base is not seen", "_torch/tracing.py", "held <= views + 1 and ", "", DONATION),
     Mutant(
         "the captured are overwritten",
         "graph/trace/_donation.py",

@@ -22,8 +22,8 @@ def check_separate(arguments: Arguments, donated: Sequence[int], captured: Seque
 
     Raises:
         ValueError: if a donated tensor was made under inference mode, or shares memory with another argument or a
-            captured tensor. Also if a view, `.detach()`, `.numpy()` or an autograd graph of it lives elsewhere. Names
-            it.
+            captured tensor. Also if a view, its base, `.detach()`, `.numpy()` or an autograd graph of it lives
+            elsewhere. Names it.
     """
     tensors = [*arguments.tensors, *[x for x in captured if isinstance(x, torch.Tensor)]]
     if not torch.is_inference_mode_enabled():
@@ -76,9 +76,10 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
     for i, n in zip(donated, held, strict=True):
         if n > given[storage_id(arguments.tensors[i])]:
             raise ValueError(
-                f"{arguments.places[i]} shares its memory with something that is no argument (a view of it, its "
-                ".detach() or .numpy(), an autograd graph), and it is donated to fzero.jit: that would see the new "
-                "values. Let it go or clone it before the call, or jit with donate=()"
+                f"{arguments.places[i]} shares its memory with something that is no argument (a view of it, what "
+                "it is a view of, its .detach() or .numpy(), an autograd graph; perhaps a variable that a loop left), "
+                "and it is donated to fzero.jit: that would see the new values. Let it go (del) or clone it before the "
+                "call, or jit with donate=()"
             )
 
 

@@ -141,6 +141,22 @@ def test_memory_that_lives_on_elsewhere_is_not_donated(name):
     assert f(f(x)).tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("hold", [lambda flat: flat, lambda flat: flat.detach(), lambda flat: (flat * LEAF).sum()])
+def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hold):
+    f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
+    flat = torch.ones(6)
+    params, held = {"a": flat[:2], "b": flat.view(2, 3)[1]}, hold(flat)
+    del flat
+    with pytest.raises(ValueError, match=r"argument 0, leaf 'a' shares its memory .*what it is a view of"):
+        f(params)
+    del held
+    params = f(params)
+    assert params["a"].tolist() == [2, 2] and params["b"].tolist() == [2, 2, 2]
+
+
+LEAF = torch.ones(6, requires_grad=True)
+
+
 def test_parts_of_one_buffer_may_be_donated_again_and_again():
     """Such as what step.gather returns."""
     buffer = torch.zeros(6)
