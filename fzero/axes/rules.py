@@ -7,7 +7,7 @@ import torch
 
 from fzero.axes.axis import AxisName
 
-__all__ = ["DEFAULT_RULES", "DtypeRule", "OverRule", "Rules", "SplitRule", "UnitRule"]
+__all__ = ["DEFAULT_RULES", "DtypeRule", "OverRule", "Rules", "SplitRule", "UnitRule", "given_rules"]
 
 UnitRule = Callable[[str, torch.Tensor], str | None]
 OverRule = Callable[[str, torch.Tensor], AxisName]
@@ -32,3 +32,19 @@ class Rules(NamedTuple):
 
 
 DEFAULT_RULES = Rules()
+
+
+def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRule | None) -> Rules:
+    """Make rules of the arguments by these names.
+
+    Raises:
+        TypeError: if one is neither a rule nor, for `over`, names of axes.
+    """
+    for name, rule, gives in (("units", units, "the name of a unit, or None"), ("split", split, "{axis: dimension}")):
+        if rule is not None and not callable(rule):
+            raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {gives}")
+    if over is None or callable(over):
+        return Rules(units, over, split)
+    if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
+        raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
+    return Rules(units, lambda path, leaf: over, split)

@@ -39,14 +39,21 @@ class _Box:
         _refuse(box, f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("data", "value") and hasattr(self, "donated"):
-            raise DonatedError(message(self.donated))
+        if name != "donated":
+            _check_kept(self)
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
+def _check_kept(box: Any) -> None:
+    """Check that a box was not donated."""
+    if hasattr(box, "donated"):
+        raise DonatedError(message(box.donated))
+
+
 def _refuse(box: Any, what: str) -> Any:
+    _check_kept(box)
     raise TypeError(f"{what} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
 
 

