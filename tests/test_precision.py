@@ -141,7 +141,7 @@ def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 3)]])
 def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 64.0, growth_interval=2)
@@ -181,8 +181,8 @@ def test_inductor_follows_eager():
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_dtypes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
     seen: list[Any] = []

@@ -7,7 +7,8 @@ import pytest
 from tests.distributed.launch import python
 
 
-@pytest.mark.parametrize("model", ["bert-large", pytest.param("vit-g", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert-large", "vit-g"])
 def test_a_toy_run_shows_less_memory_at_each_stage(model):
     pytest.importorskip("ninja")
     options = ["--toy", "--device", "cpu", "--backend", "fx", "--rounds", "2"]

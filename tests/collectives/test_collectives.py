@@ -87,7 +87,7 @@ def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(names, N)
 def test_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""

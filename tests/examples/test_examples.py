@@ -39,11 +39,11 @@ def test_parallel_mlp_is_the_dense_one(ranks, words):
 @pytest.mark.parametrize(
     "words,limit,variables",
     [
-        ("--no-jit --steps 8 --stage 2", 1e-4, {}),
+        pytest.param("--no-jit --steps 8 --stage 2", 1e-4, {}, marks=pytest.mark.slow),
         ("--jit --steps 8 --stage 3", 1e-4, {"PATH": ""}),  # no compiler: the backend is fx
         pytest.param("--jit --steps 8 --stage 3", 1e-4, {}, marks=pytest.mark.slow),
         ("--no-jit --steps 4 --stage 3 --precision float16 --remat", 0.02, {}),
-        ("--no-jit --steps 4 --stage 1 --precision bfloat16 --remat", 0.05, {}),
+        pytest.param("--no-jit --steps 4 --stage 1 --precision bfloat16 --remat", 0.05, {}, marks=pytest.mark.slow),
     ],
     ids=["eager", "jit", "inductor", "float16", "bfloat16"],
 )

@@ -53,7 +53,7 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, params: Any, opt: 
 # ---------------------------------------------------------------- the same numbers
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(), k=st.integers(1, 3))
 def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     step = fzero.shard(train_step_for(loss_of_tree, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=n))
@@ -68,9 +68,8 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
         (0, 4),
         (1, 1),
         (2, 4),
-        (3, 1),
         (3, 4),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 1), (1, 4), (2, 1))],
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 1), (1, 4), (2, 1), (3, 1))],
     ],
 )
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):

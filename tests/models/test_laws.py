@@ -24,6 +24,9 @@ def models(which: Callable[[Model], bool] = lambda model: True) -> list[Any]:
     return [pytest.param(k, marks=[pytest.mark.slow] * m.slow) for k, m in MODELS.items() if which(m)]
 
 
+STAGES = [1, 3, *[pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)]]
+
+
 @functools.cache
 def unsharded(name: str, attention: str | None = None) -> Trained:
     """Train on whole batches, or part by part where a rank's part gives numbers of its own."""
@@ -31,14 +34,14 @@ def unsharded(name: str, attention: str | None = None) -> Trained:
     return train_by_hand(built(name, attention), MODELS[name].batches(), parts, MODELS[name].per_rank == "dropout")
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", models())
 def test_ranks_in_lockstep_train_as_unsharded(name, stage):
     trained = train_sharded(built(name), MODELS[name].batches(), stage, LOCKSTEP)
     assert_same_training(trained, unsharded(name), MODELS[name].rtol)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", models(lambda m: not m.vmap and m.per_rank != "dropout"))
 def test_ranks_under_vmap_train_as_unsharded(name, stage):
     trained = train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP)

@@ -230,7 +230,7 @@ def test_schedules_equal_optax(name):
 def test_every_stage_and_world_size_equals_unsharded_training(name):
     opt = TABLE[name].pair
     step = train_step_for(small_loss, opt)
-    assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 3, 4))
+    assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 4))
 
 
 @settings(max_examples=80)

@@ -51,7 +51,7 @@ def assert_inverse(step: fzero.ShardedStep, params: Any, opt_state: Any) -> None
         assert_same(step.partition(step.gather(x), like=x), x, step)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(PAIRS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
 def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_unit):
     opt = PAIRS[name]
@@ -69,7 +69,7 @@ def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_u
     assert_same(step.partition(step.gather(state), like=like[1]), state, step)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.sampled_from(["vmap", "lockstep"]))
 def test_on_every_arrangement_of_axes(name, stage, simulate):
     axes, options = ARRANGEMENTS[name]
