@@ -68,7 +68,7 @@ def check_schedules(mesh: fzero.Mesh, schedules: Iterable[tuple[int | str, int, 
         assert_trees_close(*train_both(step, jitted, 2, 4 * mesh.size))
 
 
-@case
+@slow_case
 def a_compiled_step_equals_the_eager_one(mesh: fzero.Mesh) -> None:
     check_compiled(mesh, [("inductor", 3)])
 

@@ -53,6 +53,7 @@ def test_compiled_step_equals_eager_at_the_other_stages(stage):
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+@pytest.mark.slow
 def test_inductor_equals_eager():
     check_compiled(3, 2, optim.adam(1e-2, eps=1e-3), "inductor")
 
