@@ -62,14 +62,14 @@ class Scope(NamedTuple):
     Attributes:
         axes: the axes that are bound.
         rules: how trees are cut.
-        micro_batch: which micro-batch of the step is being differentiated.
+        micro_batch: which micro-batch of the step is being differentiated; a 0-d tensor in a loop that is traced.
         in_loss: whether this is the loss function of a `value_and_grad`.
         own: what of a process's memory is its rank's own; none in a simulation, which knows better.
     """
 
     axes: Axes = Axes()
     rules: Rules = DEFAULT_RULES
-    micro_batch: int = 0
+    micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[OwnMemory, ...] = ()
 
@@ -107,12 +107,13 @@ def rules_here() -> Rules:
     return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
 
 
-def in_micro_batch(index: int, f: Callable[..., Any], *args: Any) -> Any:
+def in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
-    if not _SCOPES.stack and not index:
+    first = isinstance(index, int) and not index
+    if not _SCOPES.stack and first:
         return f(*args)
     scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
-    return within(scope._replace(micro_batch=index or scope.micro_batch, in_loss=True), f, *args)
+    return within(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
 
 
 def differs_along(storage: int) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ def in_loss() -> bool:
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
 
 
-def micro_batch() -> int:
+def micro_batch() -> int | torch.Tensor:
     """Return which micro-batch of the step is being differentiated; 0 where there is none."""
     return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
 

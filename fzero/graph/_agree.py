@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 from fzero._torch import line_of
 from fzero.graph._choose import Candidate
 from fzero.graph.ir import is_collective, shown
+from fzero.graph.loops import graphs_in, loop_of
 from fzero.graph.ops import differs_by_rank
 from fzero.ranks import texts
 from fzero.ranks.mesh import Mesh
@@ -25,7 +26,13 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
     Movement of data and constants are left out: to cut its own shard out of the parameters, and to pad it, is what each
     rank does differently. So are the names of process groups, of which `groups` tells the axis.
     """
-    return [_signature(n, groups or {}) for n in graph.nodes if n.op == "call_function" and not differs_by_rank(n)]
+    found = []
+    for n in graph.nodes:
+        if loop := loop_of(n):
+            found += [f"{loop.turns} times", *signatures(loop.body, groups)]
+        elif n.op == "call_function" and not differs_by_rank(n):
+            found.append(_signature(n, groups or {}))
+    return found
 
 
 def _signature(node: Node, groups: Mapping[str, str]) -> str:
@@ -40,7 +47,8 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
 
 def order(graph: Graph) -> str:
     """Return what tells in which order a scheduled graph starts its collectives, for ranks that traced the same."""
-    return hashlib.sha256(" ".join([n.name for n in graph.nodes if is_collective(n)]).encode()).hexdigest()[:16]
+    names = [n.name for part in graphs_in(graph) for n in part.nodes if is_collective(n)]
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
 class _Shown(str):

@@ -12,6 +12,7 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction, parameter_gathers
+from fzero.graph.loops import graphs_in
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
 from fzero.graph.plan._plan import Settings
@@ -51,8 +52,8 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     are then scheduled in the other orders too, which start collectives ahead.
     """
     passes = Pipeline(graph, given)
-    knobs = knobs if parameter_gathers(graph) else knobs._replace(prefetch=0)
-    (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for n in graph.nodes))
+    knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
+    (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes))
     leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
     first = [_rated(passes, c) for c in leanest]
     # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
@@ -67,15 +68,20 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     return [c for c in first + later if knobs.prefetch in ("auto", c.choice.prefetch)] or first
 
 
+def _gathers(graph: Graph) -> list[Node]:
+    """List the gathers of parameters, those in loops too."""
+    return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
+
+
 def _choices(passes: Pipeline, knobs: Knobs) -> list[Choice]:
     """List what may be computed again, gathered again and joined, as far as the knobs leave it open."""
     graph = passes.traced
-    gathers = parameter_gathers(graph)
+    gathers = _gathers(graph)
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(gathers), math.inf]) if gathers else [math.inf]
     agains = _options(knobs.recompute, [False, True])
     (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
     found = [Choice(again, reuse, size) for again, reuse in itertools.product(agains, reuses)]
-    if len(agains) > 1 and len(passes.run(found[-1], last="recompute")[-1].graph.nodes) == len(graph.nodes):
+    if len(agains) > 1 and not passes.changed_by(found[-1], "recompute"):
         return [c for c in found if not c.recompute]  # there is nothing to compute again
     return found
 
@@ -91,7 +97,7 @@ def _ways(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
 
 
 def _rated(passes: Pipeline, choice: Choice) -> Candidate:
-    scheduled = passes.run(choice)[-1].graph
+    scheduled = passes.scheduled(choice)
     return Candidate(choice, scheduled, peak_bytes(scheduled), seconds(scheduled))
 
 
@@ -130,5 +136,5 @@ def _small_bytes(gathers: Sequence[Node]) -> int:
 
 def _bucket_bytes(graph: Graph) -> int:
     """Return a size for buckets that adds nothing to the peak: no more than the largest unit, nor than a megabyte."""
-    sizes = [full_bytes(n) for n in graph.nodes if is_collective(n)]
+    sizes = [full_bytes(n) for part in graphs_in(graph) for n in part.nodes if is_collective(n)]
     return min(max(sizes, default=0), 1 << 20)

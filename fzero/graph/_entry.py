@@ -7,6 +7,7 @@ import torch
 
 from fzero import _torch, tree
 from fzero._donated import check_not_donated, empty
+from fzero._notice import notice
 from fzero.graph import _dump
 from fzero.graph._agree import agreed
 from fzero.graph._choose import Candidate, candidates, choose
@@ -18,7 +19,9 @@ from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import Executable, lower
 from fzero.graph.trace._arguments import Arguments
 from fzero.graph.trace._donation import check_separate, pairs
+from fzero.graph.trace._loops import NotALoop
 from fzero.graph.trace._trace import Traced, trace
+from fzero.graph.turns import recorded
 from fzero.layout.boxes import PerRank, Shard, give_up, is_box
 
 __all__ = ["Asked", "Entry", "entry_of"]
@@ -136,7 +139,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         return leaves
 
     with _torch.TRACING:
-        traced = trace(flat, _torch.fake_like(arguments.tensors), _labels(asked.step, arguments, args))
+        traced = _traced(flat, arguments, _labels(asked.step, arguments, args), asked)
     out, leaves, structure, positions = returned.pop()
     donated = {
         i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
@@ -165,6 +168,18 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         donated=donated,
         boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
     )
+
+
+def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: Asked) -> Traced:
+    """Trace a step with its loops, or without where they cannot be. Inductor takes a whole graph without them."""
+    fakes = _torch.fake_like(arguments.tensors)
+    try:
+        with recorded(asked.backend != "inductor-whole"):
+            return trace(f, fakes, labels)
+    except NotALoop as error:
+        notice(f"{asked}: {error}, which the step uses after its micro-batches: each of them is traced by itself")
+    with recorded(False):
+        return trace(f, fakes, labels)
 
 
 def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:

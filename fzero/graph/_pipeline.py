@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from fzero.graph.ir import copied, is_input, nbytes, values
+from fzero.graph.loops import loop_of, with_body
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.plan._liveness import live_bytes, live_ranges, most_in_a_turn
 from fzero.graph.plan._plan import Settings
 
 __all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
@@ -118,6 +121,7 @@ class Pipeline:
     traced: Graph
     given: Given
     _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)  # arguments of the passes so far
+    _bodies: dict[Any, "Pipeline"] = field(default_factory=dict, repr=False)  # those of loops, by the node's function
 
     def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
         """Return the graph after each pass, in order, up to and with the `last`."""
@@ -132,3 +136,37 @@ class Pipeline:
             if row.name == last:
                 break
         return found
+
+    def scheduled(self, choice: Choice) -> Graph:
+        """Return the graph after all passes, and the bodies of its loops with it."""
+        graph = copied(self.run(choice)[-1].graph)
+        for node in [n for n in graph.nodes if loop_of(n)]:
+            inside = choice if choice.room == math.inf else choice._replace(room=_room_in(graph, node, choice.room))
+            with_body(node, self.body(node).scheduled(inside))
+            for item in reversed(list(node.users)):  # at once, since the tuple holds all
+                node.append(item)
+        return graph
+
+    def changed_by(self, choice: Choice, last: str) -> bool:
+        """Return whether the passes up to the `last` add or remove operations, in the graph or in a loop."""
+        if len(self.run(choice, last)[-1].graph.nodes) != len(self.traced.nodes):
+            return True
+        return any(self.body(n).changed_by(choice, last) for n in self.traced.nodes if loop_of(n))
+
+    def body(self, node: Node) -> "Pipeline":
+        """Return the passes over the body of a loop, of the loop's node in any graph."""
+        if node.target not in self._bodies:
+            loop = loop_of(node)
+            assert loop is not None
+            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional)
+            self._bodies[node.target] = Pipeline(loop.body, given)
+        return self._bodies[node.target]
+
+
+def _room_in(graph: Graph, node: Node, room: float) -> float:
+    """Return up to how many bytes may be alive in a loop's body, its arguments included."""
+    loop = loop_of(node)
+    assert loop is not None
+    at = list(graph.nodes).index(node)
+    around = live_bytes(live_ranges(graph), len(graph.nodes))[at] - most_in_a_turn(loop)
+    return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import c10d
 from fzero.graph.ir import copied, storages, values
+from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view
 
 __all__ = ["IN_PLACE", "in_place"]
@@ -32,7 +33,10 @@ def in_place(graph: Graph) -> Graph:
     lent = storages(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
+        handed_on = {s for s in lent.of.get(node, ()) if loop_of(node)}  # its sums: it reads them for their next reader
         for s in [] if is_view(node) else dict.fromkeys(lent.read_by(node)):
+            if s in handed_on:
+                continue
             readers.setdefault(s, []).append(node)
     for node in graph.nodes:
         if node.target not in IN_PLACE:

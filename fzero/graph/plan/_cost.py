@@ -15,6 +15,7 @@ from fzero.graph.ir import (
     values,
     values_of_args,
 )
+from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view
 
 __all__ = ["DEVICES", "Device", "seconds"]
@@ -60,6 +61,8 @@ def seconds(graph: Graph) -> float:
         if is_collective(node):
             wires = max(work, wires) + collective_seconds(node, device)
             ends[node] = wires
+        elif loop := loop_of(node):
+            work = wires = max(work, wires) + loop.turns * seconds(loop.body)
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))
         else:

@@ -23,11 +23,13 @@ from fzero.graph.ir import (
     users_through_views,
     values,
 )
+from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear
 from fzero.graph.plan._workspace import workspace_bytes
 
-__all__ = ["KINDS", "Range", "live_bytes", "live_ranges", "peak_bytes"]
+__all__ = ["A_TURN", "KINDS", "Range", "live_bytes", "live_ranges", "most_in_a_turn", "peak_bytes", "ranges_of_a_turn"]
 
+A_TURN = "a turn of the loop"  # the label of what a loop's body holds
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
 
@@ -76,13 +78,15 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
-    """Find the memory that is held beside values: workspaces of kernels, and parts that a reduce_scatter receives.
+    """Find the memory that is held beside values: in loops, by kernels as they work, and by reduce_scatters.
 
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
     operand, and one that arrives becomes the result.
     """
     found = []
     for node, i in position.items():
+        if loop := loop_of(node):
+            found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
         if is_wait(node) and values(node)[0].device.type == "cpu":
@@ -94,6 +98,22 @@ def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
                     if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # in float32 the sum, and a row
                         found.append(Range(i, i, 4 * nbytes(*values(node)), "buffers", "their sum"))
     return found
+
+
+def ranges_of_a_turn(loop: Loop) -> list[Range]:
+    """Find when each storage of a loop's body is alive, but for those that it is given.
+
+    The number of the turn is its own; a row lives until the turn's end, when it is copied to where it belongs.
+    """
+    end = len(loop.body.nodes) - 1
+    number = next(iter(loop.body.nodes))
+    own = [Range(0, end, nbytes(*values(number)), "inputs", "the number of the turn")] if number.users else []
+    return own + [r._replace(stop=min(r.stop, end)) for r in live_ranges(loop.body) if r.start >= 0]
+
+
+def most_in_a_turn(loop: Loop) -> int:
+    """Return the most bytes that a turn of a loop holds at any time beside what it is given."""
+    return max(live_bytes(ranges_of_a_turn(loop), len(loop.body.nodes)))
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:

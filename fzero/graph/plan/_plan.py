@@ -15,8 +15,10 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of
 from fzero.graph._wire import elements, wire
 from fzero.graph.ir import flops, is_collective, values
+from fzero.graph.loops import loop_of
 from fzero.graph.plan._cost import seconds
-from fzero.graph.plan._liveness import KINDS, Range, live_bytes, live_ranges
+from fzero.graph.plan._listed import listed, listed_ranges
+from fzero.graph.plan._liveness import KINDS, Range, live_bytes
 
 __all__ = ["Collective", "Operation", "Plan", "Rejected", "Settings"]
 
@@ -29,12 +31,14 @@ class Operation(NamedTuple):
         target: the function, "aten.mm.default"; of an argument its name.
         line: the source line that it was traced from.
         flops: how many floating-point operations it takes.
+        times: how often it runs: more than once in a loop over micro-batches.
     """
 
     name: str
     target: str
     line: str
     flops: int
+    times: int = 1
 
     @property
     def operation(self) -> str:
@@ -63,6 +67,7 @@ class Collective(NamedTuple):
         unit: whose parameters or gradients it moves; units of one bucket joined by " + "; "(metric)" for others.
         elements: of the full buffer, an all_reduce's counted twice.
         bytes: of those elements.
+        times: how often it runs: more than once in a loop over micro-batches.
     """
 
     position: int
@@ -70,6 +75,7 @@ class Collective(NamedTuple):
     unit: str
     elements: int
     bytes: int
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class Plan:
     @property
     def flops(self) -> int:
         """Floating-point operations of matrix products, convolutions and attention."""
-        return sum(s.flops for s in self.operations)
+        return sum(o.flops * o.times for o in self.operations)
 
     def alive(self, position: int) -> list[Range]:
         """List the storages that are alive while the operation at `position` runs, the largest first."""
@@ -154,11 +160,12 @@ class Plan:
         return "\n".join([*self._summary(), "", *self._at_the_peak(), "", *self._order()])
 
     def _summary(self) -> list[str]:
-        moved = sum(c.bytes for c in self.collectives)
+        moved = sum(c.bytes * c.times for c in self.collectives)
+        count = sum(c.times for c in self.collectives)
         lines = [
             f"{self.name}: peak {_size(self.peak_bytes)} = {_size(self.argument_bytes)} of arguments "
             f"+ {_size(self.added_bytes)}",
-            f"{len(self.operations):,} operations, {self.flops / 1e9:,.2f} GFLOP; {len(self.collectives)} collectives "
+            f"{len(self.operations):,} operations, {self.flops / 1e9:,.2f} GFLOP; {count} collectives "
             f"move {_size(moved)}; {self.seconds:.3g} s by the cost model",
             "schedule: " + _shown(self.settings),
         ]
@@ -189,10 +196,11 @@ class Plan:
         ]
         before = 0
         for c in self.collectives:
-            work = sum(s.flops for s in self.operations[before : c.position]) / 1e9
+            work = sum(o.flops for o in self.operations[before : c.position]) / 1e9
             peak = max(self.live[before : c.position + 1], default=0)
             lines.append(
                 f"{c.position:>9}  {c.kind:<14}  {_size(c.bytes):>10}  {work:>12,.2f}  {_size(peak):>11}  {c.unit}"
+                + (f" ({c.times} times)" if c.times > 1 else "")
             )
             before = c.position + 1
         work = sum(s.flops for s in self.operations[before:]) / 1e9
@@ -237,21 +245,26 @@ class Plan:
 
 def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = ()) -> Plan:
     """Make the plan of a scheduled graph."""
-    nodes = [n for n in graph.nodes if n.op != "output"]
+    found = listed(graph)
     return Plan(
         name,
-        tuple([Operation(n.name, str(n.target), line_of(n), flops(n)) for n in nodes]),
-        tuple(live_ranges(graph)),
-        tuple([_collective(i, n) for i, n in enumerate(nodes) if is_collective(n)]),
+        tuple([_operation(n, times) for n, times in found]),
+        tuple(listed_ranges(graph)),
+        tuple([_collective(i, n, times) for i, (n, times) in enumerate(found) if is_collective(n)]),
         settings,
         seconds(graph),
         tuple(rejected),
     )
 
 
-def _collective(position: int, node: Node) -> Collective:
-    width = values(node)[0].element_size()
-    return Collective(position, wire(node), node.meta.get("unit", ""), elements(node), elements(node) * width)
+def _operation(node: Node, times: int) -> Operation:
+    target = f"a loop of {loop.turns} turns" if (loop := loop_of(node)) else str(node.target)
+    return Operation(node.name, target, line_of(node), flops(node), times)
+
+
+def _collective(position: int, node: Node, times: int) -> Collective:
+    n, width = elements(node), values(node)[0].element_size()
+    return Collective(position, wire(node), node.meta.get("unit", ""), n, n * width, times)
 
 
 def _size(count: float) -> str:

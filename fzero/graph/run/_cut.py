@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import is_collective, is_input, is_reduction, is_wait, users_through_views
+from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view, name_of
 
 __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
@@ -44,8 +45,8 @@ def cut(graph: Graph) -> list[list[Node]]:
 
 
 def runs_alone(node: Node) -> bool:
-    """Return whether a node is compiled with no other: a collective, a wait, or a packing."""
-    return is_collective(node) or is_wait(node) or _packs(node)
+    """Return whether a node is compiled with no other: a collective, a wait, a loop, or a packing."""
+    return is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
 
 
 def _packs(node: Node) -> bool:
@@ -55,10 +56,10 @@ def _packs(node: Node) -> bool:
 
 
 def is_alias(node: Node) -> bool:
-    """Return whether a node is a view of one tensor, or an item of several such views or of a collective's results."""
+    """Return whether a node is a view of one tensor, or an item of several such, of a collective or of a loop."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and (is_view(source) or is_collective(source))
+        return isinstance(source, Node) and (is_view(source) or is_collective(source) or loop_of(source) is not None)
     return is_view(node)
 
 

@@ -10,6 +10,8 @@ from torch.fx import Graph, GraphModule
 from fzero._torch import inductor, line_of, profiling
 from fzero.collectives.gloo import INSTEAD
 from fzero.graph.ir import copied, is_input
+from fzero.graph.loops import Loop, loop_of
+from fzero.graph.run._loop import running
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 
@@ -56,7 +58,8 @@ def _fx(graph: Graph) -> Executable:
     """Run the graph's operations one by one, each value freed after its last use: the reference."""
     graph = copied(graph)
     for node in graph.nodes:
-        node.target = INSTEAD.get(node.target, node.target)
+        loop = loop_of(node)
+        node.target = running(loop, _fx(loop.body)) if loop else INSTEAD.get(node.target, node.target)
     forward = GraphModule({}, graph).forward
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -100,14 +103,23 @@ class _Ready(NamedTuple):
 
 def _piecewise(graph: Graph) -> Executable:
     """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
+    return _in_pieces(graph, {})
+
+
+def _in_pieces(graph: Graph, compiled: dict[Hashable, Runs]) -> Executable:
+    """Do so, but for segments that are `compiled` already."""
     instructions, slots, results = program_of(graph)
-    compiled: dict[Hashable, Runs] = {}
     ready: list[_Ready] = []
+    inner = 0  # segments of loops
     for i, x in enumerate(instructions):
         if isinstance(x, Segment):
             if x.key not in compiled:
                 compiled[x.key] = _compile(x.graph, x.fakes, f"instruction {i} of {len(instructions)}")
             ready.append(_Ready(True, compiled[x.key], x.ins, x.outs, x.free))
+        elif isinstance(x.target, Loop):
+            body = _in_pieces(x.target.body, compiled)
+            inner += body.segments
+            ready.append(_Ready(False, running(x.target, body), x.arguments.of, x.out, x.free))
         else:
             ready.append(_Ready(False, INSTEAD.get(x.target, x.target), x.arguments.of, x.out, x.free))
 
@@ -129,7 +141,7 @@ def _piecewise(graph: Graph) -> Executable:
                     env[i] = None
         return [None if i is None else env[i] for i in results]
 
-    return Executable(run, sum(x.is_segment for x in ready), len(compiled))
+    return Executable(run, sum(x.is_segment for x in ready) + inner, len(compiled))
 
 
 def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:

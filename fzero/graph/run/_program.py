@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from fzero.graph.ir import is_input, results
+from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
 from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
 from fzero.graph.run._segment import Segment, segment
@@ -48,13 +49,13 @@ class SingleOperation(NamedTuple):
     """An operation that runs by itself: a collective, a wait, a packing, or a view that one or a result needs.
 
     Attributes:
-        target: the function.
+        target: the function, or the loop that it runs.
         arguments: which it is given.
         out: the slot of its result.
         free: slots that are not needed after it.
     """
 
-    target: Callable[..., Any]
+    target: Callable[..., Any] | Loop
     arguments: Arguments
     out: int
     free: list[int]
@@ -89,7 +90,9 @@ def program_of(graph: Graph) -> Program:
     for group, exported in zip(groups, exports(groups, values), strict=True):
         single = runs_alone(group[0])
         used = group[0].all_input_nodes if single else sources(operands(group), parts)
-        singles = [*views_to(used, slot, alone), *([group[0]] if single else [])]
+        # a loop's results leave their tuple at once, which would hold all of them as long as the last
+        items = list(group[0].users) if loop_of(group[0]) else []
+        singles = [*views_to(used, slot, alone), *([group[0], *items] if single else [])]
         instructions += [_single(node, slot) for node in singles]
         compiled = None if single else segment(group, exported, slot, parts)
         instructions += [] if compiled is None else [compiled]
@@ -103,8 +106,9 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     """Make an instruction of a node, and give its result a slot."""
     arguments = Arguments(node.args, node.kwargs, {a: slot[a] for a in node.all_input_nodes})
     slot[node] = len(slot)
-    assert callable(node.target)
-    return SingleOperation(node.target, arguments, slot[node], [])
+    target = loop_of(node) or node.target
+    assert not isinstance(target, str)
+    return SingleOperation(target, arguments, slot[node], [])
 
 
 def _with_frees(instructions: Sequence[SingleOperation | Segment], kept: set[int]) -> list[SingleOperation | Segment]:

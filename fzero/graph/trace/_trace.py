@@ -11,6 +11,7 @@ from fzero import _torch
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import is_collective, is_input, nbytes, reordered, values
+from fzero.graph.trace._loops import with_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, writes
 
 __all__ = ["Traced", "trace"]
@@ -36,6 +37,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     Raises:
         RuntimeError: if `f` reads the value of a tensor in Python, or writes into an argument. Names the line.
         ValueError: if `f` captures a tensor that requires grad.
+        NotALoop: if what is to become a loop hands on more than sums and rows. Record it without loops.
     """
 
     def pure(*xs: torch.Tensor) -> Any:
@@ -62,7 +64,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         node.meta.update(label)
     _name_collectives(traced.graph, log.order)
     _check_captured(traced)
-    return traced
+    return traced._replace(graph=with_loops(traced.graph))
 
 
 def _check_constants(gm: GraphModule) -> None:

@@ -8,50 +8,85 @@ import torch
 
 from fzero import tree
 from fzero.axes.scope import in_micro_batch
+from fzero.graph import turns
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 
 __all__ = ["MicroBatches", "accumulate", "micro_batches_of"]
 
 
+LossOf = Callable[[int | torch.Tensor], Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]]
+
+
 def accumulate(
-    loss_of: Callable[[int, list[torch.Tensor]], tuple[torch.Tensor, Any]],
+    loss_of: LossOf,
     variables: list[torch.Tensor],
     dtypes: list[torch.dtype],
     micro_batches: int,
-) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
-    """Sum the gradients of the micro-batches in these dtypes, list their values, and stack what else they return.
+    looped: bool,
+    in_float32: bool,
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Sum the values and the gradients of the micro-batches, and stack what else they return.
 
     Args:
-        loss_of: `(which micro-batch, variables) -> (loss, aux)`.
+        loss_of: maps the number of a micro-batch to its loss, `variables -> (loss, aux)`.
         variables: what is differentiated.
-        dtypes: one for each variable.
+        dtypes: in which to sum, one for each variable.
         micro_batches: how many there are.
+        looped: whether a trace is to record one of them, as the body of a loop.
+        in_float32: whether the values are summed in float32 at least.
 
     Returns:
-        `(values, aux, gradients)`.
+        `(value, aux, gradients)`.
     """
-    values, auxes, gradients = [], [], []
-    for j in range(micro_batches):
-        value, aux, new = _differentiated(loss_of, variables, j)
-        values.append(value)
+
+    def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+        value, aux, gradients = _differentiated(loss_of(j), variables, j)
+        value = value.to(torch.promote_types(value.dtype, torch.float32)) if in_float32 else value
+        return value, aux, gradients
+
+    if looped:
+        return _in_a_loop(run, dtypes, micro_batches)
+    total, aux, gradients = run(0)
+    auxes = [aux]
+    if micro_batches > 1:  # what is added takes the dtype of what it is added to
+        _in_place(gradients, lambda g, dtype: g.to(dtype), dtypes)
+    for j in range(1, micro_batches):
+        value, aux, new = run(j)
+        total = total + value
         auxes.append(aux)
-        if not gradients:
-            gradients = new
-            if micro_batches > 1:  # what is added takes the dtype of what it is added to
-                _in_place(gradients, lambda g, dtype: g.to(dtype), dtypes)
-        else:
-            _in_place(gradients, torch.add, new)
-    return values, auxes[0] if micro_batches == 1 else tree.map(_stacked, *auxes), gradients
+        _in_place(gradients, torch.add, new)
+    return total, auxes[0] if micro_batches == 1 else tree.map(_stacked, *auxes), gradients
+
+
+def _in_a_loop(
+    run: Callable[[torch.Tensor], tuple[torch.Tensor, Any, list[torch.Tensor]]],
+    dtypes: list[torch.dtype],
+    micro_batches: int,
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Record one micro-batch as a turn of a loop, with what it adds to the turns before."""
+    turn = turns.turn(micro_batches)
+
+    def summed(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        before = turns.sum_before(share, turn, dtype)
+        return turns.sum_after(torch.add(before, share), before)
+
+    value, aux, gradients = run(turn)
+    _in_place(gradients, summed, list(dtypes))
+    total = summed(value, value.dtype)
+    stacked = tree.map(lambda x: turns.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
+    return total, stacked, gradients
 
 
 def _differentiated(
-    loss_of: Callable[[int, list[torch.Tensor]], tuple[torch.Tensor, Any]], variables: list[torch.Tensor], j: int
+    loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]],
+    variables: list[torch.Tensor],
+    j: int | torch.Tensor,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, aux and gradients of micro-batch j."""
     returned: list[Any] = []  # aux as it is: torch.func carries out only its tensors
 
     def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, aux = in_micro_batch(j, loss_of, j, xs)
+        loss, aux = in_micro_batch(j, loss_of, xs)
         returned.append(aux)
         return loss, tree.tensors(aux)
 
@@ -87,15 +122,15 @@ class MicroBatches:
     argnums: Sequence[int] = ()
     size: int = 0
 
-    def cut(self, args: list[Any]) -> list[list[Any]]:
-        """Return the arguments for each micro-batch."""
-        return [[self.part(x, i, j) for i, x in enumerate(args)] for j in range(self.count)]
-
-    def part(self, arg: Any, i: int, j: int) -> Any:
+    def part(self, arg: Any, i: int, j: int | torch.Tensor) -> Any:
         """Return what argument i is for micro-batch j."""
 
         def narrowed(x: Any) -> Any:
-            return x.narrow(0, j * self.size, self.size) if isinstance(x, torch.Tensor) else x
+            if not isinstance(x, torch.Tensor):
+                return x
+            if isinstance(j, torch.Tensor):
+                return turns.part(x, j, 0, self.size)
+            return x.narrow(0, j * self.size, self.size)
 
         return tree.map(narrowed, arg) if i in self.argnums else arg
 

@@ -2,13 +2,13 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero._torch.levels import is_differentiated, written
@@ -16,6 +16,7 @@ from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import in_loss, joint, resolve
 from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.sums import psum
+from fzero.graph import turns
 from fzero.layout.boxes import own_values
 from fzero.precision import Precision
 from fzero.transforms._gather import gather as gathered
@@ -118,17 +119,13 @@ def value_and_grad(
             kwargs, rest = gathered(kwargs), [gathered(x) for x in rest]
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        loss = _Loss(
-            loss_and_aux, batch.cut(rest), kwargs, opened, batch, parts, fenced=gather and _runs_in_eager_order(axes)
-        )
+        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced=gather and _runs_in_eager_order(axes))
         primals = [p for argument in opened.values() for p in argument.primals]
         variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
 
-        values, aux, gradients = accumulate(loss, variables, dtypes, micro_batches)
-
-        if precision is not None:
-            values = [v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]
-        value = psum(functools.reduce(operator.add, values), axis)
+        looped = not one_value and _is_a_loop(batch, nums, [*args, *kwargs.values()])
+        value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, looped, precision is not None)
+        value = psum(value, axis)
         value = one_of_copies(value, joint(axes)) if one_value else value
         trees = [argument.closed(gradients) for argument in opened.values()]
         if reduce == "weighted":
@@ -156,6 +153,15 @@ def _is_differentiated_itself(opened: dict[int, Argument]) -> bool:
     return any(is_differentiated(x) for argument in opened.values() for p in argument.primals for x in p.variables)
 
 
+def _is_a_loop(batch: MicroBatches, nums: Sequence[int], given: Sequence[Any]) -> bool:
+    """Return whether a trace may record one micro-batch for all, as the body of a loop.
+
+    Not within another gradient's loss, and where a batch is differentiated each part of its gradient is another's.
+    """
+    apart = batch.count > 2 and turns.are_recorded() and not in_loss() and not set(nums) & set(batch.argnums)
+    return apart and not any(is_differentiated(x) for x in tree.tensors(given))
+
+
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
     """Return whether autograd decides in which order this rank's collectives run, and other ranks wait for them."""
     return any(a.group for a in axes) and not is_tracing()
@@ -167,8 +173,8 @@ class _Loss:
 
     Attributes:
         loss_and_aux: what the user's function became.
-        args: its arguments for each micro-batch; those that are differentiated stand in `opened`.
-        kwargs: likewise, for all micro-batches.
+        args: its arguments by position, of all micro-batches; those that are differentiated stand in `opened`.
+        kwargs: its other arguments, which are not cut.
         opened: the differentiated arguments, by position.
         batch: how the arguments are cut in micro-batches.
         parts: what the loss is divided by.
@@ -176,16 +182,19 @@ class _Loss:
     """
 
     loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
-    args: list[list[Any]]
+    args: list[Any]
     kwargs: dict[str, Any]
     opened: dict[int, Argument]
     batch: MicroBatches
     parts: int
     fenced: bool
 
-    def __call__(self, j: int, variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """Return the loss of micro-batch j, and aux."""
-        args, rest, anchor = list(self.args[j]), iter(variables), torch.zeros(0)
+    def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
+        """Return the loss of micro-batch j, a function of the variables to it and aux."""
+        return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
+
+    def _of(self, j: int | torch.Tensor, cut: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        args, rest, anchor = list(cut), iter(variables), torch.zeros(0)
         handed: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.opened.items():
             leaves = []

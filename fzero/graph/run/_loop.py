@@ -1,0 +1,39 @@
+"""Loops at run time: a body that is run so often, each time on its part, and on the sums of the turns before."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.graph.ir import results, values
+from fzero.graph.loops import Loop
+
+__all__ = ["running"]
+
+
+def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., list[torch.Tensor]]:
+    """Make the function of a loop's node: from what the loop is given to its sums and rows.
+
+    Args:
+        loop: the loop.
+        body: what runs its body: it writes the new sums into the old ones.
+    """
+    number, *_ = loop.body.nodes
+    made = [x for n in results(loop.body)[loop.sums :] for x in values(n)]
+    rows_of = [(x.shape, x.dtype, x.device) for x in made]
+    first = len(loop.parts)
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        sums, rest = list(given[first : first + loop.sums]), given[first + loop.sums :]
+        rows = [torch.empty((loop.turns, *s), dtype=dtype, device=device) for s, dtype, device in rows_of]
+        for j in range(loop.turns):
+            turn = torch.tensor(j) if number.users else None
+            parts = [x.narrow(p.dim, j * p.size, p.size) for x, p in zip(given, loop.parts, strict=False)]
+            out = body([turn, *parts, *sums, *rest])
+            for row, x in zip(rows, out[loop.sums :], strict=True):
+                row[j].copy_(x)
+            del turn, parts, out
+        return [*sums, *rows]
+
+    run.__name__ = run.__qualname__ = "loop"
+    return run

@@ -1,0 +1,169 @@
+"""Loops in a trace: the operations of `fzero.graph.turns` say where they are; here they become nodes.
+
+1. The body of a loop is what was traced from its `turn` on, up to the last operation that refers to it.
+2. What others use of it, though no turn changes it, is computed before the loop.
+3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
+4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fzero._torch import line_of
+from fzero.graph import turns
+from fzero.graph.ir import aten, reordered
+from fzero.graph.loops import Loop, Part, function_of
+
+__all__ = ["NotALoop", "with_loops"]
+
+TURN, PART, BEFORE, AFTER, ROWS = [op._opoverload for op in turns.OPERATIONS]
+
+
+class NotALoop(RuntimeError):
+    """A turn hands a value on that is no sum and no row; `line` is where the value was computed."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(f"a turn hands on what {line or 'an operation'} computes")
+        self.line = line
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The nodes of a traced turn.
+
+    Attributes:
+        start: the node of its number.
+        nodes: all its nodes, in order.
+        parts: the nodes that cut parts.
+        sums: pairs of a sum before and after.
+        rows: the nodes whose values become rows.
+    """
+
+    start: Node
+    nodes: list[Node]
+    parts: list[Node]
+    sums: list[tuple[Node, Node]]
+    rows: list[Node]
+
+    @property
+    def marks(self) -> set[Node]:
+        """All nodes that compute nothing."""
+        return {self.start, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
+
+
+def with_loops(graph: Graph) -> Graph:
+    """Put nodes that run loops in the places of traced turns.
+
+    Args:
+        graph: a traced graph, which is changed.
+
+    Raises:
+        NotALoop: if a turn hands on a value that is no sum and no row, and that another turn would change.
+    """
+    for start in [n for n in graph.nodes if n.target is TURN]:
+        traced = _turn_of(start)
+        _hoist(graph, traced)
+        _replace(graph, _turn_of(start))
+    return reordered(graph, graph.nodes)
+
+
+def _turn_of(start: Node) -> _Turn:
+    befores = [n for n in start.users if n.target is BEFORE]
+    after = {_before_of(n): n for n in start.graph.nodes if n.target is AFTER}
+    sums = [(n, after[n]) for n in befores if n in after]
+    rows = [n for n in start.users if n.target is ROWS]
+    nodes = list(start.graph.nodes)
+    position = {n: i for i, n in enumerate(nodes)}
+    stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
+    parts = [n for n in start.users if n.target is PART]
+    return _Turn(start, nodes[position[start] : stop + 1], parts, sums, rows)
+
+
+def _before_of(after: Node) -> Node:
+    """Return the sum before of a sum after, which may be given a view of it."""
+    node: Any = after.args[1]
+    while node.target is not BEFORE:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _hoist(graph: Graph, turn: _Turn) -> None:
+    """Move what others use of a turn, or what parts are cut of, in front of it: no turn changes it."""
+    inside, out = set(turn.nodes), {*[after for _, after in turn.sums], *turn.rows}
+    whole = {n.args[0] for n in turn.parts}
+    changing: set[Node] = set()
+    for n in turn.nodes:
+        if n in turn.marks or any(a in changing for a in n.all_input_nodes):
+            changing.add(n)
+    wanted: set[Node] = set()
+    for n in reversed(turn.nodes):
+        if n not in out and (n in whole or any(u not in inside or u in wanted for u in n.users)):
+            if n in changing:
+                raise NotALoop(line_of(n))
+            wanted.add(n)
+    for n in turn.nodes:
+        if n in wanted:
+            turn.start.prepend(n)
+
+
+def _replace(graph: Graph, turn: _Turn) -> None:
+    """Put a node that runs the turn as a loop in its place."""
+    turns = int(turn.start.args[0])  # pyright: ignore[reportArgumentType]
+    body, rest = _body(turn)
+    parts = tuple([Part(int(n.args[2]), int(n.args[3])) for n in turn.parts])  # pyright: ignore[reportArgumentType]
+    with graph.inserting_before(turn.start):
+        begun = [_begun(graph, before.meta["val"]) for before, _ in turn.sums]
+        sources = [n.args[0] for n in turn.parts]
+        node = graph.call_function(function_of(), (*sources, *begun, *rest))
+        results = [begin.meta["val"] for begin in begun] + [n.meta["val"] for n in turn.rows]
+        node.meta = {"val": tuple(results), "loop": Loop(body, turns, parts, len(turn.sums))}
+        for i, n in enumerate([*[after for _, after in turn.sums], *turn.rows]):
+            item = graph.call_function(operator.getitem, (node, i))
+            item.meta = {"val": results[i]}
+            n.replace_all_uses_with(item)
+    for n in reversed(turn.nodes):
+        graph.erase_node(n)
+
+
+def _begun(graph: Graph, like: Any) -> Node:
+    """Make a sum as it begins: -0.0, which any number keeps its value when it is added to."""
+    order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), d))
+    shape = [int(like.shape[d]) for d in order]
+    options = {"dtype": like.dtype, "layout": like.layout, "device": like.device, "pin_memory": False}
+    full = graph.call_function(aten.full.default, (shape, -0.0), options)
+    full.meta = {"val": like.new_empty(shape)}
+    back = [order.index(d) for d in range(like.ndim)]
+    if back == sorted(back):
+        return full
+    permuted = graph.call_function(aten.permute.default, (full, back))
+    permuted.meta = {"val": full.meta["val"].permute(back)}
+    return permuted
+
+
+def _argument(body: Graph, node: Node) -> Node:
+    """Make an argument of the body that stands for a node outside it."""
+    argument = body.placeholder(node.name)
+    kept = {key: x for key, x in node.meta.items() if key in ("kind", "block")}
+    argument.meta = {"label": node.name, "kind": "inputs", **kept, "val": node.meta["val"]}
+    return argument
+
+
+def _body(turn: _Turn) -> tuple[Graph, list[Node]]:
+    """Make the graph of one turn, and list what it is given beside the turn's number, the parts and the sums."""
+    body, copies, rest = Graph(), dict[Node, Node](), list[Node]()
+    for n in [turn.start, *turn.parts, *[before for before, _ in turn.sums]]:
+        copies[n] = _argument(body, n)
+    left = [n for n in turn.nodes if n not in turn.marks]
+    results: list[Any] = [n.args[0] for n in [*[after for _, after in turn.sums], *turn.rows]]
+    for a in [*[a for n in left for a in n.all_input_nodes], *results]:
+        if a not in copies and a not in turn.nodes:
+            copies[a] = _argument(body, a)
+            rest.append(a)
+    for n in left:
+        copies[n] = body.node_copy(n, copies.__getitem__)
+    body.output(tuple([copies[n] for n in results]))
+    body.eliminate_dead_code()
+    return body, rest

@@ -1,0 +1,143 @@
+"""Turns: how a loop is written down while a step is traced, and its body runs once.
+
+A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets
+the others and the rest of the step:
+
+- `turn` is the number of the turn, and where the body begins;
+- `part` is a turn's part of a tensor, along dimension 0;
+- `sum_before` is what the turns before have summed, and `sum_after` that and this turn's share;
+- `rows` are the values of all turns, one below the other.
+
+They compute nothing: `fzero.graph.trace._loops` puts a loop in their places. In a vmap, ranks or the user's, the mapped
+dimension goes first, so that what a turn hands on lies as what it was handed.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fzero._torch import is_tracing
+
+__all__ = ["OPERATIONS", "are_recorded", "part", "recorded", "rows", "sum_after", "sum_before", "turn"]
+
+
+class _Recording(threading.local):
+    on = False
+
+
+_RECORDING = _Recording()
+
+
+@contextmanager
+def recorded(on: bool) -> Iterator[None]:
+    """Have this thread's trace record loops as one turn, or not."""
+    before, _RECORDING.on = _RECORDING.on, on
+    try:
+        yield
+    finally:
+        _RECORDING.on = before
+
+
+def are_recorded() -> bool:
+    """Return whether a trace runs that records loops as one turn."""
+    return _RECORDING.on and is_tracing()
+
+
+def _never(*args: Any) -> torch.Tensor:
+    raise AssertionError("an operation of a loop ran outside a trace")
+
+
+@torch.library.custom_op("fzero::turn", mutates_args=())
+def turn(turns: int) -> torch.Tensor:
+    """Begin a loop of so many turns, and return the number of the turn that runs: a 0-d int64 tensor."""
+    return _never()
+
+
+@torch.library.custom_op("fzero::part", mutates_args=())
+def part(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return `x.narrow(dim, turn * size, size)`."""
+    return _never()
+
+
+@torch.library.custom_op("fzero::sum_before", mutates_args=())
+def sum_before(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the turns before have summed, in a dtype: of the shape and the strides of this turn's share."""
+    return _never()
+
+
+@torch.library.custom_op("fzero::sum_after", mutates_args=())
+def sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Hand on the sum that this turn has made of `before`, and return what the last turn makes."""
+    return _never()
+
+
+@torch.library.custom_op("fzero::rows", mutates_args=())
+def rows(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
+    """Return this turn's value and all others', stacked along a new dimension 0."""
+    return _never()
+
+
+OPERATIONS = (turn, part, sum_before, sum_after, rows)
+
+
+# ---------------------------------------------------------------- their shapes
+
+
+@turn.register_fake
+def _(turns: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@part.register_fake
+def _(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    shape = [size if i == dim else n for i, n in enumerate(x.shape)]
+    return x.new_empty_strided(shape, x.stride())
+
+
+@sum_before.register_fake
+def _(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(like, dtype=dtype)
+
+
+@sum_after.register_fake
+def _(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(before)
+
+
+@rows.register_fake
+def _(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
+    return x.new_empty((turns, *x.shape))
+
+
+# ---------------------------------------------------------------- under vmap
+
+
+def _first(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    return x if dim is None else x.movedim(dim, 0)
+
+
+def _place(dim: int | None) -> int | None:
+    return None if dim is None else 0
+
+
+@part.register_vmap
+def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> Any:
+    return part(_first(x, dims[0]), turn, dim + (dims[0] is not None), size), _place(dims[0])
+
+
+@sum_before.register_vmap
+def _(info: Any, dims: Any, like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> Any:
+    return sum_before(_first(like, dims[0]), turn, dtype), _place(dims[0])
+
+
+@sum_after.register_vmap
+def _(info: Any, dims: Any, x: torch.Tensor, before: torch.Tensor) -> Any:
+    return sum_after(_first(x, dims[0]), _first(before, dims[1])), _place(dims[0])
+
+
+@rows.register_vmap
+def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, turns: int) -> Any:
+    return rows(_first(x, dims[0]), turn, turns), None if dims[0] is None else 1
