@@ -460,8 +460,9 @@ def test_small_gradients_survive_in_half_precision_only_with_a_scale(caplog):
 
     precision = fzero.Precision(torch.float16)
     x = torch.full((3,), 2.0**-26)
-    _, grad = fzero.scaled_value_and_grad(loss, 2.0**12, precision=precision)(w, x)
+    value, grad = fzero.scaled_value_and_grad(loss, 2.0**12, precision=precision)(w, x)
     assert not caplog.records
+    assert value == loss(w, x)
     for _ in range(2):
         _, lost = fzero.value_and_grad(loss, precision=precision)(w, x)
     assert caplog.text.count("gradients in float16 below 6e-8 vanish: scale the loss") == 1

@@ -27,6 +27,8 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero._torch.levels import unwrapped
+
 __all__ = [
     "TRACING",
     "DataDependentError",
@@ -174,8 +176,8 @@ def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch
 
 
 def is_fake(x: Any) -> bool:
-    """Return whether a value is a stand-in without memory, such as a trace computes."""
-    return isinstance(x, FakeTensor)
+    """Return whether a value is a stand-in without memory, such as a trace computes, tracked by whatever transform."""
+    return isinstance(unwrapped(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
 
 
 def storage_id(x: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 One alone: torchrun --nproc-per-node 2 -m tests.distributed.cases NAME
 """
 
+import datetime
 import itertools
 from typing import Any
 
@@ -79,7 +80,8 @@ def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
 def messages_are_not_taken_for_a_users(mesh: fzero.Mesh) -> None:
     """A user who waits for a message of a small tag gets it, though our collectives run before it is sent."""
     n, rank = mesh.size, mesh.rank
-    process_group: Any = torch.distributed.new_group(list(range(n)))  # its exchanges are numbered from 0
+    limit = datetime.timedelta(seconds=30)  # who takes another's message leaves him waiting
+    process_group: Any = torch.distributed.new_group(list(range(n)), timeout=limit)  # its exchanges count from 0
     ahead, behind = (rank + 1) % n, (rank - 1) % n
     received = [torch.zeros(3) for _ in range(4)]
     works = [torch.distributed.irecv(x, behind, process_group, tag) for tag, x in enumerate(received)]

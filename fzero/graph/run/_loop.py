@@ -29,11 +29,15 @@ def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[
         for j in range(loop.turns):
             turn = torch.tensor(j) if number.users else None
             parts = [x.narrow(p.dim, j * p.size, p.size) for x, p in zip(given, loop.parts, strict=False)]
-            out = body([turn, *parts, *sums, *rest])
-            for row, x in zip(rows, out[loop.sums :], strict=True):
-                row[j].copy_(x)
-            del turn, parts, out
+            _put(j, rows, body([turn, *parts, *sums, *rest])[loop.sums :])
+            del turn, parts
         return [*sums, *rows]
 
     run.__name__ = run.__qualname__ = "loop"
     return run
+
+
+def _put(j: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy the values of turn j to where they belong, and so let go of them."""
+    for row, x in zip(rows, values, strict=True):
+        row[j].copy_(x)

@@ -77,8 +77,9 @@ def _check_constants(gm: GraphModule) -> None:
         if node.op == "get_attr" and _torch.is_fake(getattr(gm, str(node.target))):
             line = next((_torch.line_of(user) for user in node.users), "")
             raise RuntimeError(
-                f"fzero.jit: the step uses at {line} a value that another trace computed: one that an earlier call "
-                "kept (in an attribute or a global), which belongs among arguments and results; or one within "
+                f"fzero.jit: the step uses{f' at {line}' if line else ''} a value that another trace computed: one "
+                "that an earlier call kept (in an attribute or a global), which belongs among arguments and results; "
+                "one that a differentiated function left behind, which belongs among its aux; or one within "
                 "torch.func.linearize, which traces by itself: use torch.func.jvp"
             )
 

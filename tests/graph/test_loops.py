@@ -1,0 +1,298 @@
+"""Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all turns."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, random, tree
+from fzero._notice import notice
+from fzero.graph import _entry, turns
+from fzero.graph.loops import loop_of
+from fzero.testing import optimizers, stages, trees, world_sizes
+from tests.graph.test_jit import bitwise, copied, train_both
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.memory import peak_bytes
+from tests.stages.test_equivalence import loss_of_tree
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+ADAMW = optim.adamw(1e-2, eps=1e-3)
+
+
+@contextlib.contextmanager
+def unrolled() -> Iterator[None]:
+    """Have every micro-batch traced by itself."""
+    real = _entry.recorded
+    _entry.recorded = lambda on: real(False)
+    try:
+        yield
+    finally:
+        _entry.recorded = real
+
+
+def loops(jitted: Any) -> list[Any]:
+    (entry,) = jitted._entries.values()
+    return [loop for n in entry.chosen.graph.nodes if (loop := loop_of(n))]
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+def drawing_loss(params: Any, batch: Any) -> Any:
+    """A loss that drops elements, by a key that each rank and each micro-batch folds for itself."""
+    y = random.dropout(batch["key"][0], torch.sin(batch["x"])[:, None], 0.5)
+    aux = {"drawn": y, "batch": batch["x"].sum(), "none": None, "number": 3}
+    return loss_of_tree(params, batch) + (y * sum(x.sum() for x in tree.tensors(params))).mean(), aux
+
+
+def step_of(what: str, opt: Any, k: int) -> Any:
+    """A train step of each kind that a loop must carry."""
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        def keyed(params: Any, x: torch.Tensor) -> Any:
+            loss = drawing_loss if what == "aux" else None
+            return random.seeded(loss_with_draws)(batch["key"], params, {"x": x}) if loss is None else loss(params, x)
+
+        if what == "weighted":
+
+            def total(params: Any, x: Any) -> Any:
+                return loss_of_tree(params, x) * x["x"].square().sum(), x["x"].square().sum()
+
+            loss, grads = fzero.value_and_grad(total, reduce="weighted", micro_batches=k)(params, batch["data"])
+        elif what == "aux":
+
+            def with_aux(params: Any, x: Any) -> Any:
+                return loss_of_tree(params, x), {"x": x["x"] * 2, "sum": x["x"].sum(), "none": None}
+
+            both, grads = fzero.value_and_grad(with_aux, has_aux=True, micro_batches=k)(params, batch["data"])
+            loss = both[0], fzero.pmean(both[1])
+        elif what == "drawn":
+
+            def drawn(params: Any, x: Any) -> Any:
+                return random.seeded(loss_with_draws)(batch["key"], params, x)
+
+            loss, grads = fzero.value_and_grad(drawn, micro_batches=k)(params, batch["data"])
+        else:
+            f = fzero.remat(loss_of_tree) if what == "remat" else loss_of_tree
+            loss, grads = fzero.value_and_grad(f, micro_batches=k, reduce="mean")(params, batch["data"])
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    return train_step
+
+
+def loss_with_draws(params: Any, x: Any) -> torch.Tensor:
+    return loss_of_tree(params, {"x": torch.nn.functional.dropout(x["x"], 0.5)})
+
+
+WHAT = ("plain", "weighted", "aux", "drawn", "remat")
+
+
+@settings(max_examples=25)
+@given(
+    what=st.sampled_from(WHAT), params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(4), k=st.integers(3, 5)
+)
+def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params, opt, stage, n, k):
+    mesh = fzero.mesh(dp=n)
+    step = fzero.shard(step_of(what, opt, k), stage=stage, mesh=mesh)
+    looped, flat = fzero.jit(step, backend="fx"), fzero.jit(step, backend="fx")
+    states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
+    for i in range(2):
+        data = mesh.split({"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)})
+        batch = {"data": data, "key": random.key(i)}
+        eager, first = step(*states[0], batch), looped(*states[1], batch)
+        with unrolled():
+            second = flat(*states[2], batch)
+        bitwise(first, eager)
+        bitwise(second, eager)
+        states = [eager[:2], first[:2], second[:2]]
+    assert [loop.turns for loop in loops(looped)] == [k] and not loops(flat)
+
+
+def test_a_sum_of_negative_zeros_is_negative():
+    """Sums begin as -0.0, which is no number's neighbour."""
+    f = fzero.value_and_grad(lambda w, x: (w * x[0]).sum(), micro_batches=3)
+    w, x = torch.ones(2), torch.tensor([[-0.0, 0.0]] * 3)
+    _, expected = f(w, x)
+    _, got = fzero.jit(lambda w, x: f(w, x), backend="fx")(w, x)
+    assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
+    precision = fzero.Precision(param=torch.float16, grad=torch.float32)
+    opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision))
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = fzero.scaled_value_and_grad(mlp_loss, state.scale, micro_batches=4, precision=precision)(
+            params, batch
+        )
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
+    jitted = fzero.jit(step, backend="fx")
+    batches = [mlp_batch(16, seed=i, dtype=torch.float16) for i in range(3)]
+    bitwise(*train_both(step, jitted, mlp_params(torch.float32), opt, batches))
+    assert [loop.turns for loop in loops(jitted)] == [4]
+
+
+def test_a_users_vmap_around_the_gradient_maps_the_loop():
+    f = fzero.value_and_grad(lambda w, x: torch.tanh(x @ w).square().sum(), micro_batches=3)
+    w, x = torch.randn(4, 3, 2), torch.randn(6, 5, 3)
+
+    def members(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.vmap(f, in_dims=(0, 1), out_dims=(0, 1))(w, x.movedim(1, 1).expand(6, 5, 3)[:, :4])
+
+    bitwise(fzero.jit(members, backend="fx")(w, x), members(w, x))
+
+
+def test_two_loops_in_one_step_are_two():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        _, first = fzero.value_and_grad(lambda w, x: (w * x).sin().sum(), micro_batches=3)(w, x)
+        _, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
+        return first, second
+
+    jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    bitwise(jitted(w, x), step(w, x))
+    assert [loop.turns for loop in loops(jitted)] == [3, 6]
+
+
+# ---------------------------------------------------------------- what stays unrolled
+
+
+def test_what_a_turn_leaves_behind_is_traced_turn_by_turn_and_said(caplog):
+    notice.cache_clear()
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        left = []
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            left.append(x.sum())
+            return (w * x).sum()
+
+        return fzero.value_and_grad(loss, micro_batches=3)(w, x), sum(left)
+
+    w, x = torch.randn(2), torch.randn(6, 2)
+    jitted = fzero.jit(step, backend="fx")
+    bitwise(jitted(w, x), step(w, x))
+    assert not loops(jitted)
+    (said,) = [r.getMessage() for r in caplog.records if "micro-batches" in r.getMessage()]
+    assert "jit(step): a turn hands on what" in said and "test_loops.py" in said
+
+
+def test_what_no_turn_changes_may_be_used_after_the_loop():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        left, rates = [], w.detach() * 2
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            left.append(rates * 3)
+            return (w * x * left[-1]).sum()
+
+        return fzero.value_and_grad(loss, micro_batches=3)(w, x), left[0] + 1
+
+    w, x = torch.randn(2), torch.randn(6, 2)
+    jitted = fzero.jit(step, backend="fx")
+    bitwise(jitted(w, x), step(w, x))
+    assert len(loops(jitted)) == 1
+
+
+def test_what_a_loss_left_behind_is_no_result():
+    """It belongs to the transform that has ended; once it was handed out as a stand-in without values."""
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        left = []
+
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            left.append(w * 2)
+            return left[-1].sum()
+
+        return torch.func.grad(loss)(w), left[0]
+
+    with pytest.raises(RuntimeError, match=r"the step uses a value .* a differentiated function left behind"):
+        fzero.jit(step, backend="fx")(torch.ones(2), torch.ones(2))
+
+
+def test_a_batch_that_is_differentiated_is_unrolled():
+    f = fzero.value_and_grad(lambda w, x: (w * x).square().sum(), argnums=(0, 1), micro_batches=3)
+    step = fzero.mesh(dp=2).spmd(lambda w, x: f(w, fzero.PerRank(x)))
+    w, x = torch.randn(2), fzero.mesh(dp=2).split(torch.randn(12, 2))
+    jitted = fzero.jit(step, backend="fx")
+    bitwise(jitted(w, x), step(w, x))
+    assert not loops(jitted)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
+    step = fzero.jit(
+        fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
+    )
+    state = list(step.init(gpt_params(width=32, layers=2), ADAMW))
+    tokens = step.mesh.split(torch.randint(37, (20, 17)))
+    *state, _ = step(*state, tokens)
+    plan = step.plan(*state, tokens)
+    box = [state]
+    del state
+
+    def run() -> None:
+        *state, _ = step(*box.pop(), tokens)
+        box.append(state)
+
+    measured = plan.argument_bytes + peak_bytes(run)
+    assert abs(measured / plan.peak_bytes - 1) < 0.005, (measured, plan.peak_bytes)
+
+
+def test_rows_are_in_the_plan():
+    """A turn's rows, those of the turns before, and the sums, to the byte."""
+    f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
+    step, w, x = fzero.jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
+    step(w, x)
+    plan = step.plan(w, x)
+    assert plan.added_bytes == peak_bytes(lambda: step(w, x))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_collectives_are_counted_with_their_turns(stage):
+    """By unit and kind, without re-gathers and buckets: as many as the eager step sends."""
+    mesh, k = fzero.mesh(dp=4), 5
+    step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
+    args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
+    with fzero.record() as log:
+        step(*args)
+    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
+    planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
+    assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_plan_does_not_grow_with_the_micro_batches(stage):
+    step = [
+        fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
+        for k in (3, 48)
+    ]
+    few, many = [
+        fzero.plan(fzero.jit(s, backend="fx"), *s.init(mlp_params(), ADAMW), s.mesh.split(mlp_batch(2 * k)))
+        for s, k in zip(step, (3, 48), strict=True)
+    ]
+    assert [o.target.replace("48", "3") for o in many.operations] == [o.target for o in few.operations]
+    assert many.added_bytes == few.added_bytes
+    assert {o.times for o in many.operations} == {1, 48} and "a loop of 48 turns" in {o.target for o in many.operations}
+    assert [c.times for c in many.collectives] == [16 * c.times if c.times > 1 else 1 for c in few.collectives]
+    assert (" times)" in str(many)) == any(c.times > 1 for c in many.collectives)
+
+
+def test_turns_are_traced_by_jit_alone():
+    f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=4)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2), torch.ones(4, 2)).graph
+    assert not [n for n in graph.nodes if "fzero" in str(n.target)]
+    with pytest.raises(AssertionError, match="outside a trace"):
+        turns.turn(3)
