@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
-from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, recompute, regather, schedule
 from fzero.graph.plan._liveness import live_bytes, live_ranges, most_in_a_turn
 from fzero.graph.plan._plan import Settings
 
@@ -85,6 +85,7 @@ def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
 
 
 PASSES = (
+    Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
@@ -147,11 +148,12 @@ class Pipeline:
                 node.append(item)
         return graph
 
-    def changed_by(self, choice: Choice, last: str) -> bool:
-        """Return whether the passes up to the `last` add or remove operations, in the graph or in a loop."""
-        if len(self.run(choice, last)[-1].graph.nodes) != len(self.traced.nodes):
+    def changed_by(self, choice: Choice, name: str) -> bool:
+        """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""
+        before, after = [x.graph for x in [Passed(PASSES[0], None, self.traced), *self.run(choice, name)][-2:]]
+        if len(before.nodes) != len(after.nodes):
             return True
-        return any(self.body(n).changed_by(choice, last) for n in self.traced.nodes if loop_of(n))
+        return any(self.body(n).changed_by(choice, name) for n in after.nodes if loop_of(n))
 
     def body(self, node: Node) -> "Pipeline":
         """Return the passes over the body of a loop, of the loop's node in any graph."""

@@ -251,6 +251,16 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
     assert abs(measured / plan.peak_bytes - 1) < 0.005, (measured, plan.peak_bytes)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
+    step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
+    args = (*step.init(gpt_params(width=32, layers=2), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
+    looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+    with unrolled():
+        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+    assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
+
+
 def test_rows_are_in_the_plan():
     """A turn's rows, those of the turns before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
@@ -262,7 +272,7 @@ def test_rows_are_in_the_plan():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_collectives_are_counted_with_their_turns(stage):
-    """By unit and kind, without re-gathers and buckets: as many as the eager step sends."""
+    """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every turn."""
     mesh, k = fzero.mesh(dp=4), 5
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
@@ -270,7 +280,27 @@ def test_collectives_are_counted_with_their_turns(stage):
         step(*args)
     plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
     planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
+    planned += [x for x in planned if x[0] == "all_gather" for _ in range(k - 1) if stage == 3]
     assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
+
+
+def test_a_unit_stays_from_turn_to_turn_where_it_may():
+    step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
+    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)))
+
+    def gathers(**knobs: Any) -> dict[str, int]:
+        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
+        return {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"}
+
+    units = gathers(max_reuse_bytes=math.inf)
+    assert set(units.values()) == {1} and len(units) == 4
+    assert gathers(memory_budget=10**9) == units
+    assert set(gathers(max_reuse_bytes=0).values()) == {4}
+    # a block has 56 elements of 8 bytes, the head 21, the scale is 1: with the others of a turn, 512 to 760 bytes
+    sizes = {"blocks.0": 56 * 8, "blocks.1": 56 * 8, "head": 21 * 8 + 24, "scale": 32}
+    limit = sum(sizes.values()) - sizes["blocks.0"]
+    assert gathers(max_reuse_bytes=limit) == {"blocks.0": 1, "blocks.1": 1, "head": 4, "scale": 4}
+    assert set(gathers(max_reuse_bytes=limit - 1).values()) == {4}
 
 
 @pytest.mark.parametrize("stage", range(4))

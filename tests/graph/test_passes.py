@@ -37,7 +37,7 @@ from fzero.graph.ir import (
     values,
 )
 from fzero.graph.ops import is_random, is_view, name_of
-from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, recompute, regather, schedule
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
@@ -83,6 +83,7 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
 def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     asked = {
+        "hoist": lambda g: hoist(g, how["reuse"]),
         "recompute": lambda g: recompute(g, 1),
         "regather": lambda g: regather(g, how["reuse"]),
         "bucket": lambda g: bucket(g, how["bucket_bytes"]),

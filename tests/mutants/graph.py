@@ -2,6 +2,8 @@
 
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
+LOOPS = ("tests/graph/test_loops.py",)
+
 MUTANTS = [
     Mutant(
         "prefetch one more",
@@ -287,5 +289,45 @@ MUTANTS = [
     ),
     Mutant(
         "a second trace is dumped over the first", "graph/_dump.py", "if traces else []", "if False else []", PIPELINE
+    ),
+    Mutant("the last turn is left out", "graph/run/_loop.py", "range(loop.turns):", "range(loop.turns - 1):", LOOPS),
+    Mutant("all turns have the first part", "graph/run/_loop.py", "j * p.size", "0", LOOPS),
+    Mutant("all rows are the first", "graph/run/_loop.py", "row[j].copy_", "row[0].copy_", LOOPS),
+    Mutant("all turns fold the same number", "graph/run/_loop.py", "torch.tensor(j)", "torch.tensor(0)", LOOPS),
+    Mutant(
+        "a row is kept for a turn",
+        "graph/run/_loop.py",
+        "del turn, parts",
+        "last = rows and row",
+        LOOPS,
+        (
+            (
+                "_put(j, rows, body([turn, *parts, *sums, *rest])[loop.sums :])",
+                "row = body([turn, *parts, *sums, *rest])[loop.sums :]; _put(j, rows, row)",
+            ),
+        ),
+    ),
+    Mutant("sums begin at one", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 1.0)", LOOPS),
+    Mutant("sums begin at zero", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 0.0)", LOOPS),
+    Mutant("what a turn changes is moved out", "graph/trace/_loops.py", "if n in changing:", "if False:", LOOPS),
+    Mutant(
+        "a loop's sums are not written",
+        "graph/_pipeline.py",
+        "Given(loop.pairs, tuple(loop.places_of_sums)",
+        "Given((), ()",
+        LOOPS,
+    ),
+    Mutant(
+        "a mapped dimension stays in its place", "graph/turns.py", "x if dim is None else x.movedim(dim, 0)", "x", LOOPS
+    ),
+    Mutant("a turn holds nothing", "graph/plan/_liveness.py", "most_in_a_turn(loop), ", "0, ", LOOPS),
+    Mutant("a plan counts one turn", "graph/plan/_listed.py", "Listed(n, loop.turns)", "Listed(n, 1)", LOOPS),
+    Mutant("who reads a loop's sum copies it", "graph/passes/_in_place.py", "if s in handed_on:", "if False:", LOOPS),
+    Mutant(
+        "a differentiated batch is a loop",
+        "transforms/gradients/_value_and_grad.py",
+        " and not set(nums) & set(batch.argnums)",
+        "",
+        LOOPS,
     ),
 ]

@@ -93,7 +93,7 @@ def _before_of(after: Node) -> Node:
 def _hoist(graph: Graph, turn: _Turn) -> None:
     """Move what others use of a turn, or what parts are cut of, in front of it: no turn changes it."""
     inside, out = set(turn.nodes), {*[after for _, after in turn.sums], *turn.rows}
-    whole = {n.args[0] for n in turn.parts}
+    whole = [n.args[0] for n in turn.parts]
     changing: set[Node] = set()
     for n in turn.nodes:
         if n in turn.marks or any(a in changing for a in n.all_input_nodes):
