@@ -1,15 +1,12 @@
 """Turns: how a loop is written down while a step is traced, and its body runs once.
 
-A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets
-the others and the rest of the step:
+A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets the
+others and the rest of the step. `turn` is the number of the turn, and where the body begins. `part` is a turn's part of
+a tensor. `sum_before` is what the turns before have summed, and `sum_after` is that with this turn's share. `rows` are
+the values of all turns, one below the other.
 
-- `turn` is the number of the turn, and where the body begins;
-- `part` is a turn's part of a tensor, along dimension 0;
-- `sum_before` is what the turns before have summed, and `sum_after` that and this turn's share;
-- `rows` are the values of all turns, one below the other.
-
-They compute nothing: `fzero.graph.trace._loops` puts a loop in their places. In a vmap, ranks or the user's, the mapped
-dimension goes first, so that what a turn hands on lies as what it was handed.
+They compute nothing: `fzero.graph.trace._loops` puts a loop in their places. In a vmap, of ranks or the user's, the
+mapped dimension goes first. So a sum has the same strides before and after a turn.
 """
 
 import threading

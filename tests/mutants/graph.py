@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "schedules in another order are taken for the same",
         "graph/_agree.py",
-        "[n.name for n in graph.nodes if is_collective(n)]",
+        "[n.name for part in graphs_in(graph) for n in part.nodes if is_collective(n)]",
         "[]",
         GRAPH,
     ),
@@ -330,4 +330,12 @@ MUTANTS = [
         "",
         LOOPS,
     ),
+    Mutant(
+        "every unit stays from turn to turn",
+        "graph/passes/_hoist.py",
+        " if sum(size.values()) - size[w] <= max_reuse_bytes",
+        "",
+        LOOPS,
+    ),
+    Mutant("no unit stays from turn to turn", "graph/passes/_hoist.py", "<= max_reuse_bytes", "< 0", LOOPS),
 ]
