@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of
 from fzero.graph._pipeline import Choice, Passed, Pipeline
 from fzero.graph.ir import is_collective, shown
+from fzero.graph.loops import loop_of
 from fzero.graph.plan._liveness import live_bytes, live_ranges
 from fzero.ranks.mesh import Mesh
 
@@ -72,7 +73,7 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
     """Write the graph as traced, and after each pass, into numbered files of a folder, and a table of their peaks.
 
     Args:
-        folder: is made if it is not there; what an earlier dump left in it goes.
+        folder: is made if it is not there; what an earlier dump left in it goes. A loop has a folder in it.
         passes: the passes over the traced graph.
         choice: the settings of the schedule to show.
         name: of the step.
@@ -95,12 +96,15 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
     states = [State("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
         states.append(State(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
+    states[-1] = states[-1]._replace(graph=passes.scheduled(choice))  # with the bodies of its loops
     rows = []
     for state in states:
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
         rows.append(_row(state, live))
         if state.how != LEFT_OUT:
             Path(folder, f"{state.title}.txt").write_text(_text(name, state, live), encoding="utf-8")
+    for i, node in enumerate([n for n in states[-1].graph.nodes if loop_of(n)]):
+        dump(Path(folder, f"loop_{i}"), passes.body(node), choice, f"{name}, loop {i}")
     head = f"{'graph':<16} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, SUMMARY).write_text("\n".join([f"{name}: {choice.settings()}", "", head, *rows, ""]), encoding="utf-8")
 

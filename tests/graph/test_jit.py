@@ -86,8 +86,8 @@ def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     "backend,stage", [("inductor", 3), pytest.param("inductor", 1, marks=pytest.mark.slow), ("inductor-whole", 2)]
 )
 def test_a_compiled_step_equals_the_eager_one(backend, stage):
-    step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=2), stage=stage, mesh=fzero.mesh(dp=2))
-    batches = [mlp_batch(8, seed=i) for i in range(5)]
+    step = fzero.shard(train_step_for(mlp_loss, ADAM, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
+    batches = [mlp_batch(12, seed=i) for i in range(5)]
     eager, fast = train_both(step, fzero.jit(step, backend=backend), mlp_params(), ADAM, batches)
     assert_trees_close(fast, eager, rtol=1e-12)
 

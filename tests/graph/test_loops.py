@@ -326,3 +326,39 @@ def test_turns_are_traced_by_jit_alone():
     assert not [n for n in graph.nodes if "fzero" in str(n.target)]
     with pytest.raises(AssertionError, match="outside a trace"):
         turns.turn(3)
+
+
+def test_torch_compile_of_the_eager_step_goes_through_every_turn():
+    torch._dynamo.reset()
+    step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
+    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    bitwise(compiled(*args), step(*args))
+
+
+def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
+    step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
+    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
+    plan = fzero.plan(fzero.jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
+    rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if line.startswith("08_")]
+    assert [row[3] for row in rows] == [f"{plan.peak_bytes:,}"]
+    text = (tmp_path / "loop_0" / "08_schedule.txt").read_text()
+    assert "train_step, loop 0" in text and "reduce_scatter_tensor" in text
+    assert "reduce_scatter_tensor" not in (tmp_path / "08_schedule.txt").read_text()
+
+
+def test_random_numbers_of_no_key_are_drawn_in_every_turn():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            noise = torch.rand(2)
+            return (w * x * noise).sum(), noise
+
+        return fzero.value_and_grad(loss, has_aux=True, micro_batches=3)(w, x)
+
+    w, x = torch.randn(2), torch.randn(6, 2)
+    jitted = fzero.jit(step, backend="fx")
+    torch.manual_seed(0)
+    expected = step(w, x)
+    torch.manual_seed(0)
+    bitwise(jitted(w, x), expected)
+    assert len(loops(jitted)) == 1 and len({tuple(row) for row in expected[0][1].tolist()}) == 3

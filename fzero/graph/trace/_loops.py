@@ -16,6 +16,7 @@ from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, reordered
 from fzero.graph.loops import Loop, Part, function_of
+from fzero.graph.ops import is_random
 
 __all__ = ["NotALoop", "with_loops"]
 
@@ -96,7 +97,7 @@ def _hoist(graph: Graph, turn: _Turn) -> None:
     whole = [n.args[0] for n in turn.parts]
     changing: set[Node] = set()
     for n in turn.nodes:
-        if n in turn.marks or any(a in changing for a in n.all_input_nodes):
+        if n in turn.marks or is_random(n) or any(a in changing for a in n.all_input_nodes):
             changing.add(n)
     wanted: set[Node] = set()
     for n in reversed(turn.nodes):
