@@ -81,7 +81,8 @@ def program_of(graph: Graph) -> Program:
     The segments to compile grow in number neither with the blocks of a model, if these have one shape, nor with the
     micro-batches.
     """
-    groups, parts = cut(graph), parts_of_arguments(graph)
+    items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # values, as parts are
+    groups, parts = cut(graph), parts_of_arguments(graph) | items
     wanted = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in wanted if x is not None]
     alone = needed_views(groups, values) | parts
@@ -91,8 +92,8 @@ def program_of(graph: Graph) -> Program:
         single = runs_alone(group[0])
         used = group[0].all_input_nodes if single else sources(operands(group), parts)
         # a loop's results leave their tuple at once, which would hold all of them as long as the last
-        items = list(group[0].users) if loop_of(group[0]) else []
-        singles = [*views_to(used, slot, alone), *([group[0], *items] if single else [])]
+        found = list(group[0].users) if loop_of(group[0]) else []
+        singles = [*views_to(used, slot, alone), *([group[0], *found] if single else [])]
         instructions += [_single(node, slot) for node in singles]
         compiled = None if single else segment(group, exported, slot, parts)
         instructions += [] if compiled is None else [compiled]
