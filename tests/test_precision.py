@@ -470,6 +470,12 @@ def test_small_gradients_survive_in_half_precision_only_with_a_scale(caplog):
     torch.testing.assert_close(grad, x / 3, rtol=1e-3, atol=0)
 
 
+def test_a_loss_that_would_overflow_if_it_were_scaled_is_itself():
+    w = torch.ones(2)
+    value, grad = fzero.scaled_value_and_grad(lambda w: w.detach().sum() * 1e36 + w[0], 2.0**12)(w)
+    assert value.item() == pytest.approx(2e36) and grad.tolist() == [1, 0]
+
+
 def test_the_scale_grows_and_has_bounds():
     opt = optim.dynamic_loss_scale(optim.sgd(0.1), 4.0, growth_interval=2, minimum=2.0, maximum=8.0)
     params = {"w": torch.ones(2)}

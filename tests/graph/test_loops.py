@@ -261,6 +261,14 @@ def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
+def test_the_sum_of_all_turns_is_reduced_where_it_lies():
+    step = fzero.shard(train_step_for(loss_of_tree, ADAMW, micro_batches=3), stage=0, mesh=fzero.mesh(dp=2))
+    args = (*step.init({"w": torch.ones(64)}, ADAMW), step.mesh.split({"x": torch.ones(6)}))
+    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
+    reductions = [o.target for o in plan.operations if "all_reduce" in o.target]
+    assert len(reductions) == 2 and all("all_reduce_." in target for target in reductions), reductions
+
+
 def test_rows_are_in_the_plan():
     """A turn's rows, those of the turns before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
