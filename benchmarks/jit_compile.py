@@ -1,4 +1,4 @@
-"""Print how long a step takes to compile and to plan, and how that grows with layers and ranks.
+"""Print how long a step takes to compile and to plan, and how that grows with layers, micro-batches and ranks.
 
 python benchmarks/jit_compile.py [--write]
 
@@ -28,7 +28,7 @@ from fzero import optim
 from tests.helpers import train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
-WARM_GOAL, COLD_GOAL, LINEAR_GOAL, FLAT_GOAL = 15.0, 1.3, 1.25, 1.25
+WARM_GOAL, COLD_GOAL, LINEAR_GOAL, FLAT_GOAL, LOOP_GOAL = 15.0, 1.3, 1.25, 1.25, 1.2
 
 
 def timed(f: Callable[[], Any]) -> tuple[float, Any]:
@@ -38,52 +38,52 @@ def timed(f: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def step_of(layers: int, stage: int, mesh: fzero.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Make a sharded step of the narrow GPT, and its arguments."""
+def step_of(layers: int, stage: int, mesh: fzero.Mesh, k: int = 1) -> tuple[Any, tuple[Any, ...]]:
+    """Make a sharded step of the narrow GPT with k micro-batches, and its arguments."""
     opt = optim.adamw(1e-3)
-    step = fzero.shard(train_step_for(gpt_loss, opt), stage=stage, mesh=mesh, check=False)
+    step = fzero.shard(train_step_for(gpt_loss, opt, micro_batches=k), stage=stage, mesh=mesh, check=False)
     state = step.init(gpt_params(64, layers, vocab=256, context=32), opt)
-    return step, (*state, mesh.split(torch.randint(256, (2 * mesh.size, 33))))
+    return step, (*state, mesh.split(torch.randint(256, (2 * k * mesh.size, 33))))
 
 
 # ------------------------------------------------------------ in a process of its own
 
 
-def lowering(layers: int, stage: int) -> dict[str, Any]:
-    """Compile one rank's step of a world of two that need not be at hand, without running it."""
+def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
+    """Trace, plan and compile one rank's step of a world of two that need not be at hand, without running it."""
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
     from fzero.graph import _absent
     from fzero.graph.run import _lower
 
-    step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True))
+    step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
     elsewhere = step._on(_absent.absent((("dp", 2),)))
     args = _absent.as_one_rank_holds(args, {"dp": 2}, stacked=True)
     jitted = fzero.jit(elsewhere)
-    jitted.plan(*args)
+    planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
     seconds, run = timed(lambda: _lower.lower(entry.chosen.graph, "inductor"))
     work = sum(os.times()[:4]) - before
-    return {"seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
+    return {"plan": planned, "seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
 
 
-def first_step(layers: int, stage: int) -> dict[str, Any]:
+def first_step(layers: int, stage: int, k: int) -> dict[str, Any]:
     """Trace, compile and run a step, in a world of this process."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    step, args = step_of(layers, stage, fzero.mesh(dp=1))
+    step, args = step_of(layers, stage, fzero.mesh(dp=1), k)
     seconds, _ = timed(lambda: fzero.jit(step)(*args))
     torch.distributed.destroy_process_group()
     return {"seconds": seconds}
 
 
-def elsewhere(what: Callable[..., Any], layers: int, stage: int, cache: str) -> dict[str, Any]:
+def elsewhere(what: Callable[..., Any], layers: int, stage: int, cache: str, k: int = 1) -> dict[str, Any]:
     """Run one of the two above in a new process with Inductor's cache in a folder."""
-    command = [sys.executable, __file__, what.__name__, str(layers), str(stage)]
+    command = [sys.executable, __file__, what.__name__, str(layers), str(stage), str(k)]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True)
-    print(what.__name__, layers, stage, done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
+    print(what.__name__, layers, stage, k, done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -119,6 +119,25 @@ def compiled() -> list[str]:
     ]
 
 
+def by_micro_batches() -> list[str]:
+    """Measure what a step costs before it runs, by its micro-batches."""
+    rows = []
+    for stage in (1, 3):
+        found = {}
+        for k in (1, 8, 64):
+            with tempfile.TemporaryDirectory() as cache:
+                found[k] = elsewhere(lowering, 4, stage, cache, k)
+        for k, x in found.items():
+            times = [x[name] / found[1][name] for name in ("plan", "work")]
+            met = verdict(max(times) <= LOOP_GOAL)
+            rows.append([stage, k, f"{x['plan']:.2f}", f"{x['work']:.1f}", *[f"{t:.2f}" for t in times], met])
+    head = ["stage", "micro-batches", "plan, s", "compile, s", "plan / that of 1", "compile / that of 1"]
+    return [
+        "By micro-batches: 4 layers, 2 ranks, cold; trace and plan by the clock, compilation by the processors.",
+        table([*head, f"goal: ≤ {LOOP_GOAL}"], rows),
+    ]
+
+
 def planned() -> list[str]:
     """Measure `fzero.plan` at stage 3."""
 
@@ -145,7 +164,8 @@ def planned() -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     children = {f.__name__: f for f in (lowering, first_step)}
-    if len(sys.argv) == 4 and sys.argv[1] in children:
-        print(json.dumps(children[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))))
+    if len(sys.argv) == 5 and sys.argv[1] in children:
+        print(json.dumps(children[sys.argv[1]](*map(int, sys.argv[2:]))))
     else:
-        publish(__file__, "python benchmarks/jit_compile.py", [*compiled(), *planned()], "--write" in sys.argv)
+        tables = [*compiled(), *by_micro_batches(), *planned()]
+        publish(__file__, "python benchmarks/jit_compile.py", tables, "--write" in sys.argv)
