@@ -10,6 +10,7 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 
 __all__ = [
     "Written",
+    "differentiates_now",
     "is_differentiated",
     "is_foreign",
     "is_mapped_now",
@@ -38,6 +39,12 @@ def is_differentiated(x: torch.Tensor) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return x.requires_grad
+
+
+def differentiates_now() -> bool:
+    """Return whether a gradient or a forward-mode derivative is being taken by a transform around this code."""
+    kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+    return any(i.key() in kinds for i in functorch.get_interpreter_stack() or ())
 
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ class Asked(NamedTuple):
         backend: one of `BACKENDS`.
         knobs: of the schedule.
         dump: the folder for the graph after each pass, if one was asked for.
+        loop: whether micro-batches become a loop.
     """
 
     step: Step
@@ -43,6 +44,7 @@ class Asked(NamedTuple):
     backend: str
     knobs: Knobs
     dump: str | None
+    loop: bool
 
     def __str__(self) -> str:
         return f"jit({self.step.name})"
@@ -174,10 +176,10 @@ def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: A
     """Trace a step with its loops, or without where they cannot be. Inductor takes a whole graph without them."""
     fakes = _torch.fake_like(arguments.tensors)
     try:
-        with recorded(asked.backend != "inductor-whole"):
+        with recorded(asked.loop and asked.backend != "inductor-whole"):
             return trace(f, fakes, labels)
     except NotALoop as error:
-        notice(f"{asked}: {error}, which the step uses after its micro-batches: each of them is traced by itself")
+        notice(f"{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them")
     with recorded(False):
         return trace(f, fakes, labels)
 

@@ -37,6 +37,7 @@ def jit(
     max_reuse_bytes: float | str = "auto",
     recompute: bool | str = "auto",
     dump: str | os.PathLike[str] | None = None,
+    loop: bool = False,
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -63,6 +64,8 @@ def jit(
             their results need not be kept.
         dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
             `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
+        loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
+            once. An experiment, see docs/jit.md: their loss functions then must not depend on one another in Python.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -85,8 +88,11 @@ def jit(
         raise TypeError(f"step is jitted already: {step!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
+    if not isinstance(loop, bool):
+        raise ValueError(f"loop={loop!r}: expected True or False")
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute)
-    return Jitted(step, _positions(donate), backend, knobs.checked(), None if dump is None else checked_folder(dump))
+    folder = None if dump is None else checked_folder(dump)
+    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop)
 
 
 def _positions(donate: Any) -> tuple[int, ...] | None:
@@ -111,6 +117,7 @@ class Jitted:
         backend: "inductor", "fx" or "inductor-whole".
         knobs: what was asked of the schedule.
         dump: the folder for the graph after each pass, if one was asked for.
+        loop: whether micro-batches become a loop.
     """
 
     step: Callable[..., Any]
@@ -118,6 +125,7 @@ class Jitted:
     backend: str
     knobs: Knobs
     dump: str | None = None
+    loop: bool = False
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +149,7 @@ class Jitted:
 
     @cached_property
     def _asked(self) -> Asked:
-        return Asked(step_of(self.step), self.donate, self.backend, self.knobs, self.dump)
+        return Asked(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

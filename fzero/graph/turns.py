@@ -5,6 +5,9 @@ others and the rest of the step. `turn` is the number of the turn, and where the
 a tensor. `sum_before` is what the turns before have summed, and `sum_after` is that with this turn's share. `rows` are
 the values of all turns, one below the other.
 
+Python may make a turn depend on the one before: by a list that the loss function appends to, a counter, an iterator. So
+the forward pass runs `again`, and is `compared` with the first.
+
 They compute nothing: `fzero.graph.trace._loops` puts a loop in their places. In a vmap, of ranks or the user's, the
 mapped dimension goes first. So a sum has the same strides before and after a turn.
 """
@@ -18,7 +21,18 @@ import torch
 
 from fzero._torch import is_tracing
 
-__all__ = ["OPERATIONS", "are_recorded", "part", "recorded", "rows", "sum_after", "sum_before", "turn"]
+__all__ = [
+    "OPERATIONS",
+    "again",
+    "are_recorded",
+    "compared",
+    "part",
+    "recorded",
+    "rows",
+    "sum_after",
+    "sum_before",
+    "turn",
+]
 
 
 class _Recording(threading.local):
@@ -77,7 +91,19 @@ def rows(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
     return _never()
 
 
-OPERATIONS = (turn, part, sum_before, sum_after, rows)
+@torch.library.custom_op("fzero::again", mutates_args=())
+def again(turn: torch.Tensor) -> torch.Tensor:
+    """Begin to run the forward pass of a turn once more, for comparison, and return the turn's number."""
+    return _never()
+
+
+@torch.library.custom_op("fzero::compared", mutates_args=())
+def compared(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
+    """Return `x`, if what has run since `again`, and has these results, is what the turn ran."""
+    return _never()
+
+
+OPERATIONS = (turn, part, sum_before, sum_after, rows, again, compared)
 
 
 # ---------------------------------------------------------------- their shapes
@@ -109,6 +135,16 @@ def _(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
     return x.new_empty((turns, *x.shape))
 
 
+@again.register_fake
+def _(turn: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(turn)
+
+
+@compared.register_fake
+def _(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 # ---------------------------------------------------------------- under vmap
 
 
@@ -138,3 +174,8 @@ def _(info: Any, dims: Any, x: torch.Tensor, before: torch.Tensor) -> Any:
 @rows.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, turns: int) -> Any:
     return rows(_first(x, dims[0]), turn, turns), None if dims[0] is None else 1
+
+
+@compared.register_vmap
+def _(info: Any, dims: Any, x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> Any:
+    return compared(_first(x, dims[0]), again, results), _place(dims[0])

@@ -1,6 +1,7 @@
 """Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all turns."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from tests.memory import peak_bytes
 from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
 
+jit = functools.partial(fzero.jit, loop=True)
 ADAMW = optim.adamw(1e-2, eps=1e-3)
 
 
@@ -100,7 +102,7 @@ WHAT = ("plain", "weighted", "aux", "drawn", "remat")
 def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params, opt, stage, n, k):
     mesh = fzero.mesh(dp=n)
     step = fzero.shard(step_of(what, opt, k), stage=stage, mesh=mesh)
-    looped, flat = fzero.jit(step, backend="fx"), fzero.jit(step, backend="fx")
+    looped, flat = jit(step, backend="fx"), jit(step, backend="fx")
     states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
     for i in range(2):
         data = mesh.split({"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)})
@@ -119,7 +121,7 @@ def test_a_sum_of_negative_zeros_is_negative():
     f = fzero.value_and_grad(lambda w, x: (w * x[0]).sum(), micro_batches=3)
     w, x = torch.ones(2), torch.tensor([[-0.0, 0.0]] * 3)
     _, expected = f(w, x)
-    _, got = fzero.jit(lambda w, x: f(w, x), backend="fx")(w, x)
+    _, got = jit(lambda w, x: f(w, x), backend="fx")(w, x)
     assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
 
 
@@ -136,7 +138,7 @@ def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
         return optim.apply_updates(params, updates), state, loss
 
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
-    jitted = fzero.jit(step, backend="fx")
+    jitted = jit(step, backend="fx")
     batches = [mlp_batch(16, seed=i, dtype=torch.float16) for i in range(3)]
     bitwise(*train_both(step, jitted, mlp_params(torch.float32), opt, batches))
     assert [loop.turns for loop in loops(jitted)] == [4]
@@ -149,7 +151,7 @@ def test_a_users_vmap_around_the_gradient_maps_the_loop():
     def members(w: torch.Tensor, x: torch.Tensor) -> Any:
         return torch.vmap(f, in_dims=(0, 1), out_dims=(0, 1))(w, x.movedim(1, 1).expand(6, 5, 3)[:, :4])
 
-    bitwise(fzero.jit(members, backend="fx")(w, x), members(w, x))
+    bitwise(jit(members, backend="fx")(w, x), members(w, x))
 
 
 def test_two_loops_in_one_step_are_two():
@@ -158,7 +160,7 @@ def test_two_loops_in_one_step_are_two():
         _, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
         return first, second
 
-    jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    jitted, w, x = jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), step(w, x))
     assert [loop.turns for loop in loops(jitted)] == [3, 6]
 
@@ -179,27 +181,63 @@ def test_what_a_turn_leaves_behind_is_traced_turn_by_turn_and_said(caplog):
         return fzero.value_and_grad(loss, micro_batches=3)(w, x), sum(left)
 
     w, x = torch.randn(2), torch.randn(6, 2)
-    jitted = fzero.jit(step, backend="fx")
+    jitted = jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
-    (said,) = [r.getMessage() for r in caplog.records if "micro-batches" in r.getMessage()]
-    assert "jit(step): a turn hands on what" in said and "test_loops.py" in said
+    (said,) = [r.getMessage() for r in caplog.records if "micro-batch" in r.getMessage()]
+    assert "jit(step): the second micro-batch computes something else" in said or "a turn hands on what" in said
+    assert "test_loops.py" in said
 
 
-def test_what_no_turn_changes_may_be_used_after_the_loop():
+def chained(how: str) -> Any:
+    """A step whose micro-batches depend on one another through Python."""
+
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
-        left, rates = [], w.detach() * 2
+        state, numbers = [torch.ones(2)], iter(range(1, 100))
 
         def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            left.append(rates * 3)
-            return (w * x * left[-1]).sum()
+            y = (w * x).sum()
+            if how == "a value":
+                y, state[0] = y * state[0].sum(), state[0] * 0.9 + x.mean()
+            if how == "a value that no turn changes":
+                y, state[0] = y * state[0].sum(), state[0] * 0.9
+            if how == "a number":
+                y = y * next(numbers)
+            if how == "a tensor":
+                y = y * TENSORS[next(numbers)]
+            if how == "a list":
+                state.append(w.detach() * 2)
+            return y
 
-        return fzero.value_and_grad(loss, micro_batches=3)(w, x), left[0] + 1
+        grad = fzero.value_and_grad(loss, micro_batches=3)(w, x)
+        return grad, sum(state) if how == "a list" else 0 * w
 
-    w, x = torch.randn(2), torch.randn(6, 2)
-    jitted = fzero.jit(step, backend="fx")
+    return step
+
+
+TENSORS = torch.arange(9.0).unbind()
+CHAINS = ("a value", "a value that no turn changes", "a number", "a tensor", "a list")
+
+
+@pytest.mark.parametrize("how", CHAINS)
+def test_turns_that_depend_on_one_another_are_traced_one_by_one(how):
+    step, w, x = chained(how), torch.randn(2), torch.randn(6, 2)
+    jitted = jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
-    assert len(loops(jitted)) == 1
+    assert not loops(jitted)
+
+
+def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():
+    def program(w: torch.Tensor, x: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            y = torch.nn.functional.dropout(x * w, 0.5)
+            return y.sum(), y
+
+        return fzero.value_and_grad(loss, has_aux=True, micro_batches=4)(w, x)
+
+    step = lambda w, x: random.seeded(program)(random.key(0), w, x)  # noqa: E731
+    w, x = torch.ones(3), torch.ones(8, 3)
+    bitwise(jit(step, backend="fx")(w, x), step(w, x))
 
 
 def test_what_a_loss_left_behind_is_no_result():
@@ -215,14 +253,39 @@ def test_what_a_loss_left_behind_is_no_result():
         return torch.func.grad(loss)(w), left[0]
 
     with pytest.raises(RuntimeError, match=r"the step uses a value .* a differentiated function left behind"):
-        fzero.jit(step, backend="fx")(torch.ones(2), torch.ones(2))
+        jit(step, backend="fx")(torch.ones(2), torch.ones(2))
+
+
+def test_without_loop_there_is_none():
+    f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=3)
+    jitted, w, x = fzero.jit(f, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    jitted(w, x)
+    assert not loops(jitted)
+    with pytest.raises(ValueError, match=r"loop=3: expected True or False"):
+        fzero.jit(f, loop=3)
+
+
+def test_a_derivative_around_the_micro_batches_unrolls_them():
+    f = fzero.value_and_grad(lambda w, x: ((w * 2 - x) ** 3).mean(), micro_batches=3)
+    w, x = torch.randn(3), torch.randn(6, 3)
+    for g in (
+        lambda w, x: torch.func.jvp(lambda w: f(w, x), (w,), (torch.ones(3),)),
+        lambda w, x: torch.func.jacfwd(lambda w: f(w, x)[1])(w),
+        lambda w, x: torch.func.grad(lambda s: f(w * s, x)[0])(torch.ones(3)),
+        lambda w, x: torch.func.grad(
+            lambda s: fzero.value_and_grad(lambda w, x: (w * s - x).square().mean(), micro_batches=3)(w, x)[0]
+        )(w),
+    ):
+        jitted = jit(g, backend="fx")
+        bitwise(jitted(w, x), g(w, x))
+        assert not loops(jitted)
 
 
 def test_a_batch_that_is_differentiated_is_unrolled():
     f = fzero.value_and_grad(lambda w, x: (w * x).square().sum(), argnums=(0, 1), micro_batches=3)
     step = fzero.mesh(dp=2).spmd(lambda w, x: f(w, fzero.PerRank(x)))
     w, x = torch.randn(2), fzero.mesh(dp=2).split(torch.randn(12, 2))
-    jitted = fzero.jit(step, backend="fx")
+    jitted = jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
 
@@ -232,7 +295,7 @@ def test_a_batch_that_is_differentiated_is_unrolled():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
-    step = fzero.jit(
+    step = jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
     )
     state = list(step.init(gpt_params(width=32, layers=2), ADAMW))
@@ -254,16 +317,16 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
 def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
     args = (*step.init(gpt_params(width=32, layers=2), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
-    looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+    looped = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
     with unrolled():
-        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
+        flat = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
 def test_the_sum_of_all_turns_is_reduced_where_it_lies():
     step = fzero.shard(train_step_for(loss_of_tree, ADAMW, micro_batches=3), stage=0, mesh=fzero.mesh(dp=2))
     args = (*step.init({"w": torch.ones(64)}, ADAMW), step.mesh.split({"x": torch.ones(6)}))
-    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
+    plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
     reductions = [o.target for o in plan.operations if "all_reduce" in o.target]
     assert len(reductions) == 2 and all("all_reduce_." in target for target in reductions), reductions
 
@@ -271,7 +334,7 @@ def test_the_sum_of_all_turns_is_reduced_where_it_lies():
 def test_rows_are_in_the_plan():
     """A turn's rows, those of the turns before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
-    step, w, x = fzero.jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
+    step, w, x = jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
     step(w, x)
     plan = step.plan(w, x)
     assert plan.added_bytes == peak_bytes(lambda: step(w, x))
@@ -285,7 +348,7 @@ def test_collectives_are_counted_with_their_turns(stage):
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
     with fzero.record() as log:
         step(*args)
-    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
+    plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
     planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
     planned += [x for x in planned if x[0] == "all_gather" for _ in range(k - 1) if stage == 3]
     assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
@@ -296,7 +359,7 @@ def test_a_unit_stays_from_turn_to_turn_where_it_may():
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)))
 
     def gathers(**knobs: Any) -> dict[str, int]:
-        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
+        plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
         return {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"}
 
     units = gathers(max_reuse_bytes=math.inf)
@@ -317,7 +380,7 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
         for k in (3, 48)
     ]
     few, many = [
-        fzero.plan(fzero.jit(s, backend="fx"), *s.init(mlp_params(), ADAMW), s.mesh.split(mlp_batch(2 * k)))
+        fzero.plan(jit(s, backend="fx"), *s.init(mlp_params(), ADAMW), s.mesh.split(mlp_batch(2 * k)))
         for s, k in zip(step, (3, 48), strict=True)
     ]
     assert [o.target.replace("48", "3") for o in many.operations] == [o.target for o in few.operations]
@@ -347,7 +410,7 @@ def test_torch_compile_of_the_eager_step_goes_through_every_turn():
 def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
-    plan = fzero.plan(fzero.jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
+    plan = fzero.plan(jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
     rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if line.startswith("08_")]
     assert [row[3] for row in rows] == [f"{plan.peak_bytes:,}"]
     text = (tmp_path / "loop_0" / "08_schedule.txt").read_text()
@@ -364,7 +427,7 @@ def test_random_numbers_of_no_key_are_drawn_in_every_turn():
         return fzero.value_and_grad(loss, has_aux=True, micro_batches=3)(w, x)
 
     w, x = torch.randn(2), torch.randn(6, 2)
-    jitted = fzero.jit(step, backend="fx")
+    jitted = jit(step, backend="fx")
     torch.manual_seed(0)
     expected = step(w, x)
     torch.manual_seed(0)

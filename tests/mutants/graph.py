@@ -309,7 +309,13 @@ MUTANTS = [
     ),
     Mutant("sums begin at one", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 1.0)", LOOPS),
     Mutant("sums begin at zero", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 0.0)", LOOPS),
-    Mutant("what a turn changes is moved out", "graph/trace/_loops.py", "if n in changing:", "if False:", LOOPS),
+    Mutant(
+        "what a turn changes is moved out",
+        "graph/trace/_loops.py",
+        "if n not in out and any(u not in inside for u in n.users):",
+        "if False:",
+        LOOPS,
+    ),
     Mutant(
         "a loop's sums are not written",
         "graph/_pipeline.py",

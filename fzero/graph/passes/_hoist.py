@@ -61,12 +61,12 @@ def _move(graph: Graph, node: Node, loop: Loop, waits: list[Node]) -> None:
         for n in [n for n in loop.body.nodes if n in moved]:
             outside[n] = graph.node_copy(n, outside.__getitem__)
         new = graph.call_function(function_of(), (*given, *[outside[w] for w in waits]))
-    new.meta = {**node.meta, "loop": Loop(_without(loop.body, moved, waits), loop.turns, loop.parts, loop.sums)}
+    new.meta = {**node.meta, "loop": Loop(_without(loop.body, waits), loop.turns, loop.parts, loop.sums)}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
-def _without(body: Graph, moved: dict[Node, None], waits: list[Node]) -> Graph:
+def _without(body: Graph, waits: list[Node]) -> Graph:
     """Copy a body in which waits are arguments, behind the others."""
     out, copies = Graph(), dict[Node, Node]()
     inputs = [n for n in body.nodes if is_input(n)]
@@ -76,7 +76,7 @@ def _without(body: Graph, moved: dict[Node, None], waits: list[Node]) -> Graph:
         copies[w] = out.placeholder(w.name)
         copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name), "kind": "gathered"}
     for n in body.nodes:
-        if n not in copies and n not in moved:
+        if n not in copies:  # of those that moved, what nothing else needs goes below
             copies[n] = out.node_copy(n, copies.__getitem__)
     out.eliminate_dead_code()
     return out

@@ -1,7 +1,7 @@
 """Loops in a trace: the operations of `fzero.graph.turns` say where they are; here they become nodes.
 
 1. The body of a loop is what was traced from its `turn` on, up to the last operation that refers to it.
-2. What others use of it, though no turn changes it, is computed before the loop.
+2. Its forward pass was traced twice. If they differ, the turns depend on one another, and there is no loop.
 3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
 4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
 """
@@ -11,24 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, reordered
 from fzero.graph.loops import Loop, Part, function_of
-from fzero.graph.ops import is_random
 
 __all__ = ["NotALoop", "with_loops"]
 
-TURN, PART, BEFORE, AFTER, ROWS = [op._opoverload for op in turns.OPERATIONS]
+TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in turns.OPERATIONS]
 
 
 class NotALoop(RuntimeError):
-    """A turn hands a value on that is no sum and no row; `line` is where the value was computed."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__(f"a turn hands on what {line or 'an operation'} computes")
-        self.line = line
+    """Turns differ by more than their data, or hand on more than sums and rows."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,11 @@ def with_loops(graph: Graph) -> Graph:
         graph: a traced graph, which is changed.
 
     Raises:
-        NotALoop: if a turn hands on a value that is no sum and no row, and that another turn would change.
+        NotALoop: if a turn hands on a value that is no sum and no row, or if the next one would run something else.
     """
     for start in [n for n in graph.nodes if n.target is TURN]:
         traced = _turn_of(start)
+        _compare(graph, traced)
         _hoist(graph, traced)
         _replace(graph, _turn_of(start))
     return reordered(graph, graph.nodes)
@@ -91,20 +88,66 @@ def _before_of(after: Node) -> Node:
     return node
 
 
+def _compare(graph: Graph, turn: _Turn) -> None:
+    """Check that the forward pass ran alike a second time, and remove the second."""
+    again = next((n for n in turn.start.users if n.target is AGAIN), None)
+    if again is None:  # nobody needs the value
+        return
+    end = next(n for n in again.users if n.target is COMPARED)
+    nodes = list(graph.nodes)
+    second = _leading_to(end.args[2], nodes[nodes.index(again) + 1 : nodes.index(end)])
+    same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
+    first: dict[Any, Node] = {}
+    for n in turn.nodes[1:]:
+        same[n] = _alike(n, same) or first.setdefault(_described(n, same), n)
+    for n in second:
+        found = _alike(n, same) or first.get(_described(n, same))
+        if found is None or any(u is not end and u not in second for u in n.users):
+            where = line_of(n) or str(n.target)
+            raise NotALoop(f"the second micro-batch computes something else than the first at {where}")
+        same[n] = found
+    end.replace_all_uses_with(end.args[0])  # pyright: ignore[reportArgumentType]
+    for n in [end, *reversed(second), again]:
+        graph.erase_node(n)
+
+
+def _leading_to(results: Any, nodes: list[Node]) -> list[Node]:
+    """List those of some nodes that results depend on."""
+    found = set(results)
+    for n in reversed(nodes):
+        if n in found:
+            found.update(n.all_input_nodes)
+    return [n for n in nodes if n in found]
+
+
+def _alike(node: Node, same: dict[Node, Node]) -> Node | None:
+    """Return the value that a node passes on as it is, if that is all it does."""
+    source = node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
+    return same.get(source, source) if isinstance(source, Node) else None
+
+
+def _described(node: Node, same: dict[Node, Node]) -> Any:
+    """Describe what a node computes, of which values."""
+    args: Any = map_arg((node.args, node.kwargs), lambda a: _Named(same.get(a, a).name))  # pyright: ignore
+    return str(node.target), repr(args)
+
+
+class _Named(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"%{self}"
+
+
 def _hoist(graph: Graph, turn: _Turn) -> None:
-    """Move what others use of a turn, or what parts are cut of, in front of it: no turn changes it."""
+    """Move what parts are cut of in front of a turn, and check that nothing else of it is used by others."""
     inside, out = set(turn.nodes), {*[after for _, after in turn.sums], *turn.rows}
-    whole = [n.args[0] for n in turn.parts]
-    changing: set[Node] = set()
-    for n in turn.nodes:
-        if n in turn.marks or is_random(n) or any(a in changing for a in n.all_input_nodes):
-            changing.add(n)
-    wanted: set[Node] = set()
+    wanted: set[Node] = {n.args[0] for n in turn.parts}  # pyright: ignore[reportUnhashable]
     for n in reversed(turn.nodes):
-        if n not in out and (n in whole or any(u not in inside or u in wanted for u in n.users)):
-            if n in changing:
-                raise NotALoop(line_of(n))
-            wanted.add(n)
+        if n not in out and any(u not in inside for u in n.users):
+            raise NotALoop(f"a turn hands on what {line_of(n) or 'an operation'} computes")
+        if n in wanted:
+            wanted.update(n.all_input_nodes)
     for n in turn.nodes:
         if n in wanted:
             turn.start.prepend(n)

@@ -45,7 +45,7 @@ def accumulate(
         return value, aux, gradients
 
     if looped:
-        return _in_a_loop(run, dtypes, micro_batches)
+        return _in_a_loop(run, loss_of, variables, dtypes, micro_batches)
     total, aux, gradients = run(0)
     auxes = [aux]
     if micro_batches > 1:  # what is added takes the dtype of what it is added to
@@ -60,6 +60,8 @@ def accumulate(
 
 def _in_a_loop(
     run: Callable[[torch.Tensor], tuple[torch.Tensor, Any, list[torch.Tensor]]],
+    loss_of: LossOf,
+    variables: list[torch.Tensor],
     dtypes: list[torch.dtype],
     micro_batches: int,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
@@ -74,7 +76,11 @@ def _in_a_loop(
     _in_place(gradients, summed, list(dtypes))
     total = summed(value, value.dtype)
     stacked = tree.map(lambda x: turns.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
-    return total, stacked, gradients
+
+    again = turns.again(turn)
+    second: Any = torch.func.vjp(_with_tensors(loss_of(again), again, []), variables, has_aux=True)
+    value, _, others = second
+    return turns.compared(total, again, [value, *others]), stacked, gradients
 
 
 def _differentiated(
@@ -84,16 +90,25 @@ def _differentiated(
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, aux and gradients of micro-batch j."""
     returned: list[Any] = []  # aux as it is: torch.func carries out only its tensors
+    gradients, (value, tensors) = torch.func.grad_and_value(_with_tensors(loss_of, j, returned), has_aux=True)(
+        variables
+    )
+    left, (leaves, structure) = iter(tensors), tree.flatten(returned.pop())
+    aux = tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return value, aux, gradients
+
+
+def _with_tensors(
+    loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]], j: int | torch.Tensor, returned: list[Any]
+) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Make a function of the variables to the loss of micro-batch j and the tensors of aux, which `returned` gets."""
 
     def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         loss, aux = in_micro_batch(j, loss_of, xs)
         returned.append(aux)
         return loss, tree.tensors(aux)
 
-    gradients, (value, tensors) = torch.func.grad_and_value(loss_and_tensors, has_aux=True)(variables)
-    left, (leaves, structure) = iter(tensors), tree.flatten(returned.pop())
-    aux = tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
-    return value, aux, gradients
+    return loss_and_tensors
 
 
 def _in_place(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:

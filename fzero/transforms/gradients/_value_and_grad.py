@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero._torch.levels import is_differentiated, written
+from fzero._torch.levels import differentiates_now, is_differentiated, written
 from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import in_loss, joint, resolve
 from fzero.collectives.invariant import one_of_copies
@@ -123,7 +122,9 @@ def value_and_grad(
         primals = [p for argument in opened.values() for p in argument.primals]
         variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
 
-        looped = not one_value and _is_a_loop(batch, nums, [*args, *kwargs.values()])
+        looped = _is_a_loop(batch, nums) and all(
+            torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
+        )
         value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, looped, precision is not None)
         value = psum(value, axis)
         value = one_of_copies(value, joint(axes)) if one_value else value
@@ -153,13 +154,14 @@ def _is_differentiated_itself(opened: dict[int, Argument]) -> bool:
     return any(is_differentiated(x) for argument in opened.values() for p in argument.primals for x in p.variables)
 
 
-def _is_a_loop(batch: MicroBatches, nums: Sequence[int], given: Sequence[Any]) -> bool:
+def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     """Return whether a trace may record one micro-batch for all, as the body of a loop.
 
-    Not within another gradient's loss, and where a batch is differentiated each part of its gradient is another's.
+    Not where a derivative is taken around it. Nor where a batch is differentiated, each part of whose gradient is
+    another micro-batch's.
     """
     apart = batch.count > 2 and turns.are_recorded() and not in_loss() and not set(nums) & set(batch.argnums)
-    return apart and not any(is_differentiated(x) for x in tree.tensors(given))
+    return apart and not differentiates_now()
 
 
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
