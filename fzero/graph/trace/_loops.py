@@ -142,7 +142,7 @@ class _Named(str):
 def _hoist(graph: Graph, turn: _Turn) -> None:
     """Move what parts are cut of in front of a turn, and check that nothing else of it is used by others."""
     inside, out = set(turn.nodes), {*[after for _, after in turn.sums], *turn.rows}
-    wanted: set[Any] = {n.args[0] for n in turn.parts}
+    wanted = set[Any]([n.args[0] for n in turn.parts])
     for n in reversed(turn.nodes):
         if n not in out and any(u not in inside for u in n.users):
             raise NotALoop(f"a turn hands on what {line_of(n) or 'an operation'} computes")
