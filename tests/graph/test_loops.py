@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import optim, random, tree
+from fzero import optim, random
 from fzero._notice import notice
 from fzero.graph import _entry, turns
 from fzero.graph.loops import loop_of
@@ -46,21 +46,10 @@ def loops(jitted: Any) -> list[Any]:
 # ---------------------------------------------------------------- the same numbers
 
 
-def drawing_loss(params: Any, batch: Any) -> Any:
-    """A loss that drops elements, by a key that each rank and each micro-batch folds for itself."""
-    y = random.dropout(batch["key"][0], torch.sin(batch["x"])[:, None], 0.5)
-    aux = {"drawn": y, "batch": batch["x"].sum(), "none": None, "number": 3}
-    return loss_of_tree(params, batch) + (y * sum(x.sum() for x in tree.tensors(params))).mean(), aux
-
-
 def step_of(what: str, opt: Any, k: int) -> Any:
     """A train step of each kind that a loop must carry."""
 
     def train_step(params: Any, state: Any, batch: Any) -> Any:
-        def keyed(params: Any, x: torch.Tensor) -> Any:
-            loss = drawing_loss if what == "aux" else None
-            return random.seeded(loss_with_draws)(batch["key"], params, {"x": x}) if loss is None else loss(params, x)
-
         if what == "weighted":
 
             def total(params: Any, x: Any) -> Any:
@@ -156,9 +145,9 @@ def test_a_users_vmap_around_the_gradient_maps_the_loop():
 
 def test_two_loops_in_one_step_are_two():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
-        _, first = fzero.value_and_grad(lambda w, x: (w * x).sin().sum(), micro_batches=3)(w, x)
-        _, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
-        return first, second
+        a, first = fzero.value_and_grad(lambda w, x: (w * x).sin().sum(), micro_batches=3)(w, x)
+        b, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
+        return a, b, first, second
 
     jitted, w, x = jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), step(w, x))
@@ -225,6 +214,8 @@ def test_turns_that_depend_on_one_another_are_traced_one_by_one(how):
     jitted = jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
+    dropped = jit(lambda w, x: step(w, x)[0][1], backend="fx")  # without the loss
+    bitwise(dropped(w, x), step(w, x)[0][1])
 
 
 def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():

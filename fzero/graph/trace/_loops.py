@@ -91,9 +91,9 @@ def _before_of(after: Node) -> Node:
 def _compare(graph: Graph, turn: _Turn) -> None:
     """Check that the forward pass ran alike a second time, and remove the second."""
     again = next((n for n in turn.start.users if n.target is AGAIN), None)
-    if again is None:  # nobody needs the value
-        return
-    end = next(n for n in again.users if n.target is COMPARED)
+    end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
+    if again is None or end is None:
+        raise NotALoop("the step drops the loss, by which two micro-batches are compared")
     nodes = list(graph.nodes)
     second = _leading_to(end.args[2], nodes[nodes.index(again) + 1 : nodes.index(end)])
     same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
