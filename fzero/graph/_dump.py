@@ -103,8 +103,8 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
         rows.append(_row(state, live))
         if state.how != LEFT_OUT:
             Path(folder, f"{state.title}.txt").write_text(_text(name, state, live), encoding="utf-8")
-    for i, node in enumerate([n for n in states[-1].graph.nodes if loop_of(n)]):
-        dump(Path(folder, f"loop_{i}"), passes.body(node), choice, f"{name}, loop {i}")
+    for node in [n for n in states[-1].graph.nodes if loop_of(n)]:
+        dump(Path(folder, node.name), passes.body(node), choice, f"{name}, {node.name}")
     head = f"{'graph':<16} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, SUMMARY).write_text("\n".join([f"{name}: {choice.settings()}", "", head, *rows, ""]), encoding="utf-8")
 

@@ -8,7 +8,7 @@ memory of what they compute, and may carry `meta["unit"]`, whose collective it i
 
 import heapq
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,17 @@ from fzero._torch import OpOverload, c10d, storage_id
 from fzero.collectives import gloo
 from fzero.graph.ops import is_known_cheap, is_random, is_view, lays_out
 
-__all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
+__all__ = [
+    "Storages",
+    "described",
+    "is_cheap",
+    "is_gather",
+    "is_reduction",
+    "is_wait",
+    "reordered",
+    "storages",
+    "values",
+]
 
 aten: Any = torch.ops.aten
 
@@ -265,6 +275,28 @@ def flops(node: Node) -> int:
     args = map_arg(node.args, val)
     kwargs = map_arg(node.kwargs, val)
     return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def described(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
+    """Describe what a node computes, and of which values: nodes that compute the same have equal descriptions.
+
+    Args:
+        node: an operation.
+        same: for nodes, another that computes the same and stands for them.
+    """
+
+    def name(a: Node) -> Any:
+        return _Named(same.get(a, a).name)
+
+    args: Any = map_arg((node.args, node.kwargs), name)  # pyright: ignore[reportArgumentType]
+    return str(node.target), repr(args)
+
+
+class _Named(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"%{self}"
 
 
 def signature(x: Any) -> tuple[Any, ...]:

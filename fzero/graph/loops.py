@@ -5,7 +5,6 @@ sums as they begin, and all that the body reads besides. It returns the sums, in
 rows. Whatever the number of turns, there is one body to schedule and to compile.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 __all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "with_body"]
-
-_NUMBERS = itertools.count()
 
 
 class Part(NamedTuple):
@@ -79,5 +76,4 @@ def function_of() -> Callable[..., Any]:
     def loop(*args: Any) -> Any:
         raise AssertionError("a loop runs in an executor")
 
-    loop.__name__ = loop.__qualname__ = f"loop_{next(_NUMBERS)}"
     return loop

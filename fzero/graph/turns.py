@@ -13,11 +13,12 @@ mapped dimension goes first. So a sum has the same strides before and after a tu
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fzero._torch import is_tracing
 
@@ -26,6 +27,7 @@ __all__ = [
     "again",
     "are_recorded",
     "compared",
+    "is_part",
     "part",
     "recorded",
     "rows",
@@ -106,7 +108,21 @@ def compared(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) 
 OPERATIONS = (turn, part, sum_before, sum_after, rows, again, compared)
 
 
+def is_part(node: Node) -> bool:
+    """Return whether a traced node is a turn's part of a tensor: in the eager step it is a view of that."""
+    return node.target is part._opoverload
+
+
 # ---------------------------------------------------------------- their shapes
+
+
+def _fake(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Make a stand-in from numbers alone: what a constant's stand-in makes of it would be a constant, too."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+
+
+def _fake_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _fake(x, x.shape, torch.empty_like(x).stride(), dtype)
 
 
 @turn.register_fake
@@ -116,33 +132,32 @@ def _(turns: int) -> torch.Tensor:
 
 @part.register_fake
 def _(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    shape = [size if i == dim else n for i, n in enumerate(x.shape)]
-    return x.new_empty_strided(shape, x.stride())
+    return _fake(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
 
 
 @sum_before.register_fake
 def _(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(like, dtype=dtype)
+    return _fake_like(like, dtype)
 
 
 @sum_after.register_fake
 def _(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(before)
+    return _fake_like(before, before.dtype)
 
 
 @rows.register_fake
 def _(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
-    return x.new_empty((turns, *x.shape))
+    return torch.empty((turns, *x.shape), dtype=x.dtype, device=x.device)
 
 
 @again.register_fake
 def _(turn: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(turn)
+    return torch.empty((), dtype=torch.int64)
 
 
 @compared.register_fake
 def _(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(x)
+    return _fake_like(x, x.dtype)
 
 
 # ---------------------------------------------------------------- under vmap

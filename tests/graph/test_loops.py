@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, random
 from fzero._notice import notice
-from fzero.graph import _entry, turns
+from fzero.graph import _absent, _agree, _entry, turns
 from fzero.graph.loops import loop_of
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.test_jit import bitwise, copied, train_both
@@ -143,6 +143,53 @@ def test_a_users_vmap_around_the_gradient_maps_the_loop():
     bitwise(jit(members, backend="fx")(w, x), members(w, x))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_constant_loss_trains_nothing(stage):
+    def loss(params: Any, x: Any) -> torch.Tensor:
+        return torch.tensor(0.5)
+
+    step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
+    jitted = jit(step, backend="fx")
+    bitwise(*train_both(step, jitted, {"w": torch.ones(3)}, ADAMW, [torch.ones(6, 2)]))
+    assert len(loops(jitted)) == 1
+
+
+def test_numbers_written_in_a_loss_are_the_same_in_every_turn():
+    """Each run of the function makes a new tensor of them."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (w * x * torch.tensor([0.5, float("inf")]).clamp(max=2) * torch.tensor(-0.0).add(1)).sum()
+
+    f = fzero.value_and_grad(loss, micro_batches=3)
+    jitted, w, x = jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(6, 2)
+    bitwise(jitted(w, x), f(w, x))
+    assert len(loops(jitted)) == 1
+
+
+def test_numbers_that_differ_by_turn_are_traced_one_by_one():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        numbers = iter([0.0, -0.0, 0.0])
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return (w * x).sum() * torch.copysign(torch.ones(()), torch.tensor(next(numbers)))
+
+        return fzero.value_and_grad(loss, micro_batches=3)(w, x)
+
+    jitted, w, x = jit(step, backend="fx"), torch.ones(2), torch.ones(3, 2)
+    bitwise(jitted(w, x), step(w, x))
+    assert not loops(jitted)
+
+
+def test_a_part_of_the_batch_may_not_be_written():
+    def loss(w: torch.Tensor, b: Any) -> torch.Tensor:
+        return (torch.nn.functional.batch_norm(b["x"], b["mean"][0], b["var"][0], training=True) * w).sum()
+
+    f = fzero.value_and_grad(loss, micro_batches=3)
+    b = {"x": torch.randn(6, 2), "mean": torch.zeros(6, 2), "var": torch.ones(6, 2)}
+    with pytest.raises(RuntimeError, match=r"the step writes into argument 1, leaf 'mean' in place .*test_loops.py"):
+        jit(lambda w, b: f(w, b), backend="fx")(torch.ones(2), b)
+
+
 def test_two_loops_in_one_step_are_two():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         a, first = fzero.value_and_grad(lambda w, x: (w * x).sin().sum(), micro_batches=3)(w, x)
@@ -152,6 +199,10 @@ def test_two_loops_in_one_step_are_two():
     jitted, w, x = jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), step(w, x))
     assert [loop.turns for loop in loops(jitted)] == [3, 6]
+    again = jit(step, backend="fx")
+    assert again.plan(w, x).operations == jitted.plan(w, x).operations
+    found = [o for o in again.plan(w, x).operations if "a loop of" in o.target]
+    assert [o.name for o in found] == ["loop", "loop_1"] and all("test_loops.py" in o.line for o in found)
 
 
 # ---------------------------------------------------------------- what stays unrolled
@@ -272,6 +323,18 @@ def test_a_derivative_around_the_micro_batches_unrolls_them():
         assert not loops(jitted)
 
 
+def test_micro_batches_of_a_gradient_in_a_loss_are_unrolled():
+    inner = fzero.value_and_grad(lambda w, x: (w * x).square().sum(), micro_batches=3)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (w * x * inner(x.sum(0).detach(), x)[1]).sum()
+
+    f = fzero.value_and_grad(loss, micro_batches=4)
+    jitted, w, x = jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(12, 2)
+    bitwise(jitted(w, x), f(w, x))
+    assert [loop.turns for loop in loops(jitted)] == [4]
+
+
 def test_a_batch_that_is_differentiated_is_unrolled():
     f = fzero.value_and_grad(lambda w, x: (w * x).square().sum(), argnums=(0, 1), micro_batches=3)
     step = fzero.mesh(dp=2).spmd(lambda w, x: f(w, fzero.PerRank(x)))
@@ -364,6 +427,95 @@ def test_a_unit_stays_from_turn_to_turn_where_it_may():
     assert set(gathers(max_reuse_bytes=limit - 1).values()) == {4}
 
 
+def test_a_unit_that_a_turn_gathers_twice_stays_once():
+    """`remat` gathers it for the forward pass, and again for the backward pass."""
+    block = fzero.remat(lambda w, x: torch.tanh(x @ fzero.gather(w)["w"]))
+    mesh = fzero.mesh(dp=2)
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        def loss(params: Any, x: Any) -> torch.Tensor:
+            for w in params:
+                x = block(w, x)
+            return x.square().sum()
+
+        value, grads = fzero.value_and_grad(loss, micro_batches=3, gather=False)(params, batch)
+        updates, state = ADAMW.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    step = fzero.shard(train_step, stage=3, mesh=mesh, units=lambda path, leaf: path.split(".")[0])
+    params = [{"w": torch.randn(4, 4)} for _ in range(3)]
+    jitted = jit(step, backend="fx", max_reuse_bytes=math.inf, bucket_bytes=0)
+    bitwise(*train_both(step, jitted, params, ADAMW, [torch.randn(12, 4)]))
+    args = (*step.init(params, ADAMW), mesh.split(torch.randn(12, 4)))
+    plan = fzero.plan(jitted, *args, world_size=2)
+    assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
+    assert max(plan.live_of("gathered")) == 3 * 16 * 4
+    # with the other two units of a turn, each counted once, it still has room
+    jitted = jit(step, backend="fx", max_reuse_bytes=2 * 16 * 4, bucket_bytes=0)
+    plan = fzero.plan(jitted, *args, world_size=2)
+    assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
+
+
+def test_schedules_look_into_loops():
+    """The same settings are tried as for the turns one by one, and gathers start ahead only where they fit."""
+    step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
+    args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
+    looped = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+    with unrolled():
+        flat = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+
+    def tried(plan: fzero.Plan) -> dict[Any, int]:
+        kept = (plan.settings, plan.peak_bytes)
+        return {tuple(s.values()): peak for s, peak in [kept, *[r[:2] for r in plan.rejected]]}
+
+    def ways(plan: fzero.Plan) -> set[Any]:
+        return {settings[-2:] for settings in tried(plan)}
+
+    assert ways(looped) == ways(flat) == {(0, 0), (0, 1), ("fitting", 0), ("fitting", 1)}
+    assert looped.settings["bucket_bytes"] == flat.settings["bucket_bytes"] > 0
+    leanest = min(peak for settings, peak in tried(looped).items() if settings[-2:] == (0, 0))
+    assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
+
+
+def rank_of(factor: float, **knobs: Any) -> Any:
+    """The traced and the scheduled graph of one rank's step whose loss has a factor."""
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return mlp_loss(params, batch) * factor
+
+    step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
+    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
+    jitted = jit(step._on(_absent.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs)
+    jitted.plan(*_absent.as_one_rank_holds(args, {"dp": 2}, stacked=True))
+    (entry,) = jitted._entries.values()
+    return entry.traced.graph, entry.chosen.graph
+
+
+def test_ranks_compare_what_loops_run():
+    """Two steps that differ in the body of a loop are two, and so are two orders of its collectives."""
+    orders = [{"prefetch": 0, "in_flight": 0}, {"prefetch": 2, "in_flight": 1}]
+    (double, lean), (triple, _), (_, ahead) = rank_of(2.0, **orders[0]), rank_of(3.0), rank_of(2.0, **orders[1])
+    differing = [a for a, b in zip(*map(_agree.signatures, (double, triple)), strict=True) if a != b]
+    assert len(differing) > 1 and all("2.0" in a for a in differing)
+    assert _agree.order(lean) == _agree.order(rank_of(2.0, **orders[0])[1]) != _agree.order(ahead)
+
+
+@pytest.mark.parametrize("what", ["a part", "a sum of a part"])
+def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
+    mesh = fzero.mesh(dp=2)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        all_of_it = fzero.all_gather(x if what == "a part" else x.sum(0, keepdim=True))
+        return (params["w"] * all_of_it).square().sum()
+
+    step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=mesh, check=False)
+    jitted = jit(step, backend="fx", max_reuse_bytes=math.inf)
+    bitwise(*train_both(step, jitted, {"w": torch.randn(4)}, ADAMW, [torch.randn(12, 4)]))
+    args = (*step.init({"w": torch.randn(4)}, ADAMW), mesh.split(torch.randn(12, 4)))
+    plan = fzero.plan(jitted, *args, world_size=2)
+    assert {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"} == {"w": 1, "(metric)": 3}
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     step = [
@@ -379,6 +531,8 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     assert {o.times for o in many.operations} == {1, 48} and "a loop of 48 turns" in {o.target for o in many.operations}
     assert [c.times for c in many.collectives] == [16 * c.times if c.times > 1 else 1 for c in few.collectives]
     assert (" times)" in str(many)) == any(c.times > 1 for c in many.collectives)
+    moved = sum(c.bytes * c.times for c in many.collectives)
+    assert f"{sum(c.times for c in many.collectives)} collectives move {moved / 1000:,.1f} kB" in str(many)
 
 
 def test_turns_are_traced_by_jit_alone():
@@ -404,8 +558,8 @@ def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
     plan = fzero.plan(jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
     rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if line.startswith("08_")]
     assert [row[3] for row in rows] == [f"{plan.peak_bytes:,}"]
-    text = (tmp_path / "loop_0" / "08_schedule.txt").read_text()
-    assert "train_step, loop 0" in text and "reduce_scatter_tensor" in text
+    text = (tmp_path / "loop" / "08_schedule.txt").read_text()
+    assert "train_step, loop" in text and "reduce_scatter_tensor" in text
     assert "reduce_scatter_tensor" not in (tmp_path / "08_schedule.txt").read_text()
 
 

@@ -1,8 +1,11 @@
 """hoist: units that every turn of a loop gathers are gathered once, before it."""
 
+from dataclasses import replace
+from typing import Any
+
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import is_gather, is_input, is_wait, nbytes, parameter_gathers, reordered, values
+from fzero.graph.ir import copied, described, is_gather, is_input, is_wait, nbytes, parameter_gathers, values
 from fzero.graph.loops import Loop, function_of, loop_of
 from fzero.graph.ops import lays_out
 
@@ -21,37 +24,48 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     Returns:
         A graph with the same results, bit for bit.
     """
-    graph = reordered(graph, graph.nodes)
+    graph = copied(graph)
     for node in [n for n in graph.nodes if loop_of(n)]:
         loop = loop_of(node)
         assert loop is not None
-        waits = _waits(loop)
-        size = {w: nbytes(*values(w)) for w in waits}
-        waits = [w for w in waits if sum(size.values()) - size[w] <= max_reuse_bytes]
-        if waits:
-            _move(graph, node, loop, waits)
+        units = _units(loop)
+        size = {w: nbytes(*values(w)) for w in units}
+        stay = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
+        if stay:
+            _move(graph, node, loop, stay)
     graph.lint()
     return graph
 
 
-def _waits(loop: Loop) -> list[Node]:
-    """List the waits for what no turn changes: gathers of what the body is given, and of how that is laid out."""
+def _units(loop: Loop) -> dict[Node, list[Node]]:
+    """List the waits for units that no turn changes: gathers of what the body is given, and of how that is laid out.
+
+    Returns:
+        For each unit its first wait, and all its waits: `remat` gathers a unit again for the backward pass.
+    """
     inputs = [n for n in loop.body.nodes if is_input(n)]
     changing = set(inputs[: loop.places_of_sums.stop])
+    same: dict[Node, Node] = {}  # for each node that stays, the first that computes the same
+    first: dict[Any, Node] = {}
     for n in loop.body.nodes:
         fixed = lays_out(n) or is_gather(n) or is_wait(n)
         if any(a in changing for a in n.all_input_nodes) or not (fixed or is_input(n)):
             changing.add(n)
-    return [w for g in parameter_gathers(loop.body) if g not in changing for w in g.users if is_wait(w)]
+        else:
+            same[n] = n if is_input(n) else first.setdefault(described(n, same), n)
+    found: dict[Node, list[Node]] = {}
+    for w in [w for g in parameter_gathers(loop.body) if g in same for w in g.users if is_wait(w)]:
+        found.setdefault(same[w], []).append(w)
+    return found
 
 
-def _move(graph: Graph, node: Node, loop: Loop, waits: list[Node]) -> None:
-    """Put a loop without these waits, and what they need, in a loop's place, and those before it."""
+def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:
+    """Put a loop without the gathers of these units, and what they need, in a loop's place, and those before it."""
     inputs = [n for n in loop.body.nodes if is_input(n)]
     given = [a for a in node.args if isinstance(a, Node)]
     outside = dict(zip(inputs[1:], given, strict=True))  # the first argument is the number of the turn
     moved: dict[Node, None] = {}
-    stack = [*waits]
+    stack = [*units]
     while stack:
         n = stack.pop()
         if not is_input(n) and n not in moved:
@@ -60,20 +74,21 @@ def _move(graph: Graph, node: Node, loop: Loop, waits: list[Node]) -> None:
     with graph.inserting_before(node):
         for n in [n for n in loop.body.nodes if n in moved]:
             outside[n] = graph.node_copy(n, outside.__getitem__)
-        new = graph.call_function(function_of(), (*given, *[outside[w] for w in waits]))
-    new.meta = {**node.meta, "loop": Loop(_without(loop.body, waits), loop.turns, loop.parts, loop.sums)}
+        new = graph.call_function(function_of(), (*given, *[outside[w] for w in units]))
+    new.meta = {**node.meta, "loop": replace(loop, body=_without(loop.body, units))}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
-def _without(body: Graph, waits: list[Node]) -> Graph:
-    """Copy a body in which waits are arguments, behind the others."""
+def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
+    """Copy a body in which gathered units are arguments, behind the others."""
     out, copies = Graph(), dict[Node, Node]()
     inputs = [n for n in body.nodes if is_input(n)]
     for n in inputs:
         copies[n] = out.node_copy(n, copies.__getitem__)
-    for w in waits:
+    for w, alike in units.items():
         copies[w] = out.placeholder(w.name)
+        copies |= dict.fromkeys(alike, copies[w])
         copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name), "kind": "gathered"}
     for n in body.nodes:
         if n not in copies:  # of those that moved, what nothing else needs goes below

@@ -196,14 +196,14 @@ class Plan:
         ]
         before = 0
         for c in self.collectives:
-            work = sum(o.flops for o in self.operations[before : c.position]) / 1e9
+            work = sum(o.flops * o.times for o in self.operations[before : c.position]) / 1e9
             peak = max(self.live[before : c.position + 1], default=0)
             lines.append(
                 f"{c.position:>9}  {c.kind:<14}  {_size(c.bytes):>10}  {work:>12,.2f}  {_size(peak):>11}  {c.unit}"
                 + (f" ({c.times} times)" if c.times > 1 else "")
             )
             before = c.position + 1
-        work = sum(s.flops for s in self.operations[before:]) / 1e9
+        work = sum(o.flops * o.times for o in self.operations[before:]) / 1e9
         peak = max(self.live[before:], default=0)
         return [*lines, f"{len(self.operations):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {_size(peak):>11}"]
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fzero._torch import line_of
 from fzero.graph import turns
-from fzero.graph.ir import aten, reordered
+from fzero.graph.ir import aten, described, reordered
 from fzero.graph.loops import Loop, Part, function_of
 
 __all__ = ["NotALoop", "with_loops"]
@@ -99,9 +98,9 @@ def _compare(graph: Graph, turn: _Turn) -> None:
     same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
     first: dict[Any, Node] = {}
     for n in turn.nodes[1:]:
-        same[n] = _alike(n, same) or first.setdefault(_described(n, same), n)
+        same[n] = _alike(n, same) or first.setdefault(described(n, same), n)
     for n in second:
-        found = _alike(n, same) or first.get(_described(n, same))
+        found = _alike(n, same) or first.get(described(n, same))
         if found is None or any(u is not end and u not in second for u in n.users):
             where = line_of(n) or str(n.target)
             raise NotALoop(f"the second micro-batch computes something else than the first at {where}")
@@ -124,19 +123,6 @@ def _alike(node: Node, same: dict[Node, Node]) -> Node | None:
     """Return the value that a node passes on as it is, if that is all it does."""
     source = node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
     return same.get(source, source) if isinstance(source, Node) else None
-
-
-def _described(node: Node, same: dict[Node, Node]) -> Any:
-    """Describe what a node computes, of which values."""
-    args: Any = map_arg((node.args, node.kwargs), lambda a: _Named(same.get(a, a).name))  # pyright: ignore
-    return str(node.target), repr(args)
-
-
-class _Named(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"%{self}"
 
 
 def _hoist(graph: Graph, turn: _Turn) -> None:
@@ -163,7 +149,7 @@ def _replace(graph: Graph, turn: _Turn) -> None:
         sources = [n.args[0] for n in turn.parts]
         node = graph.call_function(function_of(), (*sources, *begun, *rest))
         results = [begin.meta["val"] for begin in begun] + [n.meta["val"] for n in turn.rows]
-        node.meta = {"val": tuple(results), "loop": Loop(body, turns, parts, len(turn.sums))}
+        node.meta = {**turn.start.meta, "val": tuple(results), "loop": Loop(body, turns, parts, len(turn.sums))}
         for i, n in enumerate([*[after for _, after in turn.sums], *turn.rows]):
             item = graph.call_function(operator.getitem, (node, i))
             item.meta = {"val": results[i]}
@@ -190,8 +176,7 @@ def _begun(graph: Graph, like: Any) -> Node:
 def _argument(body: Graph, node: Node) -> Node:
     """Make an argument of the body that stands for a node outside it."""
     argument = body.placeholder(node.name)
-    kept = {key: x for key, x in node.meta.items() if key in ("kind", "block")}
-    argument.meta = {"label": node.name, "kind": "inputs", **kept, "val": node.meta["val"]}
+    argument.meta = {"label": node.name, "block": node.meta.get("block", ""), "val": node.meta["val"]}
     return argument
 
 

@@ -1,7 +1,7 @@
 """trace: a function of tensors as one flat, functional graph, and errors for what a graph cannot hold."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from fzero import _torch
 from fzero.collectives import _record
 from fzero.graph._wire import wire
-from fzero.graph.ir import is_collective, is_input, nbytes, reordered, values
+from fzero.graph.ir import aten, is_collective, is_input, nbytes, reordered, values
 from fzero.graph.trace._loops import with_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, writes
 
@@ -90,23 +90,32 @@ def _lift_constants(gm: GraphModule) -> Traced:
     graph = gm.graph
     first = next(n for n in graph.nodes if not is_input(n))
     beside = next((x for n in graph.nodes for x in values(n) if n.op != "get_attr"), None)
-    lifted: dict[str, Node] = {}
+    lifted: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         if node.op != "get_attr":
             continue
         name = str(node.target)
         value = getattr(gm, name)
-        if name not in lifted:
+        what = _literal(node, value) or name
+        if what not in lifted:
             with graph.inserting_before(first):
-                lifted[name] = graph.placeholder(name)
+                lifted[what] = graph.placeholder(name)
             tensor = isinstance(value, torch.Tensor)  # else a torch.Generator
             fake = _torch.fake_like([value], beside)[0] if tensor else None
-            lifted[name].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs"}
+            lifted[what].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs"}
             constants[name] = value
-        node.replace_all_uses_with(lifted[name])
+        node.replace_all_uses_with(lifted[what])
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
     return Traced(reordered(graph, [*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
+
+
+def _literal(node: Node, value: Any) -> Hashable:
+    """Describe a tensor that the step makes of numbers, as `torch.tensor(0.5)`; None if it is not such a one."""
+    fresh = all(n.target is aten.lift_fresh_copy.default for n in node.users)
+    if not fresh or not isinstance(value, torch.Tensor) or value.numel() > 1000:
+        return None
+    return value.dtype, value.device, tuple(value.shape), repr(value.tolist())
 
 
 def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from fzero import _torch
 from fzero._torch.levels import unwrapped
 from fzero.graph.ir import is_input
 from fzero.graph.ops import is_view, name_of
+from fzero.graph.turns import is_part
 
 __all__ = [
     "check_gradients",
@@ -123,7 +124,7 @@ def _where(node: Node) -> str:
 
 def _base(node: Node) -> Node:
     """Follow views to what they are views of; a literal, torch.tensor(3.0), is lifted: a fresh tensor."""
-    while is_view(node) and node.all_input_nodes and "lift_fresh" not in str(node.target):
+    while (is_view(node) or is_part(node)) and node.all_input_nodes and "lift_fresh" not in str(node.target):
         node = node.all_input_nodes[0]
     return node
 
