@@ -59,7 +59,7 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
     elsewhere = step._on(_absent.absent((("dp", 2),)))
     args = _absent.as_one_rank_holds(args, {"dp": 2}, stacked=True)
-    jitted = fzero.jit(elsewhere, loop=True)
+    jitted = fzero.jit(elsewhere)
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
@@ -73,7 +73,7 @@ def first_step(layers: int, stage: int, k: int) -> dict[str, Any]:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     step, args = step_of(layers, stage, fzero.mesh(dp=1), k)
-    seconds, _ = timed(lambda: fzero.jit(step, loop=True)(*args))
+    seconds, _ = timed(lambda: fzero.jit(step)(*args))
     torch.distributed.destroy_process_group()
     return {"seconds": seconds}
 

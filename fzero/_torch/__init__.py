@@ -15,6 +15,7 @@ from fzero._torch.autograd import (
     raise_priority,
 )
 from fzero._torch.boxes import pytree, register_box
+from fzero._torch.compiler import compile_threads, inductor, inductor_folder, packed, unpacked
 from fzero._torch.processes import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
@@ -23,7 +24,6 @@ from fzero._torch.tracing import (
     fake_like,
     functional,
     holders,
-    inductor,
     is_fake,
     line_of,
     recorded,
@@ -40,6 +40,7 @@ __all__ = [
     "allow_in_graph",
     "assume_constant_result",
     "c10d",
+    "compile_threads",
     "default_store",
     "fake_like",
     "functional",
@@ -47,9 +48,11 @@ __all__ = [
     "holders",
     "in_transform",
     "inductor",
+    "inductor_folder",
     "is_fake",
     "is_tracing",
     "line_of",
+    "packed",
     "profiling",
     "pytree",
     "quiet_vmap_fallback",
@@ -58,5 +61,6 @@ __all__ = [
     "register_box",
     "storage_id",
     "trace",
+    "unpacked",
     "user_line",
 ]

@@ -4,7 +4,6 @@ All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says
 """
 
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,7 +34,6 @@ __all__ = [
     "fake_like",
     "functional",
     "holders",
-    "inductor",
     "is_fake",
     "line_of",
     "recorded",
@@ -95,13 +92,15 @@ def line_of(node: torch.fx.Node) -> str:
     return (node.meta.get("custom") or {}).get("line", "")
 
 
-def fake_like(tensors: Sequence[torch.Tensor], beside: Any = None) -> list[torch.Tensor]:
+def fake_like(
+    tensors: Sequence[torch.Tensor], beside: Any = None, mode: FakeTensorMode | None = None
+) -> list[torch.Tensor]:
     """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
 
-    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other.
+    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other, or in one mode.
     """
     devices = ["cpu" if x.device.type == "meta" else x.device for x in tensors]
-    with _mode_of([] if beside is None else [beside]):
+    with _mode_of([] if beside is None else [beside]) if mode is None else mode:
         alike = zip(tensors, devices, strict=True)
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x, device in alike]
 
@@ -215,24 +214,3 @@ def _references_alone() -> int:
     view = torch.empty(2)[:1]
     base = view._base
     return sys.getrefcount(base)
-
-
-def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
-    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
-
-    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
-
-    Returns:
-        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
-    """
-    import torch._inductor.compile_fx as compile_fx
-    from torch._inductor import config
-
-    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-    with torch.no_grad(), _mode_of(fakes):
-        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
-    output = next(n for n in apart.graph.nodes if n.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with config.patch(order), torch.no_grad():
-        return compile_fx.compile_fx_inner(apart, list(fakes), is_inference=True)  # pyright: ignore

@@ -16,7 +16,8 @@ from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
 from fzero.graph.ir import is_input, results
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
-from fzero.graph.run._lower import Executable, lower
+from fzero.graph.run._lower import lower
+from fzero.graph.run._pieces import Executable
 from fzero.graph.trace._arguments import Arguments
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._loops import NotALoop
@@ -88,7 +89,7 @@ class Entry:
             check_separate(arguments, list(self.donated), captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
-            self.executable = lower(self.chosen.graph, self.asked.backend)
+            self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh)
         given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
         try:
             with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)
@@ -179,7 +180,7 @@ def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: A
         with recorded(asked.loop and asked.backend != "inductor-whole"):
             return trace(f, fakes, labels)
     except NotALoop as error:
-        notice(f"{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them")
+        notice(f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them")
     with recorded(False):
         return trace(f, fakes, labels)
 

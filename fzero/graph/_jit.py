@@ -37,7 +37,7 @@ def jit(
     max_reuse_bytes: float | str = "auto",
     recompute: bool | str = "auto",
     dump: str | os.PathLike[str] | None = None,
-    loop: bool = False,
+    loop: bool = True,
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -50,8 +50,10 @@ def jit(
             tensors raise `DonatedError` when they are used. By default a sharded step donates its parameters, its
             optimizer's state, and any other tree that it returns at the position where it took it; the logger
             "fzero.jit" lists them. Any other function donates nothing. `()` for none.
-        backend: "inductor" compiles each distinct segment between collectives once. "inductor-whole" compiles the graph
-            as a whole. "fx" runs torch's own operations one by one, bit for bit as the eager step does.
+        backend: "inductor" compiles each distinct segment between collectives once, before the first step. "auto" does
+            so in another process: steps run at once as with "fx", and compiled as soon as all ranks can. "fx" runs
+            torch's own operations one by one, bit for bit as the eager step does. "inductor-whole" compiles the graph
+            as a whole.
         memory_budget: the bytes that a rank may hold at its peak, arguments included. Of the schedules that fit, the
             fastest by the cost model is kept. By default the fastest of those within 3% of the smallest.
         prefetch: how many gathers of parameters start ahead of the one in use. "fitting" starts one ahead wherever
@@ -65,7 +67,7 @@ def jit(
         dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
             `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
         loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
-            once. An experiment, see docs/jit.md: their loss functions then must not depend on one another in Python.
+            once. Where they cannot, a notice says why; docs/jit.md lists the cases.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -114,7 +116,7 @@ class Jitted:
     Attributes:
         step: what it compiles.
         donate: the positions of donated arguments, or None for the default.
-        backend: "inductor", "fx" or "inductor-whole".
+        backend: "inductor", "auto", "fx" or "inductor-whole".
         knobs: what was asked of the schedule.
         dump: the folder for the graph after each pass, if one was asked for.
         loop: whether micro-batches become a loop.
@@ -125,7 +127,7 @@ class Jitted:
     backend: str
     knobs: Knobs
     dump: str | None = None
-    loop: bool = False
+    loop: bool = True
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:

@@ -64,7 +64,7 @@ def check_schedules(mesh: fzero.Mesh, schedules: Iterable[tuple[int | str, int, 
     step = fzero.shard(train_step_for(mlp_loss, OPT, micro_batches=3), stage=3, mesh=mesh)
     for prefetch, bucket_bytes, reuse in schedules:
         options = {"prefetch": prefetch, "bucket_bytes": bucket_bytes, "max_reuse_bytes": reuse}
-        jitted = fzero.jit(step, backend="fx", memory_budget=10**9, loop=True, **options)
+        jitted = fzero.jit(step, backend="fx", memory_budget=10**9, **options)
         assert_trees_close(*train_both(step, jitted, 2, 6 * mesh.size))
 
 

@@ -1,7 +1,6 @@
 """Micro-batches as a loop: one body, the numbers of the unrolled step, and a plan of all turns."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,6 @@ from tests.memory import peak_bytes
 from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
 
-jit = functools.partial(fzero.jit, loop=True)
 ADAMW = optim.adamw(1e-2, eps=1e-3)
 
 
@@ -91,7 +89,7 @@ WHAT = ("plain", "weighted", "aux", "drawn", "remat")
 def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(what, params, opt, stage, n, k):
     mesh = fzero.mesh(dp=n)
     step = fzero.shard(step_of(what, opt, k), stage=stage, mesh=mesh)
-    looped, flat = jit(step, backend="fx"), jit(step, backend="fx")
+    looped, flat = fzero.jit(step, backend="fx"), fzero.jit(step, backend="fx")
     states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
     for i in range(2):
         data = mesh.split({"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)})
@@ -110,7 +108,7 @@ def test_a_sum_of_negative_zeros_is_negative():
     f = fzero.value_and_grad(lambda w, x: (w * x[0]).sum(), micro_batches=3)
     w, x = torch.ones(2), torch.tensor([[-0.0, 0.0]] * 3)
     _, expected = f(w, x)
-    _, got = jit(lambda w, x: f(w, x), backend="fx")(w, x)
+    _, got = fzero.jit(lambda w, x: f(w, x), backend="fx")(w, x)
     assert got.signbit().tolist() == expected.signbit().tolist() == [True, False]
 
 
@@ -127,7 +125,7 @@ def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
         return optim.apply_updates(params, updates), state, loss
 
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     batches = [mlp_batch(16, seed=i, dtype=torch.float16) for i in range(3)]
     bitwise(*train_both(step, jitted, mlp_params(torch.float32), opt, batches))
     assert [loop.turns for loop in loops(jitted)] == [4]
@@ -140,7 +138,7 @@ def test_a_users_vmap_around_the_gradient_maps_the_loop():
     def members(w: torch.Tensor, x: torch.Tensor) -> Any:
         return torch.vmap(f, in_dims=(0, 1), out_dims=(0, 1))(w, x.movedim(1, 1).expand(6, 5, 3)[:, :4])
 
-    bitwise(jit(members, backend="fx")(w, x), members(w, x))
+    bitwise(fzero.jit(members, backend="fx")(w, x), members(w, x))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -149,7 +147,7 @@ def test_a_constant_loss_trains_nothing(stage):
         return torch.tensor(0.5)
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     bitwise(*train_both(step, jitted, {"w": torch.ones(3)}, ADAMW, [torch.ones(6, 2)]))
     assert len(loops(jitted)) == 1
 
@@ -161,7 +159,7 @@ def test_numbers_written_in_a_loss_are_the_same_in_every_turn():
         return (w * x * torch.tensor([0.5, float("inf")]).clamp(max=2) * torch.tensor(-0.0).add(1)).sum()
 
     f = fzero.value_and_grad(loss, micro_batches=3)
-    jitted, w, x = jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(6, 2)
+    jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), f(w, x))
     assert len(loops(jitted)) == 1
 
@@ -175,7 +173,7 @@ def test_numbers_that_differ_by_turn_are_traced_one_by_one():
 
         return fzero.value_and_grad(loss, micro_batches=3)(w, x)
 
-    jitted, w, x = jit(step, backend="fx"), torch.ones(2), torch.ones(3, 2)
+    jitted, w, x = fzero.jit(step, backend="fx"), torch.ones(2), torch.ones(3, 2)
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
 
@@ -187,7 +185,7 @@ def test_a_part_of_the_batch_may_not_be_written():
     f = fzero.value_and_grad(loss, micro_batches=3)
     b = {"x": torch.randn(6, 2), "mean": torch.zeros(6, 2), "var": torch.ones(6, 2)}
     with pytest.raises(RuntimeError, match=r"the step writes into argument 1, leaf 'mean' in place .*test_loops.py"):
-        jit(lambda w, b: f(w, b), backend="fx")(torch.ones(2), b)
+        fzero.jit(lambda w, b: f(w, b), backend="fx")(torch.ones(2), b)
 
 
 def test_two_loops_in_one_step_are_two():
@@ -196,10 +194,10 @@ def test_two_loops_in_one_step_are_two():
         b, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
         return a, b, first, second
 
-    jitted, w, x = jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
     bitwise(jitted(w, x), step(w, x))
     assert [loop.turns for loop in loops(jitted)] == [3, 6]
-    again = jit(step, backend="fx")
+    again = fzero.jit(step, backend="fx")
     assert again.plan(w, x).operations == jitted.plan(w, x).operations
     found = [o for o in again.plan(w, x).operations if "a loop of" in o.target]
     assert [o.name for o in found] == ["loop", "loop_1"] and all("test_loops.py" in o.line for o in found)
@@ -221,11 +219,11 @@ def test_what_a_turn_leaves_behind_is_traced_turn_by_turn_and_said(caplog):
         return fzero.value_and_grad(loss, micro_batches=3)(w, x), sum(left)
 
     w, x = torch.randn(2), torch.randn(6, 2)
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
     (said,) = [r.getMessage() for r in caplog.records if "micro-batch" in r.getMessage()]
-    assert "jit(step): the second micro-batch computes something else" in said or "a turn hands on what" in said
+    assert "fzero.jit(step): the second micro-batch computes something else" in said or "a turn hands on what" in said
     assert "test_loops.py" in said
 
 
@@ -262,10 +260,10 @@ CHAINS = ("a value", "a value that no turn changes", "a number", "a tensor", "a 
 @pytest.mark.parametrize("how", CHAINS)
 def test_turns_that_depend_on_one_another_are_traced_one_by_one(how):
     step, w, x = chained(how), torch.randn(2), torch.randn(6, 2)
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
-    dropped = jit(lambda w, x: step(w, x)[0][1], backend="fx")  # without the loss
+    dropped = fzero.jit(lambda w, x: step(w, x)[0][1], backend="fx")  # without the loss
     bitwise(dropped(w, x), step(w, x)[0][1])
 
 
@@ -279,7 +277,7 @@ def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():
 
     step = lambda w, x: random.seeded(program)(random.key(0), w, x)  # noqa: E731
     w, x = torch.ones(3), torch.ones(8, 3)
-    bitwise(jit(step, backend="fx")(w, x), step(w, x))
+    bitwise(fzero.jit(step, backend="fx")(w, x), step(w, x))
 
 
 def test_what_a_loss_left_behind_is_no_result():
@@ -295,12 +293,12 @@ def test_what_a_loss_left_behind_is_no_result():
         return torch.func.grad(loss)(w), left[0]
 
     with pytest.raises(RuntimeError, match=r"the step uses a value .* a differentiated function left behind"):
-        jit(step, backend="fx")(torch.ones(2), torch.ones(2))
+        fzero.jit(step, backend="fx")(torch.ones(2), torch.ones(2))
 
 
 def test_without_loop_there_is_none():
     f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=3)
-    jitted, w, x = fzero.jit(f, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    jitted, w, x = fzero.jit(f, backend="fx", loop=False), torch.randn(2), torch.randn(6, 2)
     jitted(w, x)
     assert not loops(jitted)
     with pytest.raises(ValueError, match=r"loop=3: expected True or False"):
@@ -318,7 +316,7 @@ def test_a_derivative_around_the_micro_batches_unrolls_them():
             lambda s: fzero.value_and_grad(lambda w, x: (w * s - x).square().mean(), micro_batches=3)(w, x)[0]
         )(w),
     ):
-        jitted = jit(g, backend="fx")
+        jitted = fzero.jit(g, backend="fx")
         bitwise(jitted(w, x), g(w, x))
         assert not loops(jitted)
 
@@ -330,7 +328,7 @@ def test_micro_batches_of_a_gradient_in_a_loss_are_unrolled():
         return (w * x * inner(x.sum(0).detach(), x)[1]).sum()
 
     f = fzero.value_and_grad(loss, micro_batches=4)
-    jitted, w, x = jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(12, 2)
+    jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(2), torch.randn(12, 2)
     bitwise(jitted(w, x), f(w, x))
     assert [loop.turns for loop in loops(jitted)] == [4]
 
@@ -339,7 +337,7 @@ def test_a_batch_that_is_differentiated_is_unrolled():
     f = fzero.value_and_grad(lambda w, x: (w * x).square().sum(), argnums=(0, 1), micro_batches=3)
     step = fzero.mesh(dp=2).spmd(lambda w, x: f(w, fzero.PerRank(x)))
     w, x = torch.randn(2), fzero.mesh(dp=2).split(torch.randn(12, 2))
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     bitwise(jitted(w, x), step(w, x))
     assert not loops(jitted)
 
@@ -349,7 +347,7 @@ def test_a_batch_that_is_differentiated_is_unrolled():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
-    step = jit(
+    step = fzero.jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
     )
     state = list(step.init(gpt_params(width=32, layers=2), ADAMW))
@@ -371,16 +369,16 @@ def test_the_plans_peak_is_the_allocators_over_all_turns(stage):
 def test_a_loop_takes_no_more_memory_than_the_turns_one_by_one(stage):
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
     args = (*step.init(gpt_params(width=32, layers=2), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
-    looped = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+    looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
     with unrolled():
-        flat = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
 def test_the_sum_of_all_turns_is_reduced_where_it_lies():
     step = fzero.shard(train_step_for(loss_of_tree, ADAMW, micro_batches=3), stage=0, mesh=fzero.mesh(dp=2))
     args = (*step.init({"w": torch.ones(64)}, ADAMW), step.mesh.split({"x": torch.ones(6)}))
-    plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
+    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
     reductions = [o.target for o in plan.operations if "all_reduce" in o.target]
     assert len(reductions) == 2 and all("all_reduce_." in target for target in reductions), reductions
 
@@ -388,7 +386,7 @@ def test_the_sum_of_all_turns_is_reduced_where_it_lies():
 def test_rows_are_in_the_plan():
     """A turn's rows, those of the turns before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
-    step, w, x = jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
+    step, w, x = fzero.jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
     step(w, x)
     plan = step.plan(w, x)
     assert plan.added_bytes == peak_bytes(lambda: step(w, x))
@@ -402,7 +400,7 @@ def test_collectives_are_counted_with_their_turns(stage):
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
     with fzero.record() as log:
         step(*args)
-    plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
+    plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
     planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
     planned += [x for x in planned if x[0] == "all_gather" for _ in range(k - 1) if stage == 3]
     assert sorted(planned) == sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
@@ -413,7 +411,7 @@ def test_a_unit_stays_from_turn_to_turn_where_it_may():
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)))
 
     def gathers(**knobs: Any) -> dict[str, int]:
-        plan = fzero.plan(jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
+        plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, **knobs), *args, world_size=4)
         return {c.unit: c.times for c in plan.collectives if c.kind == "all_gather"}
 
     units = gathers(max_reuse_bytes=math.inf)
@@ -444,14 +442,14 @@ def test_a_unit_that_a_turn_gathers_twice_stays_once():
 
     step = fzero.shard(train_step, stage=3, mesh=mesh, units=lambda path, leaf: path.split(".")[0])
     params = [{"w": torch.randn(4, 4)} for _ in range(3)]
-    jitted = jit(step, backend="fx", max_reuse_bytes=math.inf, bucket_bytes=0)
+    jitted = fzero.jit(step, backend="fx", max_reuse_bytes=math.inf, bucket_bytes=0)
     bitwise(*train_both(step, jitted, params, ADAMW, [torch.randn(12, 4)]))
     args = (*step.init(params, ADAMW), mesh.split(torch.randn(12, 4)))
     plan = fzero.plan(jitted, *args, world_size=2)
     assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
     assert max(plan.live_of("gathered")) == 3 * 16 * 4
     # with the other two units of a turn, each counted once, it still has room
-    jitted = jit(step, backend="fx", max_reuse_bytes=2 * 16 * 4, bucket_bytes=0)
+    jitted = fzero.jit(step, backend="fx", max_reuse_bytes=2 * 16 * 4, bucket_bytes=0)
     plan = fzero.plan(jitted, *args, world_size=2)
     assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
 
@@ -460,9 +458,9 @@ def test_schedules_look_into_loops():
     """The same settings are tried as for the turns one by one, and gathers start ahead only where they fit."""
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
-    looped = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+    looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
     with unrolled():
-        flat = fzero.plan(jit(step, backend="fx"), *args, world_size=4)
+        flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
 
     def tried(plan: fzero.Plan) -> dict[Any, int]:
         kept = (plan.settings, plan.peak_bytes)
@@ -485,7 +483,7 @@ def rank_of(factor: float, **knobs: Any) -> Any:
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
-    jitted = jit(step._on(_absent.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs)
+    jitted = fzero.jit(step._on(_absent.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs)
     jitted.plan(*_absent.as_one_rank_holds(args, {"dp": 2}, stacked=True))
     (entry,) = jitted._entries.values()
     return entry.traced.graph, entry.chosen.graph
@@ -509,7 +507,7 @@ def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
         return (params["w"] * all_of_it).square().sum()
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=mesh, check=False)
-    jitted = jit(step, backend="fx", max_reuse_bytes=math.inf)
+    jitted = fzero.jit(step, backend="fx", max_reuse_bytes=math.inf)
     bitwise(*train_both(step, jitted, {"w": torch.randn(4)}, ADAMW, [torch.randn(12, 4)]))
     args = (*step.init({"w": torch.randn(4)}, ADAMW), mesh.split(torch.randn(12, 4)))
     plan = fzero.plan(jitted, *args, world_size=2)
@@ -523,7 +521,7 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
         for k in (3, 48)
     ]
     few, many = [
-        fzero.plan(jit(s, backend="fx"), *s.init(mlp_params(), ADAMW), s.mesh.split(mlp_batch(2 * k)))
+        fzero.plan(fzero.jit(s, backend="fx"), *s.init(mlp_params(), ADAMW), s.mesh.split(mlp_batch(2 * k)))
         for s, k in zip(step, (3, 48), strict=True)
     ]
     assert [o.target.replace("48", "3") for o in many.operations] == [o.target for o in few.operations]
@@ -555,7 +553,7 @@ def test_torch_compile_of_the_eager_step_goes_through_every_turn():
 def test_a_loop_is_dumped_into_a_folder_of_its_own(tmp_path):
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(12)))
-    plan = fzero.plan(jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
+    plan = fzero.plan(fzero.jit(step, backend="fx", dump=tmp_path), *args, world_size=4)
     rows = [line.split() for line in (tmp_path / "peaks.txt").read_text().splitlines() if line.startswith("08_")]
     assert [row[3] for row in rows] == [f"{plan.peak_bytes:,}"]
     text = (tmp_path / "loop" / "08_schedule.txt").read_text()
@@ -572,7 +570,7 @@ def test_random_numbers_of_no_key_are_drawn_in_every_turn():
         return fzero.value_and_grad(loss, has_aux=True, micro_batches=3)(w, x)
 
     w, x = torch.randn(2), torch.randn(6, 2)
-    jitted = jit(step, backend="fx")
+    jitted = fzero.jit(step, backend="fx")
     torch.manual_seed(0)
     expected = step(w, x)
     torch.manual_seed(0)

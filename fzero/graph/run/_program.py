@@ -7,7 +7,7 @@
 4. Note on each instruction which slots are free after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
@@ -19,7 +19,7 @@ from fzero.graph.run._between import exports, needed_views, operands, sources, v
 from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
 from fzero.graph.run._segment import Segment, segment
 
-__all__ = ["Arguments", "Program", "SingleOperation", "program_of"]
+__all__ = ["Arguments", "Program", "SingleOperation", "Turns", "program_of"]
 
 
 class Arguments(NamedTuple):
@@ -45,17 +45,24 @@ class Arguments(NamedTuple):
         return map_arg(self.args, value), map_arg(self.kwargs, value)  # pyright: ignore
 
 
+class Turns(NamedTuple):
+    """A loop, and the program of its body."""
+
+    loop: Loop
+    program: "Program"
+
+
 class SingleOperation(NamedTuple):
     """An operation that runs by itself: a collective, a wait, a packing, or a view that one or a result needs.
 
     Attributes:
-        target: the function, or the loop that it runs.
+        target: the function, or the turns of a loop.
         arguments: which it is given.
         out: the slot of its result.
         free: slots that are not needed after it.
     """
 
-    target: Callable[..., Any] | Loop
+    target: Callable[..., Any] | Turns
     arguments: Arguments
     out: int
     free: list[int]
@@ -73,6 +80,14 @@ class Program(NamedTuple):
     instructions: list[SingleOperation | Segment]
     slots: int
     results: list[int | None]
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield the segments, those of loops too, in order."""
+        for x in self.instructions:
+            if isinstance(x, Segment):
+                yield x
+            elif isinstance(x.target, Turns):
+                yield from x.target.program.segments()
 
 
 def program_of(graph: Graph) -> Program:
@@ -107,7 +122,8 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     """Make an instruction of a node, and give its result a slot."""
     arguments = Arguments(node.args, node.kwargs, {a: slot[a] for a in node.all_input_nodes})
     slot[node] = len(slot)
-    target = loop_of(node) or node.target
+    loop = loop_of(node)
+    target = Turns(loop, program_of(loop.body)) if loop else node.target
     assert not isinstance(target, str)
     return SingleOperation(target, arguments, slot[node], [])
 

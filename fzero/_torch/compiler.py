@@ -1,0 +1,141 @@
+"""Inductor: a flat graph compiled, and what another process needs to compile the same one into the same cache."""
+
+import copyreg
+import functools
+import importlib
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
+
+from fzero._torch.tracing import fake_like
+
+# The key of the cache is a pickle. Of a memory format it holds the first module that has imported torch, which is
+# another one in a worker: so say that it is torch.
+copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
+
+__all__ = ["compile_threads", "inductor", "inductor_folder", "packed", "unpacked"]
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    return getattr(torch, name)
+
+
+def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
+    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
+
+    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
+
+    Returns:
+        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
+    """
+    import torch._inductor.compile_fx as compile_fx
+    from torch._inductor import config
+
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
+    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without one, nothing is kept in the cache
+    given = fake_like(fakes, mode=mode)
+    with torch.no_grad(), mode:
+        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
+    output = next(n for n in apart.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
+        return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+
+
+def inductor_folder() -> Path:
+    """Return a folder for what fzero notes of what Inductor, of this version of torch, keeps in its cache."""
+    return Path(cache_dir(), "fzero", torch.__version__)
+
+
+def compile_threads() -> int:
+    """Return how many compilations the user lets Inductor run at once (TORCHINDUCTOR_COMPILE_THREADS)."""
+    from torch._inductor import config
+
+    return config.compile_threads or 1
+
+
+def packed(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
+    """Write graphs and the shapes of their arguments down for another process, and how this one compiles.
+
+    Raises:
+        Exception: whatever pickle raises of what it cannot write: a setting of the user's, a constant in a graph.
+    """
+    from torch._inductor import config
+
+    how = (config.save_config(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+    described = [(_lines(graph), [(x.shape, x.stride(), x.dtype, x.device) for x in fakes]) for graph, fakes in graphs]
+    return pickle.dumps((how, described))
+
+
+def unpacked(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tensor]]]]:
+    """Set this process up as the one that wrote graphs down, and return functions that make them.
+
+    A graph with an operation of the user's own, which is not registered here, raises when it is made.
+    """
+    from torch._inductor import config
+
+    (settings, threads, precision), described = pickle.loads(data)
+    config.load_config(settings)
+    torch.set_num_threads(threads)
+    if torch.get_float32_matmul_precision() != precision:  # to set it is to change other settings, too
+        torch.set_float32_matmul_precision(precision)
+
+    def make(lines: list[_Line], shapes: Any) -> tuple[Graph, Sequence[torch.Tensor]]:
+        with FakeTensorMode():
+            fakes = [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in shapes]
+        return _graph(lines), fakes
+
+    return [lambda lines=lines, shapes=shapes: make(lines, shapes) for lines, shapes in described]
+
+
+class _Line(NamedTuple):
+    """A node without its graph: its function by name if torch registers it, and other nodes by their numbers."""
+
+    op: str
+    name: str
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+class _Number(NamedTuple):
+    number: int
+
+
+def _lines(graph: Graph) -> list[_Line]:
+    number = {n: _Number(i) for i, n in enumerate(graph.nodes)}
+
+    def line(n: Node) -> _Line:
+        target = ("torch.ops", *str(n.target).split(".")) if isinstance(n.target, OpOverload) else n.target
+        args, kwargs = map_arg((n.args, n.kwargs), number.__getitem__)  # pyright: ignore
+        return _Line(n.op, n.name, target, args, kwargs)
+
+    return [line(n) for n in graph.nodes]
+
+
+def _graph(lines: Sequence[_Line]) -> Graph:
+    graph, nodes = Graph(), list[Node]()
+
+    def node(x: Any) -> Any:
+        return nodes[x.number] if isinstance(x, _Number) else x
+
+    for line in lines:
+        named = isinstance(line.target, tuple)
+        target: Any = functools.reduce(getattr, line.target[1:], torch.ops) if named else line.target
+        args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _Number))
+        nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
+    return graph

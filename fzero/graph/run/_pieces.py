@@ -1,0 +1,112 @@
+"""Pieces: a program whose segments are compiled, as a function."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._torch import profiling
+from fzero.collectives.gloo import INSTEAD
+from fzero.graph.run._compile import Code, Runs, name_of_code
+from fzero.graph.run._loop import running
+from fzero.graph.run._program import Program, Turns
+from fzero.graph.run._segment import Segment
+
+__all__ = ["Executable", "codes_of", "in_pieces", "run_marked"]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A scheduled graph that can run: a function of the list of its arguments, which it empties, to its results.
+
+    Attributes:
+        runs: the function.
+        segments: how many segments it runs.
+        distinct: how many of them are different code.
+        compiled: what Inductor made of the whole graph, if it was given the whole.
+    """
+
+    runs: Runs
+    segments: int = 0
+    distinct: int = 0
+    compiled: Runs | None = None
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph."""
+        return self.runs(args)
+
+
+def codes_of(program: Program) -> list[Code]:
+    """List the distinct segments of a program, in the order in which they are first run."""
+    found: dict[str, Segment] = {}
+    for segment in program.segments():
+        found.setdefault(name_of_code(segment.key), segment)
+    return [
+        Code(x.graph, x.fakes, name, f"segment {i} of {len(found)}") for i, (name, x) in enumerate(found.items(), 1)
+    ]
+
+
+class _Ready(NamedTuple):
+    """An instruction whose code is compiled.
+
+    Attributes:
+        is_segment: whether `f` is compiled code of several values, or one operation.
+        f: the function.
+        given: of a segment the slots of its arguments; of an operation the function from all slots to its arguments.
+        out: the slots of a segment's results; the slot of an operation's.
+        free: slots that are not needed after it.
+    """
+
+    is_segment: bool
+    f: Callable[..., Any]
+    given: Any
+    out: Any
+    free: list[int]
+
+
+def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
+    """Run a program, with the functions of its segments by the name of their code."""
+    ready: list[_Ready] = []
+    for x in program.instructions:
+        if isinstance(x, Segment):
+            ready.append(_Ready(True, compiled[name_of_code(x.key)], x.ins, x.outs, x.free))
+        elif isinstance(x.target, Turns):
+            loop = running(x.target.loop, in_pieces(x.target.program, compiled))
+            ready.append(_Ready(False, loop, x.arguments.of, x.out, x.free))
+        else:
+            ready.append(_Ready(False, INSTEAD.get(x.target, x.target), x.arguments.of, x.out, x.free))
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        call = run_marked if profiling() else _called
+        env: list[Any] = [*args, *[None] * (program.slots - len(args))]
+        args.clear()
+        for is_segment, f, given, out, free in ready:
+            if is_segment:
+                mine = [env[i] for i in given]
+                for i in free:
+                    env[i] = None
+                for i, value in zip(out, call(f, mine), strict=True):
+                    env[i] = value
+                value = None
+            else:
+                env[out] = _applied(f, given(env))
+                for i in free:
+                    env[i] = None
+        return [None if i is None else env[i] for i in program.results]
+
+    return Executable(run, sum(1 for _ in program.segments()), len(compiled))
+
+
+def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+    return f(*given[0], **given[1])
+
+
+def _called(f: Runs, args: list[Any]) -> Sequence[Any]:
+    return f(args)
+
+
+def run_marked(f: Runs, args: list[Any]) -> Sequence[Any]:
+    """Let the profiler see a segment: compiled code calls no operations."""
+    with torch.profiler.record_function("fzero::segment"):
+        return f(args)

@@ -1,0 +1,114 @@
+"""Workers: processes without a rank that compile segments, into the cache from which the ranks load them.
+
+A worker is given all segments at once, and takes them as a rank does, one that no other has begun. It ends when all are
+compiled, or when the process that started it does.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import BinaryIO, NamedTuple
+
+from fzero._torch import compile_threads, packed, unpacked
+from fzero.graph.run._compile import Code, Runs, compile_all, compiled
+
+__all__ = ["Workers", "spare_cores", "start", "work"]
+
+QUIET = subprocess.DEVNULL
+MOST = 7  # workers of one rank: each takes a second of a core, and 300 MB, to import torch
+
+
+class Workers(NamedTuple):
+    """Processes that compile.
+
+    Attributes:
+        processes: they may have ended.
+    """
+
+    processes: tuple[subprocess.Popen[bytes], ...] = ()
+
+    def are_done(self) -> bool:
+        """Return whether all have ended."""
+        return all(p.poll() is not None for p in self.processes)
+
+    def stop(self) -> None:
+        """End them, whatever they are doing."""
+        for p in self.processes:
+            p.kill()
+            p.wait()
+            if p.stdin is not None:
+                with suppress(OSError):  # it had not read all
+                    p.stdin.close()
+
+
+def spare_cores() -> int:
+    """Return how many cores this process may use beside its own, if the ranks of a machine share all of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = cores // max(int(ranks) if ranks.isdecimal() else 1, 1)
+    return max(min(share, compile_threads()) - 1, 0)
+
+
+def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
+    """Start workers that compile segments.
+
+    Args:
+        codes: distinct segments.
+        count: how many to start, if it can be: not in a program without an interpreter of its own, or if a graph cannot
+            be written down.
+        nice: how much they give way to other processes, 0 to 19.
+    """
+    try:
+        data = pickle.dumps(([code.name for code in codes], packed([(code.graph, code.fakes) for code in codes])))
+    except Exception:  # a setting of Inductor, or a constant, that cannot be pickled: this process compiles them
+        return Workers()
+    if not sys.executable:
+        return Workers()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([x or os.getcwd() for x in sys.path])}
+    found = []
+    for _ in range(min(count, MOST)):
+        command = [sys.executable, "-c", f"from fzero.graph.run._workers import work; work({nice})"]
+        p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=QUIET, stderr=QUIET)
+        threading.Thread(target=_tell, args=(p, data), daemon=True).start()  # it reads once it has imported torch
+        found.append(p)
+    return Workers(tuple(found))
+
+
+def _tell(worker: subprocess.Popen[bytes], data: bytes) -> None:
+    assert worker.stdin is not None
+    with suppress(OSError):  # it has ended: what it would have compiled is compiled here
+        worker.stdin.write(len(data).to_bytes(8, "little") + data)
+        worker.stdin.flush()  # and stays open, which tells that this process lives
+
+
+def work(nice: int) -> None:
+    """Compile the segments that standard input describes, and leave those that cannot be to who asked."""
+    os.nice(nice)
+    stdin = sys.stdin.buffer
+    names, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
+    threading.Thread(target=_end_with, args=(stdin,), daemon=True).start()
+    codes = []
+    for name, make in zip(names, unpacked(graphs), strict=True):
+        with suppress(Exception):  # an operation that only who asked has registered
+            codes.append(Code(*make(), name))
+    for _ in compile_all(codes, _attempted):
+        pass
+    os._exit(0)  # without the end of an interpreter, which waits for a thread that reads
+
+
+def _end_with(stdin: BinaryIO) -> None:
+    """End this process when the one that writes to its input ends."""
+    stdin.read()
+    os._exit(0)
+
+
+def _attempted(code: Code) -> Runs:
+    """Compile a segment, or leave it: who asked meets the error itself, and can say where it comes from."""
+    try:
+        return compiled(code)
+    except Exception:
+        return list

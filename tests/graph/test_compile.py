@@ -1,0 +1,309 @@
+"""Compiling: each segment once on a machine, by ranks and workers; and steps that run meanwhile."""
+
+import io
+import itertools
+import math
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from rich.console import Console
+from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule, Interpreter
+
+import fzero
+import fzero.graph.run._auto as changing
+import fzero.graph.run._compile as compiling
+import fzero.graph.run._lower as lowering
+import fzero.graph.run._progress as progressing
+from fzero import _torch, optim
+from fzero._notice import notice
+from fzero.graph.ir import is_input
+from fzero.graph.run import _workers
+from fzero.graph.run._compile import Code, compile_all, is_compiled, name_of_code
+from fzero.graph.run._segment import _key
+from fzero.graph.run._workers import Workers, spare_cores
+from tests.graph.test_jit import bitwise
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
+    fakes = _torch.fake_like(xs)
+    graph = _torch.trace(f, fakes).graph
+    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+        node.meta["val"] = x
+    return Code(graph, fakes, name or name_of_code(_key(graph)))
+
+
+def codes(count: int) -> list[Code]:
+    """Make segments, the later the longer."""
+
+    def grown(i: int) -> Any:
+        def f(x: torch.Tensor) -> list[torch.Tensor]:
+            for _ in range(i):
+                x = x + 1
+            return [x]
+
+        return f
+
+    return [code_of(grown(i + 1), torch.ones(2)) for i in range(count)]
+
+
+def as_it_is(code: Code) -> Any:
+    return lambda args: GraphModule({}, code.graph).forward(*args)
+
+
+# ---------------------------------------------------------------- by several processes
+
+
+def test_no_two_compile_a_segment_at_once_and_each_gets_all():
+    given, doing, got, order = codes(6), set(), [[], []], []
+
+    def one(code: Code) -> Any:
+        assert code.name not in doing
+        doing.add(code.name)
+        order.append(code.name)
+        time.sleep(0.02)
+        doing.remove(code.name)
+        return as_it_is(code)
+
+    def process(i: int) -> None:
+        got[i] += [code.name for code, _ in compile_all(given, one)]
+
+    threads = [threading.Thread(target=process, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(got[0]) == sorted(got[1]) == sorted(code.name for code in given)
+    assert set(order[:2]) == {given[-1].name, given[-2].name}  # the longest first, one each
+
+
+def test_what_another_compiles_comes_last_and_is_waited_for():
+    given = codes(3)
+    lock = FileLock(compiling._file(given[2], "lock"), thread_local=False)
+    lock.acquire()
+    threading.Timer(0.2, lock.release).start()
+    held = []
+
+    def one(code: Code) -> Any:
+        held.append((code.name, lock.is_locked))
+        return as_it_is(code)
+
+    assert [code for code, _ in compile_all(given, one)] == [given[1], given[0], given[2]]
+    assert held == [(given[1].name, True), (given[0].name, True), (given[2].name, False)]
+
+
+def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
+    given = codes(2)
+    monkeypatch.setattr(compiling, "PATIENCE", 0.01)
+    with FileLock(compiling._file(given[0], "lock")):
+        assert len(list(compile_all(given, as_it_is))) == 2
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("no flock here")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    assert len(list(compile_all(given, as_it_is))) == 2
+
+
+def test_an_error_gives_the_lock_back():
+    given = codes(1)
+
+    def fail(code: Code) -> Any:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        list(compile_all(given, fail))
+    assert len(list(compile_all(given, as_it_is))) == 1
+
+
+def test_a_graph_is_the_same_in_another_process():
+    def f(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        a, b = torch.split(torch.clamp(x, -math.inf, 2.5), [1, 2])
+        z = torch.full((3,), math.nan, dtype=torch.float64).to(torch.bfloat16)
+        return [a.sum((0, 1), keepdim=True), torch.stack([b.to(torch.float16).max(1)[0], b[:, 0]]), z, y.argmax()]
+
+    code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
+    (make,) = _torch.unpacked(_torch.packed([(code.graph, code.fakes)]))
+    graph, fakes = make()
+    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+        node.meta["val"] = x
+    assert name_of_code(_key(graph)) == code.name
+    assert [(x.shape, x.stride(), x.dtype, x.device) for x in fakes] == [
+        (x.shape, x.stride(), x.dtype, x.device) for x in code.fakes
+    ]
+
+
+# ---------------------------------------------------------------- workers
+
+
+@needs_compiler
+def test_what_a_worker_has_compiled_is_loaded(monkeypatch):
+    good = code_of(lambda x: [x * 3 + 1], torch.ones(64))
+    bad = Graph()
+    bad.output((bad.call_function(torch.ops.aten.mm.default, (bad.placeholder("x"), 3)),))
+    workers = _workers.start([Code(bad, good.fakes, "bad"), good], 1)
+    for _ in range(600):
+        if workers.are_done():
+            break
+        time.sleep(0.1)
+    workers.stop()
+    assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, "bad"))
+    counters.clear()
+    (runs,) = [runs for _, runs in compile_all([good])]
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])
+    assert torch.equal(runs([torch.ones(64)])[0], torch.full((64,), 4.0))
+
+
+def test_a_worker_ends_with_who_started_it():
+    workers = _workers.start(codes(1), 2)
+    assert len(workers.processes) == 2 and not workers.are_done()
+    workers.stop()
+    assert workers.are_done()
+    (alone,) = _workers.start(codes(1), 1).processes
+    time.sleep(0.1)
+    assert alone.stdin is not None
+    alone.stdin.close()
+    assert alone.wait(60) is not None
+
+
+def test_no_worker_is_started_in_vain(monkeypatch):
+    monkeypatch.setattr(_workers, "compile_threads", lambda: 8)
+    monkeypatch.setattr(_workers.os, "sched_getaffinity", lambda pid: range(6))
+    for ranks, spare in (("1", 5), ("2", 2), ("4", 0), ("16", 0), ("", 5), ("0", 5)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert spare_cores() == spare
+    monkeypatch.setattr(_workers, "compile_threads", lambda: 2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert spare_cores() == 1
+    monkeypatch.setattr(_workers, "packed", lambda graphs: 1 / 0)  # what cannot be pickled
+    assert _workers.start(codes(1), 2) == Workers()
+
+
+# ---------------------------------------------------------------- steps meanwhile
+
+
+class Pretended:
+    """In the place of workers and Inductor: segments are ready when the test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, ready: int = 0) -> None:
+        self.ready, self.compiled = ready, []
+        patch.setattr(lowering, "is_compiled", lambda code: False)
+        patch.setattr(lowering, "start", lambda codes, count, nice: self)
+        patch.setattr(changing, "is_compiled", lambda code: len(self.compiled) < self.ready)
+        patch.setattr(changing, "compiled", self.compile)
+
+    def compile(self, code: Code) -> Any:
+        self.compiled.append(code.name)
+        return lambda args: Interpreter(GraphModule({}, code.graph)).run(*args)
+
+    def are_done(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def trained(step: Any, jitted: Any, steps: Sequence[int]) -> None:
+    opt = optim.adamw(1e-2)
+    eager, fast = step.init(mlp_params(), opt), jitted.init(mlp_params(), opt)
+    for i in steps:
+        batch = step.mesh.split(mlp_batch(12, seed=i))
+        *eager, loss = step(*eager, batch)
+        *fast, other = jitted(*fast, batch)
+        bitwise((eager, loss), (fast, other))
+
+
+def both(k: int = 3) -> Any:
+    step = fzero.shard(train_step_for(mlp_loss, optim.adamw(1e-2), micro_batches=k), stage=3, mesh=fzero.mesh(dp=2))
+    return step, fzero.jit(step, backend="auto")
+
+
+def runs_of(jitted: Any) -> Any:
+    (entry,) = jitted._entries.values()
+    return entry.executable
+
+
+def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
+    pretended = Pretended(monkeypatch)
+    step, jitted = both()
+    trained(step, jitted, range(2))
+    runs = runs_of(jitted).runs
+    assert runs.fast is None and not pretended.compiled
+    pretended.ready = 2
+    trained(step, jitted, range(1))
+    assert runs.fast is None and len(pretended.compiled) == 2
+    pretended.ready = 1000
+    trained(step, jitted, range(2))
+    assert runs.fast is not None and len(pretended.compiled) == runs_of(jitted).distinct == len(runs.loaded) > 2
+
+
+def test_what_is_ready_is_loaded_for_half_a_second_at_most(monkeypatch):
+    Pretended(monkeypatch, 1000)
+    clock = itertools.count(0, 0.3)
+    monkeypatch.setattr(changing, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
+    step, jitted = both()
+    trained(step, jitted, range(1))
+    assert len(runs_of(jitted).runs.loaded) == 1
+
+
+def test_a_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monkeypatch, caplog):
+    pretended = Pretended(monkeypatch, 1000)
+
+    def fail(code: Code) -> Any:
+        raise RuntimeError("Inductor could not compile segment 1")
+
+    monkeypatch.setattr(changing, "compiled", fail)
+    notice.cache_clear()
+    step, jitted = both()
+    trained(step, jitted, range(3))
+    assert runs_of(jitted).runs.fast is None and pretended.stopped
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "fzero"]
+    assert said == 'Inductor could not compile segment 1. So backend="auto" goes on without'
+
+
+def test_what_workers_leave_is_compiled_here(monkeypatch):
+    pretended = Pretended(monkeypatch)
+    pretended.are_done = lambda: True
+    step, jitted = both()
+    trained(step, jitted, range(2))
+    assert runs_of(jitted).runs.fast is not None
+
+
+# ---------------------------------------------------------------- a bar
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_appears_on_a_terminal_only(monkeypatch, terminal):
+    out = io.StringIO()
+    monkeypatch.setattr(progressing, "Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
+    monkeypatch.setattr(progressing, "PATIENCE", 0.0)
+    found = []
+    for item in progressing.progress(range(3), 3):
+        found.append(item)
+        time.sleep(0.15)
+    assert found == [0, 1, 2]
+    assert ("fzero.jit compiles" in out.getvalue() and "2/3" in out.getvalue()) == terminal
+
+
+def test_no_bar_appears_for_what_is_quick_or_on_other_ranks(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(progressing, "Console", lambda **kw: Console(file=out, force_terminal=True))
+    assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(progressing, "PATIENCE", 0.0)
+    assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""
