@@ -114,7 +114,8 @@ def _in_pieces(graph: Graph, compiled: dict[Hashable, Runs]) -> Executable:
     for i, x in enumerate(instructions):
         if isinstance(x, Segment):
             if x.key not in compiled:
-                compiled[x.key] = _compile(x.graph, x.fakes, f"instruction {i} of {len(instructions)}")
+                where = f"instruction {i} of {len(instructions)}"
+                compiled[x.key] = _fx(x.graph) if x.scalars else _compile(x.graph, x.fakes, where)
             ready.append(_Ready(True, compiled[x.key], x.ins, x.outs, x.free))
         elif isinstance(x.target, Loop):
             body = _in_pieces(x.target.body, compiled)
