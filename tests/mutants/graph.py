@@ -352,4 +352,11 @@ MUTANTS = [
     Mutant("a count is written before it is read", "graph/run/_cut.py", "if node.target is not COPY:", "if True:", CUT),
     Mutant("a clip's factor anew in each loop", "graph/run/_segment.py", "*read_by_loops(group, small)", "", CUT),
     Mutant("scalars are compiled", "graph/run/_segment.py", "small >= {*group}", "False", CUT),
+    Mutant(
+        "a place in a chain is a repeated block",
+        "graph/trace/_arguments.py",
+        "for i in range(len(mine), -1, -1)",
+        "for i in range(len(mine) + 1)",
+        CUT,
+    ),
 ]

@@ -1,4 +1,4 @@
-"""How a graph is cut into segments: scalars run before the loops that read them, not in them."""
+"""How a graph is cut into segments: scalars run before the loops that read them, and a unit's update is one."""
 
 import shutil
 from typing import Any
@@ -80,6 +80,15 @@ def test_no_loop_of_an_update_computes_a_scalar_anew(name):
     large = [x for x in segments if not x.scalars]
     assert large and not [n for x in large for n in anew_in_loops(x)]
     assert not [n for x in large for n in x.graph.nodes if str(n.target).startswith("aten.pow.Scalar")]
+
+
+@by_optimizer
+def test_the_update_of_a_leaf_is_one_segment(name):
+    """The places in a chain's state are numbers, as repeated blocks are."""
+    opt = OPTIMIZERS[name]()
+    segments = segments_of(updating(opt), *arguments(opt, {"w": torch.ones(6, 4)}))
+    assert sum(not x.scalars for x in segments) == 1
+    assert sum(x.scalars for x in segments) <= 1
 
 
 @pytest.mark.parametrize("stage", [0, 2])
