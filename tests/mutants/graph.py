@@ -351,6 +351,8 @@ MUTANTS = [
     ),
     Mutant("a count is written before it is read", "graph/run/_cut.py", "if node.target is not COPY:", "if True:", CUT),
     Mutant("a clip's factor anew in each loop", "graph/run/_segment.py", "*read_by_loops(group, small)", "", CUT),
+    Mutant("a narrow parameter is read", "graph/run/_segment.py", "    take_rounded(graph)\n", "", CUT),
+    Mutant("another parameter's step is left out", "graph/run/_rounded.py", "wide[1] is not parts[0] or ", "", CUT),
     Mutant("scalars are compiled", "graph/run/_segment.py", "small >= {*group}", "False", CUT),
     Mutant(
         "a place in a chain is a repeated block",

@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from fzero.graph.ir import COPY, is_input, signature
 from fzero.graph.run._between import operands, sources
+from fzero.graph.run._rounded import take_rounded
 from fzero.graph.run._scalars import read_by_loops
 
 __all__ = ["Segment", "segment"]
@@ -67,6 +68,7 @@ def segment(
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in exports)).meta = {}
+    take_rounded(graph)
     graph.eliminate_dead_code()
     for x in exports:
         slot[x] = len(slot)

@@ -138,6 +138,33 @@ def test_updates_are_those_of_eager_steps(name, monkeypatch):
         assert torch.equal(x, y)
 
 
+def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    opt = OPTIMIZERS["masters"]()
+    f, args = updating(opt), arguments(opt, {"w": torch.tensor([1.0, 1e-9, -7.0])})
+    (large,) = [x for x in segments_of(f, *args) if not x.scalars]
+    given = [n for n in large.graph.nodes if n.op == "placeholder" and n.meta["val"].dtype == torch.bfloat16]
+    assert sorted([[str(u.target) for u in n.users] for n in given]) == [
+        ["aten._to_copy.default"],
+        ["aten.copy_.default"],
+    ]
+    for _ in range(3):
+        args = (*f(*args), args[2])
+    assert torch.equal(args[0]["w"], optim.master_params(*args[:2])["w"].bfloat16())
+
+
+def test_sums_that_are_no_rounded_master_stay(monkeypatch):
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+
+    def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:
+        wide = r.float()
+        return (p + (wide - q.float())).bfloat16(), (p + (r.float() - p.float())).half(), wide
+
+    values = [torch.tensor([x, 1.0]).bfloat16() for x in (2.0, 3.0, 5.0)]
+    for found, expected in zip(fzero.jit(sums)(*values), sums(*values), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
 def test_the_compiled_loop_has_no_power():
     opt = OPTIMIZERS["adamw, clipped"]()
