@@ -207,7 +207,8 @@ def main() -> None:
     head = ["way", "ms", "GB/s", "of the loop's bandwidth", f"goal: {GOAL:.0%}"]
     parts = [
         f"One leaf of {args.numel:,} elements. Medians and quartiles of {args.rounds} rounds that interleave the ways "
-        f"of a table. GB/s counts the bytes that must be moved. The machine's load was {os.getloadavg()[0]:.1f} at the start."
+        f"of a table. GB/s counts the bytes that must be moved. The machine's load was {os.getloadavg()[0]:.1f} at the "
+        "start."
     ]
     for threads in args.threads:
         torch.set_num_threads(threads)
