@@ -18,7 +18,7 @@ from fzero.graph.ir import is_input, results
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
-from fzero.graph.trace._arguments import Arguments
+from fzero.graph.trace._arguments import Arguments, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._loops import NotALoop
 from fzero.graph.trace._trace import Traced, trace
@@ -191,7 +191,11 @@ def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dic
     for p, x in enumerate(args if step.params else ()):
         rank_own = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
         kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
-    return [{"label": str(place), "kind": kinds[place.position], "block": place.block} for place in arguments.places]
+    places = arguments.places
+    return [
+        {"label": str(place), "kind": kinds[place.position], "block": block}
+        for place, block in zip(places, blocks_of(places, step.params), strict=True)
+    ]
 
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
 LOOPS = ("tests/graph/test_loops.py",)
+CUT = ("tests/graph/run/test_cut.py",)
 
 MUTANTS = [
     Mutant(
@@ -344,4 +345,20 @@ MUTANTS = [
         LOOPS,
     ),
     Mutant("no unit stays from turn to turn", "graph/passes/_hoist.py", "<= max_reuse_bytes", "< 0", LOOPS),
+    Mutant("scalars in the loops that read them", "graph/run/_cut.py", "if n in small and", "if False and", CUT),
+    Mutant(
+        "a unit's scalars by themselves", "graph/run/_cut.py", "places[bisect_left(places, needed)]", "places[-1]", CUT
+    ),
+    Mutant("a count is written before it is read", "graph/run/_cut.py", "if node.target is not COPY:", "if True:", CUT),
+    Mutant("a clip's factor anew in each loop", "graph/run/_segment.py", "*read_by_loops(group, small)", "", CUT),
+    Mutant("a narrow parameter is read", "graph/run/_segment.py", "    take_rounded(graph)\n", "", CUT),
+    Mutant("another parameter's step is left out", "graph/run/_rounded.py", "wide[1] is not parts[0] or ", "", CUT),
+    Mutant("scalars are compiled", "graph/run/_segment.py", "small >= {*group}", "False", CUT),
+    Mutant(
+        "a place in a chain is a repeated block",
+        "graph/trace/_arguments.py",
+        "for i in range(len(mine), -1, -1)",
+        "for i in range(len(mine) + 1)",
+        CUT,
+    ),
 ]

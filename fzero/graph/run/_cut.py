@@ -1,13 +1,15 @@
 """Cut: a scheduled graph as groups of nodes, of which each runs alone or is compiled as a segment."""
 
 import operator
+from bisect import bisect_left
 
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import is_collective, is_input, is_reduction, is_wait, users_through_views
+from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait, users_through_views
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view, name_of
+from fzero.graph.run._scalars import scalars
 
 __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
 
@@ -15,33 +17,76 @@ __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
 def cut(graph: Graph) -> list[list[Node]]:
     """Cut a graph at its collectives and their packing, and where it goes on to another block's parameters.
 
-    Blocks of one shape so give equal segments. Aliases are in no group: they go where they are used.
+    Blocks of one shape so give equal segments. Aliases are in no group: they go where they are used. Scalars that
+    depend on no large value of their segment come before it, in groups of their own: an optimizer's corrections, a
+    learning rate. Inductor would compute them anew for each few elements of a loop that reads them.
 
     Returns:
-        Groups of nodes, in order: of one node that runs alone, or of nodes that are compiled together.
+        Groups of nodes, in order: of one node that runs alone, of scalars, or of nodes that are compiled together.
     """
     groups: list[list[Node]] = []
-    home: dict[Node, list[Node]] = {}
+    places: list[int] = []  # of the groups of scalars; one lies before each group that is compiled
+    home: dict[Node, int] = {}
+    small = scalars(graph)
     block, fresh = "", True
     for n in graph.nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            home[n.all_input_nodes[0]].append(n)
+            home[n] = home[n.all_input_nodes[0]]
+            groups[home[n]].append(n)
             continue
         if runs_alone(n):
+            home[n] = len(groups)
             groups.append([n])
             fresh = True
+            continue
+        if n in small and (place := _place_of_scalar(n, groups, places, home, fresh)) is not None:
+            home[n] = place
+            groups[place].append(n)
             continue
         mine = next((b for a in n.all_input_nodes if (b := _block(a))), "")
         if mine and mine != block:
             block, fresh = mine, True
         if fresh:
+            _begin_scalars(groups, places)
             groups.append([])
+        home[n] = len(groups) - 1
         groups[-1].append(n)
-        home[n] = groups[-1]
         fresh = False
-    return groups
+    return [group for group in groups if group]
+
+
+def _place_of_scalar(
+    node: Node, groups: list[list[Node]], places: list[int], home: dict[Node, int], fresh: bool
+) -> int | None:
+    """Return which group of scalars a scalar goes to, or None if it needs the group that is being made.
+
+    It goes to the first after all that it needs, so that those of all units run at once. A write goes to the last: what
+    it overwrites must have been read.
+    """
+    needed = max([home.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+    is_open = not fresh and bool(groups)
+    if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
+        return None
+    if fresh and (node.target is COPY or not places or places[-1] < needed):
+        _begin_scalars(groups, places)
+    return places[-1] if node.target is COPY else places[bisect_left(places, needed)]
+
+
+def _begin_scalars(groups: list[list[Node]], places: list[int]) -> None:
+    """Begin a group of scalars, if the last one is none."""
+    if not places or places[-1] != len(groups) - 1:
+        places.append(len(groups))
+        groups.append([])
+
+
+def _overwrites_for(node: Node, group: list[Node]) -> bool:
+    """Return whether a node writes an argument that a group has read."""
+    if node.target is not COPY:
+        return False
+    written = source_of(node.all_input_nodes[0])
+    return any(source_of(a) is written for n in group for a in n.all_input_nodes)
 
 
 def runs_alone(node: Node) -> bool:
@@ -65,9 +110,15 @@ def is_alias(node: Node) -> bool:
 
 def _block(node: Node) -> str:
     """Return the repeated block whose argument (a parameter, a moment) a value is a view of, or ""."""
+    source = source_of(node)
+    return source.meta.get("block", "") if is_input(source) else ""
+
+
+def source_of(node: Node) -> Node:
+    """Return the value that a node is an alias of, or the node itself."""
     while is_alias(node):
         node = node.all_input_nodes[0]
-    return node.meta.get("block", "") if is_input(node) else ""
+    return node
 
 
 def parts_of_arguments(graph: Graph) -> set[Node]:

@@ -3,16 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from fzero._torch import profiling
-from fzero.collectives.gloo import INSTEAD
-from fzero.graph.ir import copied, is_input
-from fzero.graph.loops import loop_of
+from fzero.graph.ir import is_input
 from fzero.graph.run._auto import auto
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
-from fzero.graph.run._loop import running
-from fzero.graph.run._pieces import Executable, codes_of, in_pieces, run_marked
+from fzero.graph.run._pieces import Executable, codes_of, in_pieces, one_by_one, run_marked
 from fzero.graph.run._program import program_of
 from fzero.graph.run._progress import progress
 from fzero.graph.run._workers import spare_cores, start
@@ -35,20 +32,9 @@ def lower(graph: Graph, backend: str, mesh: Mesh | None = None) -> Executable:
     return BACKENDS[backend](graph, mesh)
 
 
-def _fx(graph: Graph, mesh: Mesh | None = None) -> Executable:
-    """Run the graph's operations one by one, each value freed after its last use: the reference."""
-    graph = copied(graph)
-    for node in graph.nodes:
-        loop = loop_of(node)
-        node.target = running(loop, _fx(loop.body)) if loop else INSTEAD.get(node.target, node.target)
-    forward = GraphModule({}, graph).forward
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        mine = tuple(args)
-        args.clear()
-        return forward(*mine)
-
-    return Executable(run)
+def _fx(graph: Graph, mesh: Mesh | None) -> Executable:
+    """Run the graph's operations one by one: the reference."""
+    return one_by_one(graph)
 
 
 def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
@@ -83,8 +69,8 @@ def _auto(graph: Graph, mesh: Mesh | None) -> Executable:
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
-    runs = auto(_fx(graph), program, codes, start(cold, 1 if cold else 0, nice=10), mesh)
-    return Executable(runs, sum(1 for _ in program.segments()), len(codes))
+    runs = auto(one_by_one(graph), program, codes, start(cold, 1 if cold else 0, nice=10), mesh)
+    return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 
 
 BACKENDS: dict[str, Callable[[Graph, Mesh | None], Executable]] = {

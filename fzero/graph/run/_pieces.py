@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Graph, GraphModule
 
 from fzero._torch import profiling
 from fzero.collectives.gloo import INSTEAD
+from fzero.graph.ir import copied
+from fzero.graph.loops import loop_of
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._loop import running
 from fzero.graph.run._program import Program, Turns
 from fzero.graph.run._segment import Segment
 
-__all__ = ["Executable", "codes_of", "in_pieces", "run_marked"]
+__all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,26 @@ class Executable:
         return self.runs(args)
 
 
+def one_by_one(graph: Graph) -> Executable:
+    """Run the graph's operations one by one, each value freed after its last use."""
+    graph = copied(graph)
+    for node in graph.nodes:
+        loop = loop_of(node)
+        node.target = running(loop, one_by_one(loop.body)) if loop else INSTEAD.get(node.target, node.target)
+    forward = GraphModule({}, graph).forward
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        mine = tuple(args)
+        args.clear()
+        return forward(*mine)
+
+    return Executable(run)
+
+
 def codes_of(program: Program) -> list[Code]:
     """List the distinct segments of a program, in the order in which they are first run."""
     found: dict[str, Segment] = {}
-    for segment in program.segments():
+    for segment in program.compiled():
         found.setdefault(name_of_code(segment.key), segment)
     return [
         Code(x.graph, x.fakes, name, f"segment {i} of {len(found)}") for i, (name, x) in enumerate(found.items(), 1)
@@ -70,7 +89,8 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     ready: list[_Ready] = []
     for x in program.instructions:
         if isinstance(x, Segment):
-            ready.append(_Ready(True, compiled[name_of_code(x.key)], x.ins, x.outs, x.free))
+            runs = one_by_one(x.graph) if x.scalars else compiled[name_of_code(x.key)]
+            ready.append(_Ready(True, runs, x.ins, x.outs, x.free))
         elif isinstance(x.target, Turns):
             loop = running(x.target.loop, in_pieces(x.target.program, compiled))
             ready.append(_Ready(False, loop, x.arguments.of, x.out, x.free))
@@ -95,7 +115,7 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
                     env[i] = None
         return [None if i is None else env[i] for i in program.results]
 
-    return Executable(run, sum(1 for _ in program.segments()), len(compiled))
+    return Executable(run, sum(1 for _ in program.compiled()), len(compiled))
 
 
 def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:

@@ -17,6 +17,7 @@ from fzero.graph.ir import is_input, results
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
 from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
+from fzero.graph.run._scalars import scalars
 from fzero.graph.run._segment import Segment, segment
 
 __all__ = ["Arguments", "Program", "SingleOperation", "Turns", "program_of"]
@@ -81,13 +82,13 @@ class Program(NamedTuple):
     slots: int
     results: list[int | None]
 
-    def segments(self) -> Iterator[Segment]:
-        """Yield the segments, those of loops too, in order."""
+    def compiled(self) -> Iterator[Segment]:
+        """Yield the segments that are compiled, those of loops too, in order."""
         for x in self.instructions:
             if isinstance(x, Segment):
-                yield x
+                yield from [] if x.scalars else [x]
             elif isinstance(x.target, Turns):
-                yield from x.target.program.segments()
+                yield from x.target.program.compiled()
 
 
 def program_of(graph: Graph) -> Program:
@@ -97,7 +98,7 @@ def program_of(graph: Graph) -> Program:
     micro-batches.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # values, as parts are
-    groups, parts = cut(graph), parts_of_arguments(graph) | items
+    groups, parts, small = cut(graph), parts_of_arguments(graph) | items, scalars(graph)
     wanted = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in wanted if x is not None]
     alone = needed_views(groups, values) | parts
@@ -110,7 +111,7 @@ def program_of(graph: Graph) -> Program:
         found = list(group[0].users) if loop_of(group[0]) else []
         singles = [*views_to(used, slot, alone), *([group[0], *found] if single else [])]
         instructions += [_single(node, slot) for node in singles]
-        compiled = None if single else segment(group, exported, slot, parts)
+        compiled = None if single else segment(group, exported, slot, parts, small)
         instructions += [] if compiled is None else [compiled]
     instructions += [_single(node, slot) for node in views_to(values, slot, alone)]
     inputs = {slot[n] for n in graph.nodes if is_input(n)}

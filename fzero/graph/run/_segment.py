@@ -10,6 +10,8 @@ from torch.fx.node import map_arg
 
 from fzero.graph.ir import COPY, is_input, signature
 from fzero.graph.run._between import operands, sources
+from fzero.graph.run._rounded import take_rounded
+from fzero.graph.run._scalars import read_by_loops
 
 __all__ = ["Segment", "segment"]
 
@@ -24,6 +26,7 @@ class Segment(NamedTuple):
         ins: slots.
         outs: slots.
         free: slots that are not needed after it.
+        scalars: whether it computes 0-d values only. Torch runs them: to compile them takes longer than they ever do.
     """
 
     key: Hashable
@@ -32,10 +35,15 @@ class Segment(NamedTuple):
     ins: list[int]
     outs: list[int]
     free: list[int]
+    scalars: bool = False
 
 
 def segment(
-    group: Sequence[Node], exports: Sequence[Node], slot: dict[Node, int], parts: AbstractSet[Node]
+    group: Sequence[Node],
+    exports: Sequence[Node],
+    slot: dict[Node, int],
+    parts: AbstractSet[Node],
+    small: AbstractSet[Node],
 ) -> Segment | None:
     """Make a segment of a group, or nothing of a group whose results nobody needs.
 
@@ -44,9 +52,11 @@ def segment(
         exports: those of them that others need. They are given new slots.
         slot: of all values that are there.
         parts: the views that count as values.
+        small: the scalars of the graph.
     """
     if not exports and not any(n.target is COPY for n in group):
         return None
+    exports = list(dict.fromkeys([*exports, *read_by_loops(group, small)]))
     graph = Graph()
     ins = [x for x in sources(operands(group), parts) if x in slot]
     copies: dict[Node, Node] = {}
@@ -58,11 +68,12 @@ def segment(
             _copy_views(a, graph, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[x] for x in exports)).meta = {}
+    take_rounded(graph)
     graph.eliminate_dead_code()
     for x in exports:
         slot[x] = len(slot)
     fakes = [x.meta["val"] for x in ins]
-    return Segment(_key(graph), graph, fakes, [slot[x] for x in ins], [slot[x] for x in exports], [])
+    return Segment(_key(graph), graph, fakes, [slot[x] for x in ins], [slot[x] for x in exports], [], small >= {*group})
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:

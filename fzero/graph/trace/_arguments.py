@@ -6,7 +6,7 @@ and the plan name it. With other tensors in place of the distinct ones, `rebuild
 on stand-ins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from fzero import tree
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 
-__all__ = ["Arguments", "Place", "arguments_of", "places_of"]
+__all__ = ["Arguments", "Place", "arguments_of", "blocks_of", "places_of"]
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may do other things with the same operations
 
@@ -38,12 +38,6 @@ class Place(NamedTuple):
         """The position of the argument; None for one by keyword."""
         kind, _, rest = self.path.partition(".")
         return int(rest.partition(".")[0]) if kind == "0" else None
-
-    @property
-    def block(self) -> str:
-        """The number of the repeated block that the leaf belongs to, or ""."""
-        keys = self.unit.split(".") if self.unit else self.path.split(".")[2:-1]
-        return next((key for key in reversed(keys) if key.isdigit()), "")
 
     def __str__(self) -> str:
         kind, _, rest = self.path.partition(".")
@@ -162,4 +156,29 @@ def places_of(values: Any) -> list[Place]:
             found += [Place(path, x.spec.unit)] * len(tree.flatten(x)[0])
         elif not isinstance(x, Slot):
             found.append(Place(path, ""))
+    return found
+
+
+def blocks_of(places: Sequence[Place], parameters: Collection[int | None]) -> list[str]:
+    """List for each leaf the number of the repeated block that it belongs to, or "".
+
+    A box belongs to its unit's. Another leaf belongs to that of the parameter whose path its own ends with. So the
+    moment "1.0.mu.blocks.3.w" is of block 3, and "1.0.mu.w" of none: 1 and 0 are places in a chain of optimizers.
+
+    Args:
+        places: of the leaves.
+        parameters: the positions of the arguments that hold parameters; if none is known, any argument may.
+    """
+    keys = [place.path.split(".")[2:] for place in places]
+    whole = {
+        tuple(mine)
+        for place, mine in zip(places, keys, strict=True)
+        if place.position in parameters or (mine and not parameters)
+    }
+    found = []
+    for place, mine in zip(places, keys, strict=True):
+        ends = [mine[i:] for i in range(len(mine), -1, -1)]
+        path = next((end[:-1] for end in ends if tuple(end) in whole), [])
+        path = place.unit.split(".") if place.unit else path
+        found.append(next((key for key in reversed(path) if key.isdigit()), ""))
     return found

@@ -1,0 +1,174 @@
+"""How a graph is cut into segments: scalars run before the loops that read them, and a unit's update is one."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.fx import Node
+
+import fzero
+import fzero.graph.run._lower as lowering
+from fzero import optim, tree
+from fzero.graph.run._program import program_of
+from fzero.graph.run._segment import Segment
+from fzero.optim import schedules
+from fzero.transforms import step
+from tests.helpers import train_step_for
+from tests.tiny_gpt import gpt_loss, gpt_params
+
+FALLING = schedules.warmup_cosine(1e-3, 2, 9)
+HALF = fzero.Precision(param=torch.bfloat16, grad=torch.bfloat16)
+OPTIMIZERS = {
+    "sgd": lambda: optim.sgd(FALLING, momentum=0.9),
+    "adam": lambda: optim.adam(1e-3),
+    "adamw": lambda: optim.adamw(FALLING),
+    "adamw, clipped": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)),
+    "adamw, hyperparameters as tensors": lambda: optim.inject_hyperparams(optim.adamw)(FALLING),
+    "adamw, masked": lambda: optim.masked(optim.adamw(FALLING), lambda params: tree.map(lambda p: p.ndim > 1, params)),
+    "lamb": lambda: optim.lamb(FALLING),
+    "lion": lambda: optim.lion(FALLING),
+    "lion, clipped": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.lion(1e-3)),
+    "masters": lambda: optim.master_weights(optim.chain(optim.clip(1.0), optim.adamw(FALLING)), HALF),
+}
+by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def segments_of(f: Any, *args: Any) -> list[Segment]:
+    f.plan(*args)
+    (entry,) = f._entries.values()
+    return [x for x in program_of(entry.chosen.graph).instructions if isinstance(x, Segment)]
+
+
+def updating(opt: Any) -> Any:
+    return fzero.jit(lambda params, state, grads: step(opt)(params, grads, state), donate=(0, 1))
+
+
+def arguments(opt: Any, params: Any) -> tuple[Any, Any, Any]:
+    state, precision = opt.init(params), getattr(opt, "precision", None)
+    params = params if precision is None else precision.cast(params)
+    return params, state, tree.map(lambda p: torch.full_like(p, 0.5), params)
+
+
+def training(opt: Any, stage: int, layers: int) -> tuple[Any, ...]:
+    sharded = fzero.shard(train_step_for(gpt_loss, opt), stage, fzero.mesh(dp=2))
+    args = (*sharded.init(gpt_params(4, layers, vocab=8, context=4), opt), torch.ones(2, 5, dtype=torch.int64))
+    return fzero.jit(sharded), *args[:2], sharded.mesh.split(args[2])
+
+
+def is_small(node: Node) -> bool:
+    return node.meta["val"].dim() == 0
+
+
+def anew_in_loops(x: Segment) -> list[Node]:
+    """List what Inductor would compute in each iteration: a 0-d value of 0-d ones that it need not hand out."""
+    handed = next(n for n in x.graph.nodes if n.op == "output").args[0]
+    assert isinstance(handed, tuple)
+    found = []
+    for n in x.graph.nodes:
+        of_scalars = n.op == "call_function" and n.all_input_nodes and all(map(is_small, [n, *n.all_input_nodes]))
+        if of_scalars and n not in handed and not all(is_small(u) for u in n.users):
+            found.append(n)
+    return found
+
+
+@by_optimizer
+def test_no_loop_of_an_update_computes_a_scalar_anew(name):
+    opt = OPTIMIZERS[name]()
+    segments = segments_of(updating(opt), *arguments(opt, {"w": torch.ones(6, 4), "b": torch.ones(4)}))
+    large = [x for x in segments if not x.scalars]
+    assert large and not [n for x in large for n in anew_in_loops(x)]
+    assert not [n for x in large for n in x.graph.nodes if str(n.target).startswith("aten.pow.Scalar")]
+
+
+@by_optimizer
+def test_the_update_of_a_leaf_is_one_segment(name):
+    """The places in a chain's state are numbers, as repeated blocks are."""
+    opt = OPTIMIZERS[name]()
+    segments = segments_of(updating(opt), *arguments(opt, {"w": torch.ones(6, 4)}))
+    assert sum(not x.scalars for x in segments) == 1
+    assert sum(x.scalars for x in segments) <= 1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("name", ["adamw, hyperparameters as tensors", "lion, clipped"])
+def test_scalars_of_all_units_run_at_once(name, stage):
+    def counts(layers: int) -> tuple[int, int]:
+        segments = segments_of(*training(OPTIMIZERS[name](), stage, layers))
+        return sum(x.scalars for x in segments), len({x.key for x in segments})
+
+    assert counts(4) == counts(7)
+
+
+def one_by_one(gm: Any, fakes: Any) -> Any:
+    def call(args: list[Any]) -> Any:
+        mine = tuple(args)
+        args.clear()
+        return gm.forward(*mine)
+
+    return call
+
+
+def test_a_scalar_is_written_after_all_have_read_it(monkeypatch):
+    def count_up(params: Any, count: torch.Tensor) -> Any:
+        params = {k: {"w": p["w"] * count} for k, p in params.items()}
+        return params, count + 1
+
+    def values() -> Any:
+        return {str(i): {"w": torch.full((3,), 2.0)} for i in range(3)}, torch.tensor(5.0)
+
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    expected, count = count_up(*values())
+    found = fzero.jit(count_up, donate=(0, 1))(*values())
+    assert found[1] == count
+    assert all(torch.equal(found[0][k]["w"], expected[k]["w"]) for k in expected)
+
+
+@by_optimizer
+def test_updates_are_those_of_eager_steps(name, monkeypatch):
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    opt = OPTIMIZERS[name]()
+    f = updating(opt)
+    eager, fast = [arguments(opt, {"w": torch.arange(24.0).view(6, 4) / 9, "b": torch.ones(4)}) for _ in range(2)]
+    for _ in range(3):
+        eager = (*step(opt)(eager[0], eager[2], eager[1]), eager[2])
+        fast = (*f(*fast), fast[2])
+    for x, y in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    opt = OPTIMIZERS["masters"]()
+    f, args = updating(opt), arguments(opt, {"w": torch.tensor([1.0, 1e-9, -7.0])})
+    (large,) = [x for x in segments_of(f, *args) if not x.scalars]
+    given = [n for n in large.graph.nodes if n.op == "placeholder" and n.meta["val"].dtype == torch.bfloat16]
+    assert sorted([[str(u.target) for u in n.users] for n in given]) == [
+        ["aten._to_copy.default"],
+        ["aten.copy_.default"],
+    ]
+    for _ in range(3):
+        args = (*f(*args), args[2])
+    assert torch.equal(args[0]["w"], optim.master_params(*args[:2])["w"].bfloat16())
+
+
+def test_sums_that_are_no_rounded_master_stay(monkeypatch):
+    monkeypatch.setattr(lowering, "inductor", one_by_one)
+
+    def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:
+        of_another = (p + ((r * 1).float() - q.float())).bfloat16()
+        of_another_dtype = (p + ((r * 1).float() - p.float())).half()
+        return of_another, of_another_dtype, (p + ((r * 1).float() - p.float()) * 2).bfloat16()
+
+    values = [torch.tensor([x, 1.0]).bfloat16() for x in (2.0, 3.0, 5.0)]
+    for found, expected in zip(fzero.jit(sums)(*values), sums(*values), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
+def test_the_compiled_loop_has_no_power():
+    opt = OPTIMIZERS["adamw, clipped"]()
+    codes = run_and_get_code(updating(opt), *arguments(opt, {"w": torch.ones(512)}))[1]
+    loops = [line for code in codes for line in code.splitlines() if "std::pow" in line]
+    assert codes and not loops
