@@ -15,6 +15,7 @@ from fzero._torch.autograd import (
     raise_priority,
 )
 from fzero._torch.boxes import pytree, register_box
+from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
@@ -43,6 +44,7 @@ __all__ = [
     "default_store",
     "fake_like",
     "functional",
+    "graph_of",
     "group_of",
     "holders",
     "in_transform",
