@@ -11,6 +11,7 @@ from typing import Any
 from fzero import _torch
 from fzero._notice import notice
 from fzero.axes.lockstep import in_lockstep
+from fzero.graph._collector import held_off
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
 from fzero.graph._knobs import Knobs
@@ -204,7 +205,8 @@ class Jitted:
                 if i >= len(args):
                     raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
             self._log_trace(arguments)
-            entry = entry_of(self._asked, arguments, args, len(self._entries))
+            with held_off():
+                entry = entry_of(self._asked, arguments, args, len(self._entries))
             self._log_donation(entry)
             self._entries[key] = entry
         return entry

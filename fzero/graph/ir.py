@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OpOverload, c10d, graph_of, storage_id
 from fzero.collectives import gloo
-from fzero.graph.ops import is_known_cheap, is_random, is_view, lays_out
+from fzero.graph.ops import is_known_cheap, is_pointwise, is_random, is_view, lays_out
 
 __all__ = ["Storages", "is_cheap", "is_gather", "is_reduction", "is_wait", "reordered", "storages", "values"]
 
@@ -105,7 +105,7 @@ def shown(node: Node) -> str:
 
 def nbytes(*xs: torch.Tensor) -> int:
     """Count the bytes of tensors' elements."""
-    return sum(x.numel() * x.element_size() for x in xs)
+    return sum([x.numel() * x.element_size() for x in xs])
 
 
 # ---------------------------------------------------------------- storages
@@ -131,8 +131,13 @@ class Storages(NamedTuple):
 
 def storages(graph: Graph) -> Storages:
     """Find the storage of every value: views share their base's, and a wait its collective's."""
+    return storages_in(graph.nodes)
+
+
+def storages_in(nodes: Iterable[Node]) -> Storages:
+    """Find the storage of every value of a graph whose nodes run in this order."""
     found = Storages({}, [], [])
-    for node in graph.nodes:
+    for node in nodes:
         if node.op == "output":
             continue
         if is_wait(node):
@@ -191,7 +196,7 @@ def is_cheap(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
         return False
-    return is_known_cheap(node) or (torch.Tag.pointwise in target.tags and not is_random(node))
+    return is_known_cheap(node) or (is_pointwise(node) and not is_random(node))
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:
