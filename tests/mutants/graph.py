@@ -3,6 +3,8 @@
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
 LOOPS = ("tests/graph/test_loops.py",)
+WRITES = ("tests/graph/trace/test_in_place.py",)
+COLLECTOR = ("tests/graph/test_collector.py",)
 
 MUTANTS = [
     Mutant(
@@ -280,10 +282,37 @@ MUTANTS = [
     Mutant(
         "choices share what differs",
         "graph/_pipeline.py",
-        "key = (*key, arguments)",
-        "key = (*key, row.name)",
+        "key = (graph, row.name, arguments)",
+        "key = (graph, row.name)",
         PIPELINE,
     ),
+    Mutant("graphs of one size are one", "graph/_pipeline.py", "_described(a) == _described(b)", "True", PIPELINE),
+    Mutant(
+        "what is in flight changes no order",
+        "graph/passes/_schedule/_schedule.py",
+        "self._lean[in_flight] =",
+        "self._lean[0] = self._lean[1] =",
+        PIPELINE,
+    ),
+    Mutant(
+        "the peak forgets results", "graph/plan/_liveness.py", 'if node.op != "output" else len(position)', "", GRAPH
+    ),
+    Mutant(
+        "writes into views are replaced in place",
+        "graph/trace/_in_place.py",
+        "and not is_view(node) and",
+        "and",
+        WRITES,
+    ),
+    Mutant(
+        "another dtype is written",
+        "graph/trace/_in_place.py",
+        'if signature(val) == signature(node.meta["val"]) == signature(args[0]) else None',
+        "",
+        WRITES,
+    ),
+    Mutant("a value is read as it was before a write", "graph/trace/_in_place.py", "is not a:", "is None:", WRITES),
+    Mutant("the collector stays off", "graph/_collector.py", "and _OFF.before:", "and False:", COLLECTOR),
     Mutant(
         "a dump of another schedule", "graph/_dump.py", "passes.run(choice)", "passes.run(Choice(True, 0, 0))", PIPELINE
     ),
