@@ -295,13 +295,13 @@ MUTANTS = [
         PIPELINE,
     ),
     Mutant(
-        "the peak forgets results", "graph/plan/_liveness.py", 'if node.op != "output" else len(position)', "", GRAPH
+        "the peak forgets what kernels hold", "graph/plan/_liveness.py", "[*own, *_copies(position)]", "own", PIPELINE
     ),
     Mutant(
         "writes into views are replaced in place",
         "graph/trace/_in_place.py",
-        "and not is_view(node) and",
-        "and",
+        " and memory[node][0] not in lent",
+        "",
         WRITES,
     ),
     Mutant(

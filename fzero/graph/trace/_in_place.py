@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero.graph.ir import aten, signature, values
-from fzero.graph.ops import is_pointwise, is_random, is_view, name_of
+from fzero.graph.ops import is_pointwise, is_random, name_of
 
 __all__ = ["without_writes"]
 
@@ -65,7 +65,7 @@ def without_writes(graph: Graph, written: Mapping[Node, Sequence[Node]]) -> bool
 def _is_fresh(node: Node, memory: Mapping[Node, Sequence[int]]) -> bool:
     """Return whether a node computes one tensor in memory of its own."""
     lent = {s for a in node.all_input_nodes for s in memory[a]}
-    return node.op == "call_function" and not is_view(node) and len(memory[node]) == 1 and memory[node][0] not in lent
+    return node.op == "call_function" and len(memory[node]) == 1 and memory[node][0] not in lent
 
 
 def _replacement(node: Node, into: Sequence[Node]) -> _New | None:
