@@ -16,6 +16,7 @@ from fzero._torch.autograd import (
 )
 from fzero._torch.boxes import pytree, register_box
 from fzero._torch.compiler import compile_threads, inductor, inductor_folder, packed, unpacked
+from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
@@ -44,6 +45,7 @@ __all__ = [
     "default_store",
     "fake_like",
     "functional",
+    "graph_of",
     "group_of",
     "holders",
     "in_transform",

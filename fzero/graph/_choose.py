@@ -51,16 +51,16 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     Each choice of recompute, re-gather and buckets is scheduled first so that it takes the least memory. Those that fit
     are then scheduled in the other orders too, which start collectives ahead.
     """
-    passes = Pipeline(graph, given)
+    passes, ratings = Pipeline(graph, given), dict[Graph, tuple[int, float]]()
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
     (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes))
     leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
-    first = [_rated(passes, c) for c in leanest]
+    first = [_rated(passes, c, ratings) for c in leanest]
     # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
     room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(room, _limit(first, knobs.memory_budget))
     later = [
-        _rated(passes, c.choice._replace(prefetch=ahead, in_flight=flying, room=room))
+        _rated(passes, c.choice._replace(prefetch=ahead, in_flight=flying, room=room), ratings)
         for c in first
         if c.peak_bytes <= limit
         for ahead, flying in more
@@ -96,9 +96,12 @@ def _ways(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
     return list(itertools.product(ahead, flying))
 
 
-def _rated(passes: Pipeline, choice: Choice) -> Candidate:
+def _rated(passes: Pipeline, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
+    """Schedule a graph by a choice, and rate what no other choice made before."""
     scheduled = passes.scheduled(choice)
-    return Candidate(choice, scheduled, peak_bytes(scheduled), seconds(scheduled))
+    if scheduled not in ratings:
+        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled)
+    return Candidate(choice, scheduled, *ratings[scheduled])
 
 
 def _limit(found: Sequence[Candidate], budget: float | None) -> float:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fzero.graph.ir import copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
 from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, recompute, regather, schedule
-from fzero.graph.plan._liveness import live_bytes, live_ranges, most_in_a_turn
+from fzero.graph.passes._schedule._schedule import Orders
+from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
 
 __all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
@@ -70,11 +72,13 @@ class Pass(NamedTuple):
         name: of the pass.
         apply: a pure function of a graph and arguments to a graph with the same results.
         arguments: returns those arguments, all that the pass depends on beside the graph; None leaves the pass out.
+        reads: returns what the pass finds in a graph whatever those are, its last argument, which choices share.
     """
 
     name: str
     apply: Callable[..., Graph]
     arguments: Callable[[Choice, Given], tuple[Any, ...] | None]
+    reads: Callable[[Graph], Any] | None = None
 
 
 def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
@@ -92,7 +96,7 @@ PASSES = (
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
-    Pass("schedule", schedule, _ahead),
+    Pass("schedule", schedule, _ahead, Orders),
 )
 
 
@@ -121,26 +125,42 @@ class Pipeline:
 
     traced: Graph
     given: Given
-    _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)  # arguments of the passes so far
+    # by the graph before a pass, which is one object for choices that made it alike, the pass and its arguments
+    _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
+    _read: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
     _bodies: dict[Any, "Pipeline"] = field(default_factory=dict, repr=False)  # those of loops, by the node's function
 
     def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
         """Return the graph after each pass, in order, up to and with the `last`."""
-        graph, key, found = self.traced, (), []
+        graph, found = self.traced, []
         for row in PASSES:
             arguments = row.arguments(choice, self.given)
-            key = (*key, arguments)
-            if key not in self._made:
-                self._made[key] = graph if arguments is None else row.apply(graph, *arguments)
-            graph = self._made[key]
+            if arguments is not None:
+                graph = self._after(row, graph, arguments)
             found.append(Passed(row, arguments, graph))
             if row.name == last:
                 break
         return found
 
+    def _after(self, row: Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
+        """Return what a pass makes of a graph."""
+        key = (graph, row.name, arguments)
+        if key not in self._made:
+            shared = []
+            if row.reads is not None:
+                if (row.name, graph) not in self._read:
+                    self._read[row.name, graph] = row.reads(graph)
+                shared = [self._read[row.name, graph]]
+            made = row.apply(graph, *arguments, *shared)
+            self._made[key] = graph if _same(graph, made) else made
+        return self._made[key]
+
     def scheduled(self, choice: Choice) -> Graph:
         """Return the graph after all passes, and the bodies of its loops with it."""
-        graph = copied(self.run(choice)[-1].graph)
+        graph = self.run(choice)[-1].graph
+        if not any(loop_of(n) for n in graph.nodes):
+            return graph
+        graph = copied(graph)
         for node in [n for n in graph.nodes if loop_of(n)]:
             inside = choice if choice.room == math.inf else choice._replace(room=_room_in(graph, node, choice.room))
             with_body(node, self.body(node).scheduled(inside))
@@ -165,10 +185,22 @@ class Pipeline:
         return self._bodies[node.target]
 
 
+def _same(one: Graph, other: Graph) -> bool:
+    """Return whether two graphs are alike, node by node, so that what follows makes the same of them."""
+    if len(one.nodes) != len(other.nodes):
+        return False
+    return all(_described(a) == _described(b) for a, b in zip(one.nodes, other.nodes, strict=True))
+
+
+def _described(node: Node) -> tuple[Any, ...]:
+    args, kwargs = (map_arg(x, lambda a: a.name) for x in (node.args, node.kwargs))
+    return node.name, node.target, args, kwargs, node.meta.get("unit")
+
+
 def _room_in(graph: Graph, node: Node, room: float) -> float:
     """Return up to how many bytes may be alive in a loop's body, its arguments included."""
     loop = loop_of(node)
     assert loop is not None
     at = list(graph.nodes).index(node)
-    around = live_bytes(live_ranges(graph), len(graph.nodes))[at] - most_in_a_turn(loop)
+    around = live_in(list(graph.nodes))[at] - most_in_a_turn(loop)
     return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])

@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero._torch import OpOverload, c10d, storage_id
+from fzero._torch import OpOverload, c10d, graph_of, storage_id
 from fzero.collectives import gloo
-from fzero.graph.ops import is_known_cheap, is_random, is_view, lays_out
+from fzero.graph.ops import is_known_cheap, is_pointwise, is_random, is_view, lays_out
 
 __all__ = [
     "Storages",
@@ -115,7 +115,7 @@ def shown(node: Node) -> str:
 
 def nbytes(*xs: torch.Tensor) -> int:
     """Count the bytes of tensors' elements."""
-    return sum(x.numel() * x.element_size() for x in xs)
+    return sum([x.numel() * x.element_size() for x in xs])
 
 
 # ---------------------------------------------------------------- storages
@@ -141,8 +141,13 @@ class Storages(NamedTuple):
 
 def storages(graph: Graph) -> Storages:
     """Find the storage of every value: views share their base's, and a wait its collective's."""
+    return storages_in(graph.nodes)
+
+
+def storages_in(nodes: Iterable[Node]) -> Storages:
+    """Find the storage of every value of a graph whose nodes run in this order."""
     found = Storages({}, [], [])
-    for node in graph.nodes:
+    for node in nodes:
         if node.op == "output":
             continue
         if is_wait(node):
@@ -201,7 +206,7 @@ def is_cheap(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
         return False
-    return is_known_cheap(node) or (torch.Tag.pointwise in target.tags and not is_random(node))
+    return is_known_cheap(node) or (is_pointwise(node) and not is_random(node))
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:
@@ -232,12 +237,8 @@ def feeding_work(graph: Graph) -> set[Node]:
 
 
 def reordered(graph: Graph, order: Iterable[Node]) -> Graph:
-    """Copy a graph with its nodes in another order."""
-    out, copies = Graph(), {}
-    for node in order:
-        copies[node] = out.node_copy(node, copies.__getitem__)
-    out.lint()
-    return out
+    """Copy a graph with its nodes in another order, in which each follows what it is given."""
+    return graph_of(order)
 
 
 def copied(graph: Graph) -> Graph:

@@ -5,6 +5,7 @@ and how many FLOPs it takes: there are no columns for that.
 """
 
 import enum
+import functools
 import operator
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_factory",
     "is_known_cheap",
     "is_linear",
+    "is_pointwise",
     "is_random",
     "is_view",
     "lays_out",
@@ -149,34 +151,38 @@ def _known(name: str) -> Known:
     return OPERATIONS.get(name, Known.NOTHING)
 
 
+def _row(node: Node) -> Known:
+    return _row_of(node.target) if isinstance(node.target, OpOverload) else Known.NOTHING
+
+
 def is_known_cheap(node: Node) -> bool:
     """Return whether the table calls a node's operation cheap; `fzero.graph.ir.is_cheap` asks torch too."""
-    return Known.CHEAP in _known(name_of(node))
+    return Known.CHEAP in _row(node)
 
 
 def is_factory(node: Node) -> bool:
     """Return whether a node makes its result of sizes and numbers, or only casts."""
-    return Known.FACTORY in _known(name_of(node))
+    return Known.FACTORY in _row(node)
 
 
 def differs_by_rank(node: Node) -> bool:
     """Return whether ranks that run one step may differ in a node: a view, or a move of their own shards."""
-    return is_view(node) or Known.BY_RANK in _known(name_of(node))
+    return is_view(node) or Known.BY_RANK in _row(node)
 
 
 def lays_out(node: Node) -> bool:
     """Return whether a node only lays out or casts what it is given."""
-    return is_view(node) or Known.LAYOUT in _known(name_of(node))
+    return is_view(node) or Known.LAYOUT in _row(node)
 
 
 def is_linear(node: Node) -> bool:
     """Return whether a node only lays out, scales or adds what it is given."""
-    return is_view(node) or Known.LINEAR in _known(name_of(node))
+    return is_view(node) or Known.LINEAR in _row(node)
 
 
 def leaves_memory_as_it_is(node: Node) -> bool:
     """Return whether a node's result holds whatever its memory held before."""
-    return Known.EMPTY in _known(name_of(node))
+    return Known.EMPTY in _row(node)
 
 
 def copies(name: str) -> bool:
@@ -187,11 +193,37 @@ def copies(name: str) -> bool:
 def is_view(node: Node) -> bool:
     """Return whether a node computes nothing but a view, or takes an item of a tuple."""
     target: Any = node.target
-    if target is operator.getitem:
-        return True
-    return isinstance(target, OpOverload) and (target.is_view or Known.VIEW in _known(name_of(node)))
+    return target is operator.getitem or (isinstance(target, OpOverload) and _makes_view(target))
 
 
 def is_random(node: Node) -> bool:
     """Return whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and _draws(node.target)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Return whether torch calls a node's operation pointwise."""
+    return isinstance(node.target, OpOverload) and _works_by_element(node.target)
+
+
+# Passes ask these of every node, time and again, and of operations there are few.
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_view(operation: OpOverload) -> bool:
+    return operation.is_view or Known.VIEW in _known(operation.overloadpacket.__name__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _draws(operation: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+@functools.lru_cache(maxsize=4096)
+def _works_by_element(operation: OpOverload) -> bool:
+    return torch.Tag.pointwise in operation.tags
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_of(operation: OpOverload) -> Known:
+    return _known(operation.overloadpacket.__name__)

@@ -1,5 +1,6 @@
 """The list of passes: its order, what choices share, and the dump of what each pass made."""
 
+import itertools
 import math
 import os
 import pathlib
@@ -19,7 +20,8 @@ from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
 from fzero.graph.ir import GATHER_INTO
 from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
-from fzero.graph.plan._liveness import peak_bytes
+from fzero.graph.passes._schedule._schedule import Orders
+from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -63,7 +65,9 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional):
     for choice in chosen:
         made = pipeline.run(choice)
         assert [p.row for p in made] == [*PASSES]
-        assert lines(made[-1].graph) == lines(by_hand(sample.graph, choice, given))
+        last = made[-1].graph
+        assert lines(last) == lines(by_hand(sample.graph, choice, given))
+        assert live_in(list(last.nodes)) == live_bytes(live_ranges(last), len(last.nodes))
 
 
 def test_new_parameters_arrive_in_the_leaves_that_were_donated():
@@ -93,6 +97,26 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     assert reuses == (2 if chain.stage == 3 else 1)
     before = dict.fromkeys(("hoist", "regather", "bucket", "donate", "in_place", "gather_into"), reuses)
     assert ran == before | {"schedule": len(found)}
+
+
+def test_where_a_pass_changes_nothing_what_follows_runs_once():
+    sample = build_chain(SHARDED._replace(stage=1))
+    passes = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)))
+    one, other = (passes.scheduled(Choice(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
+    assert not passes.changed_by(Choice(True, math.inf, 0), "recompute") and one is other
+
+
+def test_schedules_of_one_graph_read_it_once(monkeypatch):
+    read: list[Graph] = []
+    rows = {row.name: row for row in PASSES}
+    shared = rows["schedule"]._replace(reads=lambda graph: (read.append(graph), Orders(graph))[1])
+    monkeypatch.setattr(_pipeline, "PASSES", (*PASSES[:-1], shared))
+    sample = build_chain(SHARDED)
+    passes = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)))
+    for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
+        choice = Choice(False, 0, 0, ahead, flying, 300)
+        assert lines(passes.run(choice)[-1].graph) == lines(by_hand(sample.graph, choice, passes.given))
+    assert len(read) == 1
 
 
 def test_the_settings_that_a_plan_tells_are_the_choices():

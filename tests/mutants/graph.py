@@ -4,6 +4,7 @@ from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, 
 
 LOOPS = ("tests/graph/test_loops.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+WRITES = ("tests/graph/trace/test_in_place.py",)
 
 MUTANTS = [
     Mutant(
@@ -281,10 +282,36 @@ MUTANTS = [
     Mutant(
         "choices share what differs",
         "graph/_pipeline.py",
-        "key = (*key, arguments)",
-        "key = (*key, row.name)",
+        "key = (graph, row.name, arguments)",
+        "key = (graph, row.name)",
         PIPELINE,
     ),
+    Mutant("graphs of one size are one", "graph/_pipeline.py", "_described(a) == _described(b)", "True", PIPELINE),
+    Mutant(
+        "what is in flight changes no order",
+        "graph/passes/_schedule/_schedule.py",
+        "self._lean[in_flight] =",
+        "self._lean[0] = self._lean[1] =",
+        PIPELINE,
+    ),
+    Mutant(
+        "the peak forgets what kernels hold", "graph/plan/_liveness.py", "[*own, *_copies(position)]", "own", PIPELINE
+    ),
+    Mutant(
+        "writes into views are replaced in place",
+        "graph/trace/_in_place.py",
+        " and memory[node][0] not in lent",
+        "",
+        WRITES,
+    ),
+    Mutant(
+        "another dtype is written",
+        "graph/trace/_in_place.py",
+        'if signature(val) == signature(node.meta["val"]) == signature(args[0]) else None',
+        "",
+        WRITES,
+    ),
+    Mutant("a value is read as it was before a write", "graph/trace/_in_place.py", "is not a:", "is None:", WRITES),
     Mutant(
         "a dump of another schedule", "graph/_dump.py", "passes.run(choice)", "passes.run(Choice(True, 0, 0))", PIPELINE
     ),

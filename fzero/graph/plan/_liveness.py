@@ -1,7 +1,7 @@
 """Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from fzero._torch import line_of
 from fzero.graph._wire import full_bytes, wire
 from fzero.graph.ir import (
     COPY,
+    Storages,
     is_cheap,
     is_collective,
     is_gather,
@@ -20,6 +21,7 @@ from fzero.graph.ir import (
     nbytes,
     start_of,
     storages,
+    storages_in,
     users_through_views,
     values,
 )
@@ -27,7 +29,17 @@ from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear
 from fzero.graph.plan._workspace import workspace_bytes
 
-__all__ = ["A_TURN", "KINDS", "Range", "live_bytes", "live_ranges", "most_in_a_turn", "peak_bytes", "ranges_of_a_turn"]
+__all__ = [
+    "A_TURN",
+    "KINDS",
+    "Range",
+    "live_bytes",
+    "live_in",
+    "live_ranges",
+    "most_in_a_turn",
+    "peak_bytes",
+    "ranges_of_a_turn",
+]
 
 A_TURN = "a turn of the loop"  # the label of what a loop's body holds
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
@@ -58,26 +70,47 @@ def live_ranges(graph: Graph) -> list[Range]:
     The executor "fx" does just that. A collective keeps its operands until it is waited for. Arguments belong to
     the caller, and so live throughout.
     """
-    nodes = list(graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
+    position = {n: i for i, n in enumerate(graph.nodes)}
     lent = storages(graph)
-    stop = [position[n] for n in lent.born]
-    for i, node in enumerate(nodes):
-        held = [s for a in node.all_input_nodes for s in lent.of[a]]
-        if is_wait(node):  # it holds what the collective was given
-            held += lent.read_by(start_of(node))
-        for s in held:
-            stop[s] = i if node.op != "output" else len(nodes)
+    stop = _last_uses(position, lent)
     kinds = _kinds(graph)
-    return _copies(graph, position) + [
-        Range(-1, len(nodes), size, node.meta.get("kind", "inputs"), node.meta.get("label", node.name))
+    return _copies(position) + [
+        Range(-1, len(position), size, node.meta.get("kind", "inputs"), node.meta.get("label", node.name))
         if is_input(node)
         else Range(position[node], stop[s], size, kinds[node], _label(node))
         for s, (node, size) in enumerate(zip(lent.born, lent.size, strict=True))
     ]
 
 
-def _copies(graph: Graph, position: dict[Node, int]) -> list[Range]:
+def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
+    """Count the bytes that are alive while each node runs: those of `live_ranges`, which also says what they are.
+
+    Args:
+        order: the nodes of a graph, in an order in which they can run.
+        lent: the graph's storages, if they are known.
+    """
+    position = {n: i for i, n in enumerate(order)}
+    lent = storages_in(order) if lent is None else lent
+    own = [
+        Range(-1, len(order), size, "", "") if is_input(node) else Range(position[node], stop, size, "", "")
+        for node, size, stop in zip(lent.born, lent.size, _last_uses(position, lent), strict=True)
+    ]
+    return live_bytes([*own, *_copies(position)], len(order))
+
+
+def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
+    """Find for each storage the place of the last node that needs it; the number of nodes for results."""
+    stop = [position[n] for n in lent.born]
+    for node, i in position.items():
+        held = [s for a in node.all_input_nodes for s in lent.of[a]]
+        if is_wait(node):  # it holds what the collective was given
+            held += lent.read_by(start_of(node))
+        for s in held:
+            stop[s] = i if node.op != "output" else len(position)
+    return stop
+
+
+def _copies(position: Mapping[Node, int]) -> list[Range]:
     """Find the memory that is held beside values: in loops, by kernels as they work, and by reduce_scatters.
 
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
@@ -127,7 +160,7 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 def peak_bytes(graph: Graph) -> int:
     """Return the most bytes that are alive at any time of a graph, its arguments included."""
-    return max(live_bytes(live_ranges(graph), len(graph.nodes)))
+    return max(live_in(list(graph.nodes)))
 
 
 def _label(node: Node) -> str:

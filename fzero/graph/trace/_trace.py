@@ -11,6 +11,7 @@ from fzero import _torch
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import aten, is_collective, is_input, nbytes, reordered, values
+from fzero.graph.trace._in_place import without_writes
 from fzero.graph.trace._loops import with_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, writes
 
@@ -56,7 +57,8 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     say_what_is_written(gm.graph)
     _check_constants(gm)
     check_writes(gm.graph, labels)
-    if any(writes(n) for n in gm.graph.nodes):
+    written = {n: into for n in gm.graph.nodes if (into := writes(n))}
+    if written and not without_writes(gm.graph, written):
         gm = _torch.functional(gm, fakes)
     gm.graph.eliminate_dead_code()
     traced = _lift_constants(gm)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, is_cheap, is_gather, is_input, is_wait, is_write, start_of, storages
+from fzero.graph.ir import COPY, Storages, is_cheap, is_gather, is_input, is_wait, is_write, start_of
 from fzero.graph.ops import is_view
 from fzero.graph.passes._schedule._roles import Roles, roles, work_in_order
 
@@ -21,6 +21,7 @@ class Rules(NamedTuple):
         nodes: of the graph, in the old order.
         index: the place of each in it.
         roles: when each runs.
+        work: the nodes that are work, in the order in which they run.
         readers: for each write into an argument, the nodes that read the argument before.
         writes: for each of those readers, the writes that wait for it.
         in_flight: how many collectives, other than those ahead, may be on their way while work goes on.
@@ -30,6 +31,7 @@ class Rules(NamedTuple):
     nodes: list[Node]
     index: dict[Node, int]
     roles: Roles
+    work: list[Node]
     readers: dict[Node, list[Node]]
     writes: dict[Node, list[Node]]
     in_flight: int
@@ -61,14 +63,16 @@ class State:
     put_off: set[Node] = field(default_factory=set)
 
 
-def rules_of(graph: Graph, in_flight: int) -> Rules:
-    """Find what an order of a graph obeys, if no gather starts ahead."""
-    nodes, readers = list(graph.nodes), _readers_of_overwritten(graph)
+def rules_of(graph: Graph, lent: Storages) -> Rules:
+    """Find what an order of a graph obeys, if no gather starts ahead and no collective is on its way beside work."""
+    nodes, readers = list(graph.nodes), _readers_of_overwritten(graph, lent)
     writes: dict[Node, list[Node]] = {}
     for write, before in readers.items():
         for reader in before:
             writes.setdefault(reader, []).append(write)
-    return Rules(nodes, {n: i for i, n in enumerate(nodes)}, roles(graph), readers, writes, in_flight, {})
+    parts = roles(graph)
+    index = {n: i for i, n in enumerate(nodes)}
+    return Rules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
 
 
 def listed(rules: Rules) -> list[Node]:
@@ -77,7 +81,7 @@ def listed(rules: Rules) -> list[Node]:
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
-    for n in work_in_order(rules.roles.work):
+    for n in rules.work:
         needed = _unmet(rules, state, n)
         # what is ready waits until memory is about to be taken: a unit's last cheap work may let its gather go
         if any(not is_cheap(a) or is_gather(a) for a in needed):
@@ -173,12 +177,11 @@ def _append(rules: Rules, state: State, node: Node) -> list[Node]:
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _readers_of_overwritten(graph: Graph) -> dict[Node, list[Node]]:
+def _readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
     """Map each write into an argument to all other nodes that read the argument."""
     writes = [n for n in graph.nodes if is_write(n)]
     if not writes:
         return {}
-    lent = storages(graph)
     writer = {s: w for w in writes for s in lent.of[w]}
     found: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:

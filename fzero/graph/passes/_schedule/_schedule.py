@@ -15,18 +15,62 @@ It is a list scheduling: nodes are put into a list one by one, each after all th
 """
 
 import math
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from fzero.graph.ir import parameter_gathers, reordered
+from fzero.graph.ir import Storages, parameter_gathers, reordered, storages
 from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
-from fzero.graph.passes._schedule._listing import listed, rules_of
-from fzero.graph.plan._liveness import live_bytes, live_ranges
+from fzero.graph.passes._schedule._listing import Rules, listed, rules_of
+from fzero.graph.plan._liveness import live_in
 
-__all__ = ["schedule"]
+__all__ = ["Orders", "schedule"]
 
 
-def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float = math.inf) -> Graph:
+@dataclass(frozen=True)
+class Orders:
+    """What the orders of one graph have in common, each part of it found when it is first needed.
+
+    Attributes:
+        graph: a flat graph, donation done.
+    """
+
+    graph: Graph
+    _lean: dict[int, list[Node]] = field(default_factory=dict, repr=False)
+    _live: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The graph's storages."""
+        return storages(self.graph)
+
+    @cached_property
+    def rules(self) -> Rules:
+        """What all orders obey."""
+        return rules_of(self.graph, self.storages)
+
+    @cached_property
+    def gathers(self) -> list[Node]:
+        """The gathers of parameters."""
+        return parameter_gathers(self.graph)
+
+    def lean(self, in_flight: int) -> list[Node]:
+        """Return the order in which no gather starts ahead."""
+        if in_flight not in self._lean:
+            self._lean[in_flight] = listed(self.rules._replace(in_flight=in_flight))
+        return self._lean[in_flight]
+
+    def live(self, in_flight: int) -> list[int]:
+        """Count the bytes alive at each place of that order."""
+        if in_flight not in self._live:
+            self._live[in_flight] = live_in(self.lean(in_flight), self.storages)
+        return self._live[in_flight]
+
+
+def schedule(
+    graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float = math.inf, orders: Orders | None = None
+) -> Graph:
     """Put a graph's nodes in an order that keeps little alive; a stable list scheduling in linear time.
 
     - Work (whatever a matrix product, a convolution or the like depends on) keeps its order.
@@ -39,19 +83,17 @@ def schedule(graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float =
         prefetch: how many gathers of parameters start ahead of the one that is waited for.
         in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
         limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
+        orders: of this graph, for the schedules of one graph to share.
 
     Returns:
         The same nodes in another order, that depends on the arguments alone: ranks with the same graph and limit agree.
     """
-    rules = rules_of(graph, in_flight)
-    order = listed(rules)
-    gathers = parameter_gathers(graph)
-    if prefetch and gathers:
+    found = Orders(graph) if orders is None else orders
+    order = found.lean(in_flight)
+    if prefetch and found.gathers:
         position = {n: i for i, n in enumerate(order)}
-        ahead = asked_ahead(sorted(gathers, key=position.__getitem__), prefetch)
+        ahead = asked_ahead(sorted(found.gathers, key=position.__getitem__), prefetch)
         if limit < math.inf:
-            in_order = reordered(graph, order)
-            live = live_bytes(live_ranges(in_order), len(in_order.nodes))
-            ahead = where_it_fits(ahead, order, live, limit)
-        order = listed(rules._replace(ahead=ahead))
+            ahead = where_it_fits(ahead, order, found.live(in_flight), limit)
+        order = listed(found.rules._replace(in_flight=in_flight, ahead=ahead))
     return reordered(graph, order)
