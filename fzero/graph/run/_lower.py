@@ -55,7 +55,8 @@ def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
-    on_cpu = all(x.device.type == "cpu" for code in cold for x in code.fakes)  # on a GPU each takes a context
+    # on a GPU each would take a context; a torch.Generator has no stand-in
+    on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)
     workers = start(cold, min(spare_cores(), len(cold) - 1) if on_cpu else 0)
     try:
         compiled = {code.name: runs for code, runs in progress(compile_all(codes), len(codes))}
