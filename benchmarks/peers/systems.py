@@ -17,7 +17,7 @@ from benchmarks.peers.gpt import Config, Gpt, gpt_loss
 from fzero import optim
 from tests.helpers import train_step_for
 
-__all__ = ["SYSTEMS", "Setup", "System", "Train"]
+__all__ = ["SYSTEMS", "Setup", "System", "Train", "fzero_system"]
 
 Train = Callable[[torch.Tensor], torch.Tensor]
 BUCKET = 1_000_000  # elements, of DeepSpeed's buckets
@@ -45,7 +45,9 @@ class System(NamedTuple):
         return f"{self.name}-{self.stage}" + (f"-{self.variant}" if self.variant else "")
 
 
-def _fzero(stage: int, backend: str) -> System:
+def fzero_system(stage: int, backend: str) -> System:
+    """Make fzero's system of a stage and a backend."""
+
     def build(setup: Setup) -> Train:
         opt = optim.adamw(1e-3)
         train_step = train_step_for(gpt_loss, opt, micro_batches=setup.micro_batches)
@@ -147,7 +149,7 @@ def _deepspeed(stage: int) -> System:
 SYSTEMS = {
     s.key: s
     for s in [
-        *[_fzero(stage, backend) for stage in range(4) for backend in ("eager", "fx", "inductor")],
+        *[fzero_system(stage, backend) for stage in range(4) for backend in ("eager", "fx", "inductor")],
         _ddp(0),
         _ddp(1),
         *[_fsdp2(reshard, compiled) for compiled in (False, True) for reshard in (False, True)],

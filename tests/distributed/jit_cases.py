@@ -3,6 +3,7 @@
 One alone: torchrun --nproc-per-node 2 -m tests.distributed.jit_cases NAME
 """
 
+import importlib
 import itertools
 import pathlib
 import re
@@ -11,7 +12,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
+from torch.fx import GraphModule
 
 import fzero
 from fzero import optim, tree
@@ -24,6 +27,7 @@ from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
+AUTO = "fzero.graph.run._auto"
 OPT = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3))
 
 
@@ -35,6 +39,48 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, steps: int, size: 
         *fast, other = jitted(*fast, batch)
         assert torch.equal(loss, other) or jitted.backend != "fx"
     return list(eager), list(fast)
+
+
+@case
+def ranks_go_over_to_compiled_code_in_the_same_step() -> None:
+    """Rank 0 has all compiled at once, the last rank from its fourth call on; until then all run uncompiled."""
+    changing, lowering = importlib.import_module(AUTO), importlib.import_module("fzero.graph.run._lower")
+    mesh = fzero.mesh(dp=-1)
+    calls = 0
+
+    def ready(code: Any) -> bool:
+        return mesh.rank < mesh.size - 1 or calls >= 4
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "start", lambda codes, count, nice: changing.Workers((Unending(),)))
+        patch.setattr(changing, "is_compiled", ready)
+        patch.setattr(changing, "compiled", lambda code: lambda args: GraphModule({}, code.graph).forward(*args))
+        step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
+        jitted = fzero.jit(step, backend="auto")
+        eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
+        for i in range(6):
+            calls += 1
+            batch = mesh.split(mlp_batch(8, seed=i))
+            *eager, _ = step(*eager, batch)
+            *fast, _ = jitted(*fast, batch)
+            (entry,) = jitted._entries.values()
+            assert (entry.executable.runs.fast is not None) == (calls >= 4), calls
+        assert_trees_close(fast, eager)
+
+
+class Unending:
+    """In the place of a worker's process."""
+
+    stdin = None
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
 
 
 @case

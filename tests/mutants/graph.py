@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
+COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 CUT = ("tests/graph/run/test_cut.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
@@ -388,4 +389,88 @@ MUTANTS = [
         "for i in range(len(mine) + 1)",
         CUT,
     ),
+    Mutant(
+        "two compile a segment at once",
+        "graph/run/_compile.py",
+        "    except Timeout:\n        yield False\n        return\n",
+        "    except Timeout:\n        yield True\n        return\n",
+        COMPILE,
+    ),
+    Mutant(
+        "what another compiles is left out",
+        "graph/run/_compile.py",
+        "        if len(busy) == len(left):",
+        "        if False:",
+        COMPILE,
+        (("        left = busy\n", "        left = busy if len(busy) < len(left) else []\n"),),
+    ),
+    Mutant("the shortest first", "graph/run/_compile.py", "-len(code.graph.nodes)", "len(code.graph.nodes)", COMPILE),
+    Mutant("Inductor's cache is passed by", "_torch/compiler.py", "shape_env=ShapeEnv(), ", "", COMPILE),
+    Mutant("a worker compiles another key", "_torch/compiler.py", "copyreg.pickle(", "str(", COMPILE),
+    Mutant("a worker outlives who started it", "graph/run/_workers.py", "target=_end_with,", "target=print,", COMPILE),
+    Mutant(
+        "a worker stops at an error",
+        "graph/run/_workers.py",
+        "compile_all(codes, _attempted)",
+        "compile_all(codes)",
+        COMPILE,
+    ),
+    Mutant("each rank takes all cores", "graph/run/_workers.py", "cores // max(", "cores // min(1, ", COMPILE),
+    Mutant("a step waits for all segments", "graph/run/_auto.py", "and time.monotonic() < until", "", COMPILE),
+    Mutant(
+        "a step changes over before all is loaded",
+        "graph/run/_auto.py",
+        "not self.left and not self.failed",
+        "self.loaded",
+        COMPILE,
+    ),
+    Mutant(
+        "a rank changes over alone",
+        "graph/run/_auto.py",
+        'all(text == "ready"',
+        'any(text == "ready"',
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant(
+        "a rank does not ask the others",
+        "graph/run/_auto.py",
+        "if self.mesh is None or not self.mesh.distributed:",
+        "if True:",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant(
+        "numbers in a loss are captured",
+        "graph/trace/_trace.py",
+        "what = _literal(node, value) or name",
+        "what = name",
+        LOOPS,
+    ),
+    Mutant(
+        "zeros of both signs are one number",
+        "graph/trace/_trace.py",
+        "repr(value.tolist())",
+        "value.sum().item()",
+        LOOPS,
+    ),
+    Mutant("parts are written", "graph/trace/_writes.py", "(is_view(node) or is_part(node))", "is_view(node)", LOOPS),
+    Mutant("a unit stays twice", "graph/passes/_hoist.py", "first.setdefault(described(n, same), n)", "n", LOOPS),
+    Mutant(
+        "what a turn gathers of its part is moved out",
+        "graph/passes/_hoist.py",
+        "inputs[: loop.places_of_sums.stop]",
+        "inputs[:1]",
+        LOOPS,
+    ),
+    Mutant("a unit that stays is an input", "graph/passes/_hoist.py", '"kind": "gathered"', '"kind": "inputs"', LOOPS),
+    Mutant("bodies are not compared", "graph/_agree.py", ", *signatures(loop.body, groups)]", "]", LOOPS),
+    Mutant("a loop in a loss is a loop", "transforms/gradients/_value_and_grad.py", " and not in_loss()", "", LOOPS),
+    Mutant("a body has all the room", "graph/_pipeline.py", "room - around + nbytes", "room + nbytes", LOOPS),
+    Mutant(
+        "what bodies reduce is not in flight",
+        "graph/_choose.py",
+        "any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)",
+        "any(is_reduction(n) for n in graph.nodes)",
+        LOOPS,
+    ),
+    Mutant("a summary counts one turn", "graph/plan/_plan.py", "c.bytes * c.times", "c.bytes", LOOPS),
 ]
