@@ -76,7 +76,7 @@ def packed(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
     """
     from torch._inductor import config
 
-    how = (config.save_config(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+    how = (config.save_config(), _settings())
     described = [(_lines(graph), [(x.shape, x.stride(), x.dtype, x.device) for x in fakes]) for graph, fakes in graphs]
     return pickle.dumps((how, described))
 
@@ -88,11 +88,9 @@ def unpacked(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tenso
     """
     from torch._inductor import config
 
-    (settings, threads, precision), described = pickle.loads(data)
-    config.load_config(settings)
-    torch.set_num_threads(threads)
-    if torch.get_float32_matmul_precision() != precision:  # to set it is to change other settings, too
-        torch.set_float32_matmul_precision(precision)
+    (inductors, settings), described = pickle.loads(data)
+    config.load_config(inductors)
+    _set(settings)
 
     def make(lines: list[_Line], shapes: Any) -> tuple[Graph, Sequence[torch.Tensor]]:
         with FakeTensorMode():
@@ -100,6 +98,37 @@ def unpacked(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tenso
         return _graph(lines), fakes
 
     return [lambda lines=lines, shapes=shapes: make(lines, shapes) for lines, shapes in described]
+
+
+class _Settings(NamedTuple):
+    """What the key of the cache holds of torch's settings."""
+
+    threads: int
+    dtype: torch.dtype
+    matmul: dict[str, Any]
+    deterministic: bool
+    warns: bool
+
+
+_MATMUL = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+def _settings() -> _Settings:
+    return _Settings(
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        {name: getattr(torch.backends.cuda.matmul, name) for name in _MATMUL},
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set(settings: _Settings) -> None:
+    torch.set_num_threads(settings.threads)
+    torch.set_default_dtype(settings.dtype)
+    for name, value in settings.matmul.items():
+        setattr(torch.backends.cuda.matmul, name, value)
+    torch.use_deterministic_algorithms(settings.deterministic, warn_only=settings.warns)
 
 
 class _Line(NamedTuple):

@@ -4,11 +4,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+import fzero.graph.run._lower as lowering
 from fzero._torch import c10d, fake_like
 from fzero.graph.ir import GATHER_INTO, is_collective, is_input, results
 
@@ -507,3 +509,21 @@ def users_reversed(graph: Graph) -> Graph:
         node.args, node.kwargs = args[node]
     assert len(results(copy)) == len(results(graph))
     return copy
+
+
+def not_compiled(patch: pytest.MonkeyPatch) -> None:
+    """Have segments run as they are, in Inductor's place."""
+    patch.setattr(lowering, "is_compiled", lambda code: True)
+    patch.setattr(lowering, "compile_all", lambda codes: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes])
+
+
+def boxed(gm: Any, fakes: Any) -> Any:
+    """In Inductor's place: run a segment's operations one by one, on arguments like those it was compiled for."""
+
+    def call(args: list[Any]) -> Any:
+        mine = tuple(args)
+        args.clear()
+        assert [(x.shape, x.stride(), x.dtype) for x in mine] == [(x.shape, x.stride(), x.dtype) for x in fakes]
+        return gm.forward(*mine)
+
+    return call

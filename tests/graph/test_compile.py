@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Interpreter
 
 import fzero
+import fzero._torch.compiler as compiler
 import fzero.graph.run._auto as changing
 import fzero.graph.run._compile as compiling
 import fzero.graph.run._lower as lowering
@@ -151,9 +152,19 @@ def test_a_graph_is_the_same_in_another_process():
 # ---------------------------------------------------------------- workers
 
 
+@pytest.fixture
+def other_settings():
+    """All that tells apart what is compiled, beside the code."""
+    before = compiler._settings()
+    matmul = {"fp32_precision": "ieee", **dict.fromkeys(compiler._MATMUL[1:], False)}
+    compiler._set(compiler._Settings(2, torch.float64, matmul, True, True))
+    yield
+    compiler._set(before)
+
+
 @needs_compiler
-def test_what_a_worker_has_compiled_is_loaded(monkeypatch):
-    good = code_of(lambda x: [x * 3 + 1], torch.ones(64))
+def test_what_a_worker_has_compiled_is_loaded(other_settings):
+    good = code_of(lambda x: [x * 3 + 1], torch.ones(64, dtype=torch.float32))
     bad = Graph()
     bad.output((bad.call_function(torch.ops.aten.mm.default, (bad.placeholder("x"), 3)),))
     workers = _workers.start([Code(bad, good.fakes, "bad"), good], 1)
@@ -166,7 +177,7 @@ def test_what_a_worker_has_compiled_is_loaded(monkeypatch):
     counters.clear()
     (runs,) = [runs for _, runs in compile_all([good])]
     assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])
-    assert torch.equal(runs([torch.ones(64)])[0], torch.full((64,), 4.0))
+    assert torch.equal(runs([torch.ones(64, dtype=torch.float32)])[0], torch.full((64,), 4.0, dtype=torch.float32))
 
 
 def test_a_worker_ends_with_who_started_it():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 import fzero.graph.run._lower as lowering
 from fzero import _torch
@@ -56,6 +56,7 @@ from tests.graph.graphs import (
     in_world,
     lines,
     measured,
+    not_compiled,
     run,
     samples,
     snapshot,
@@ -634,24 +635,6 @@ def test_no_more_collectives_are_in_flight_while_work_goes_on_than_asked(chain, 
 
 
 # ---------------------------------------------------------------- executors
-
-
-def boxed(gm: Any, fakes: Any) -> Any:
-    """In Inductor's place: run a segment's operations one by one, on arguments like those it was compiled for."""
-
-    def call(args: list[Any]) -> Any:
-        mine = tuple(args)
-        args.clear()
-        assert [(x.shape, x.stride(), x.dtype) for x in mine] == [(x.shape, x.stride(), x.dtype) for x in fakes]
-        return gm.forward(*mine)
-
-    return call
-
-
-def not_compiled(patch: pytest.MonkeyPatch) -> None:
-    """Have segments run as they are, in Inductor's place."""
-    patch.setattr(lowering, "is_compiled", lambda code: True)
-    patch.setattr(lowering, "compile_all", lambda codes: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes])
 
 
 def in_a_world(program: Program, world: World) -> Program:

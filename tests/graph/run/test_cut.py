@@ -9,12 +9,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import Node
 
 import fzero
-import fzero.graph.run._lower as lowering
 from fzero import optim, tree
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.optim import schedules
 from fzero.transforms import step
+from tests.graph.graphs import not_compiled
 from tests.helpers import train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -101,15 +101,6 @@ def test_scalars_of_all_units_run_at_once(name, stage):
     assert counts(4) == counts(7)
 
 
-def one_by_one(gm: Any, fakes: Any) -> Any:
-    def call(args: list[Any]) -> Any:
-        mine = tuple(args)
-        args.clear()
-        return gm.forward(*mine)
-
-    return call
-
-
 def test_a_scalar_is_written_after_all_have_read_it(monkeypatch):
     def count_up(params: Any, count: torch.Tensor) -> Any:
         params = {k: {"w": p["w"] * count} for k, p in params.items()}
@@ -118,7 +109,7 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch):
     def values() -> Any:
         return {str(i): {"w": torch.full((3,), 2.0)} for i in range(3)}, torch.tensor(5.0)
 
-    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    not_compiled(monkeypatch)
     expected, count = count_up(*values())
     found = fzero.jit(count_up, donate=(0, 1))(*values())
     assert found[1] == count
@@ -127,7 +118,7 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch):
 
 @by_optimizer
 def test_updates_are_those_of_eager_steps(name, monkeypatch):
-    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    not_compiled(monkeypatch)
     opt = OPTIMIZERS[name]()
     f = updating(opt)
     eager, fast = [arguments(opt, {"w": torch.arange(24.0).view(6, 4) / 9, "b": torch.ones(4)}) for _ in range(2)]
@@ -139,7 +130,7 @@ def test_updates_are_those_of_eager_steps(name, monkeypatch):
 
 
 def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
-    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    not_compiled(monkeypatch)
     opt = OPTIMIZERS["masters"]()
     f, args = updating(opt), arguments(opt, {"w": torch.tensor([1.0, 1e-9, -7.0])})
     (large,) = [x for x in segments_of(f, *args) if not x.scalars]
@@ -154,7 +145,7 @@ def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
 
 
 def test_sums_that_are_no_rounded_master_stay(monkeypatch):
-    monkeypatch.setattr(lowering, "inductor", one_by_one)
+    not_compiled(monkeypatch)
 
     def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:
         of_another = (p + ((r * 1).float() - q.float())).bfloat16()
