@@ -9,6 +9,7 @@ are not counted. Of "auto", the step at which compiled code takes over, and when
 
 import argparse
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -30,7 +31,7 @@ from benchmarks.report import publish, table
 FOUND = [SYSTEMS["FSDP2-3-reshard-compile"], *[fzero_system(3, backend) for backend in ("inductor", "auto", "fx")]]
 BUILDS = {system.key: system.build for system in FOUND}
 COLD_GOAL, WARM_GOAL = 1.5, 4.0  # of FSDP2's time; seconds
-STEPS = 400  # of "auto", at most
+STEPS = 1000  # of "auto", at most
 
 
 def run(name: str) -> dict[str, float]:
@@ -53,21 +54,22 @@ def run(name: str) -> dict[str, float]:
 
 
 def until_compiled(step: Any, start: float) -> dict[str, float]:
-    """Run steps until one takes less than half of the second's time, and say which and when."""
-    times = []
+    """Run steps until the log says that one runs compiled, which it does on all ranks at once; say which and when."""
+    said: list[logging.LogRecord] = []
+    log = logging.getLogger("fzero.jit")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: said.append(record) is None)
     for i in range(1, STEPS):
-        begun = time.perf_counter()
         step()
-        times.append(time.perf_counter() - begun)
-        if i > 3 and max(times[-3:]) < 0.6 * times[1]:
-            return {"step": i - 2, "compiled": time.perf_counter() - start}
+        if any("compiled" in record.msg for record in said):
+            return {"step": i, "compiled": time.perf_counter() - start}
     return {}
 
 
 def launched(name: str, ranks: int, cache: str) -> dict[str, float]:
     """Do that in processes of their own, with Inductor's cache in a folder; the first rank's numbers."""
     torchrun = pathlib.Path(sys.executable).with_name("torchrun")
-    command = [str(torchrun), "--nproc-per-node", str(ranks), __file__, "--run", name]
+    command = [str(torchrun), "--nproc-per-node", str(ranks), __file__, "--system", name]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=env, capture_output=True, check=False, text=True)
     if done.returncode:
@@ -100,10 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="default 1 2 4")
     parser.add_argument("--write", action="store_true", help="keep the table in first_step.md")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--system", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.run:
-        found = run(args.run)
+    if args.system:
+        found = run(args.system)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
         dist.destroy_process_group()

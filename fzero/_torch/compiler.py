@@ -4,12 +4,15 @@ import copyreg
 import functools
 import importlib
 import pickle
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext, tracing
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import OpOverload
@@ -26,7 +29,7 @@ from fzero._torch.tracing import fake_like
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
 
-__all__ = ["compile_threads", "inductor", "inductor_folder", "packed", "unpacked"]
+__all__ = ["compile_threads", "inductor", "inductor_folder", "packed", "preparing", "unpacked"]
 
 
 def _memory_format(name: str) -> torch.memory_format:
@@ -44,6 +47,7 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
 
+    preparing().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without one, nothing is kept in the cache
@@ -54,6 +58,22 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
         return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+
+
+@functools.cache
+def preparing() -> threading.Thread:
+    """Start to find out which vector instructions code may have: Inductor compiles and loads a library to see.
+
+    That takes seconds in which Python has other things to do, such as to trace.
+    """
+    thread = threading.Thread(target=_prepare, daemon=True)
+    thread.start()
+    return thread
+
+
+def _prepare() -> None:
+    with suppress(Exception):  # Inductor meets the error itself, if it needs to know
+        pick_vec_isa()
 
 
 def inductor_folder() -> Path:

@@ -179,6 +179,8 @@ class Jitted:
             return self.step(*args, **kwargs)
         arguments = arguments_of(args, kwargs)
         arguments.check_plain()
+        if self.backend in ("inductor", "inductor-whole"):
+            _torch.preparing()
         entry = self._entry(arguments, args)
         return step._checked(lambda *args, **kwargs: entry.run(arguments, args), *args, **kwargs)
 

@@ -4,6 +4,7 @@ Both ways follow one plan. They differ as eager and compiled code do, in how sum
 in the same step: else copies of one parameter would come to differ.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from fzero.ranks.mesh import Mesh
 from fzero.ranks.texts import gather_texts
 
 __all__ = ["auto"]
+
+log = logging.getLogger("fzero.jit")
 
 SECONDS = 0.5  # of a step, for loading what is compiled
 
@@ -64,6 +67,7 @@ class _Auto:
             self._load()
             if self._agreed():
                 self.workers.stop()
+                log.info("the step runs compiled from call %d on", self.calls)
                 self.fast = in_pieces(self.program, self.loaded)
         return self.slow(args) if self.fast is None else self.fast(args)
 
