@@ -70,7 +70,7 @@ class Pass(NamedTuple):
 
     Attributes:
         name: of the pass.
-        apply: a pure function of a graph and arguments to a graph with the same results.
+        apply: a pure function of a graph and arguments to a graph with the same results, or to the graph itself.
         arguments: returns those arguments, all that the pass depends on beside the graph; None leaves the pass out.
         reads: returns what the pass finds in a graph whatever those are, its last argument, which choices share.
     """
@@ -152,7 +152,7 @@ class Pipeline:
                     self._read[row.name, graph] = row.reads(graph)
                 shared = [self._read[row.name, graph]]
             made = row.apply(graph, *arguments, *shared)
-            self._made[key] = graph if _same(graph, made) else made
+            self._made[key] = graph if made is graph or _same(graph, made) else made
         return self._made[key]
 
     def scheduled(self, choice: Choice) -> Graph:

@@ -150,7 +150,7 @@ def test_a_pass_leaves_its_graph_as_it_was(make, how):
         before = snapshot(graph)
         out = f(graph)
         assert snapshot(graph) == before
-        assert not {*out.nodes} & {*graph.nodes}
+        assert out is graph or not {*out.nodes} & {*graph.nodes}  # itself, where there is nothing to do
         graph = out
 
 

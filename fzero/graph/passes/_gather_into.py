@@ -25,11 +25,11 @@ def gather_into(graph: Graph) -> Graph:
     Returns:
         A graph with the same results.
     """
+    if not any(_arrives(n) for n in graph.nodes):
+        return graph
     graph = copied(graph)
-    for gather in [n for n in graph.nodes if n.target is c10d.all_gather_into_tensor.default]:
+    for gather in [n for n in graph.nodes if _arrives(n)]:
         writes = _writes(gather)
-        if not writes:
-            continue
         leaves = [w.all_input_nodes[0] for w in writes]
         with graph.inserting_before(gather):
             start = graph.call_function(GATHER_INTO, (*gather.args, leaves, [_offset(w) for w in writes]))
@@ -68,6 +68,11 @@ def _writes(gather: Node) -> list[Node]:
     views, users = family(next(iter(gather.users)))
     good = all(u.target is COPY and u.args[1] in views and _alike(_write(u)) for u in users)
     return users if good and values(gather)[0].dim() == 1 else []
+
+
+def _arrives(node: Node) -> bool:
+    """Return whether a node gathers a unit that can arrive in arguments."""
+    return node.target is c10d.all_gather_into_tensor.default and bool(_writes(node))
 
 
 def _alike(write: _Write) -> bool:

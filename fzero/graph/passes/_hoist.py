@@ -24,6 +24,8 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     Returns:
         A graph with the same results, bit for bit.
     """
+    if not any(loop_of(n) for n in graph.nodes):
+        return graph
     graph = copied(graph)
     for node in [n for n in graph.nodes if loop_of(n)]:
         loop = loop_of(node)

@@ -29,6 +29,8 @@ def in_place(graph: Graph) -> Graph:
     Returns:
         A graph with the same results.
     """
+    if not any(n.target in IN_PLACE for n in graph.nodes):
+        return graph
     graph = copied(graph)
     lent = storages(graph)
     readers: dict[int, list[Node]] = {}

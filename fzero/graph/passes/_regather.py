@@ -1,6 +1,7 @@
 """regather: a gathered unit is let go when other units come between its uses, and gathered again."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     Returns:
         A graph with the same results, bit for bit, and the same collectives up to repeated gathers of inputs.
     """
+    if max_reuse_bytes == math.inf:
+        return graph
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     # a gather of one tensor has one wait; coalesced ones stay as they are
