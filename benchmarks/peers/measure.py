@@ -1,18 +1,23 @@
-"""Measure all systems on these ranks: each row's memory and wire alone, then its time in rounds that interleave all.
+"""Measure systems on these ranks: each row's memory and wire alone, then its time in rounds that interleave a stage's.
 
 torchrun --nproc-per-node 2 -m benchmarks.peers.measure OUT.json [options]
 
-All rows of a model live in one process group at once; a round lets each run a few steps, one after the other, and each
-round begins with another. So a slow moment of the machine falls on all. There are two peaks, by a counting allocator
-(benchmarks/allocator.py), of the rank that holds most, above what it held before the model was built: that of a steady
-step, the least of 5; and that of the whole life, from before the model was built until the third step ended.
+The rows of stage 0 live in one process group at once, then those of stages 1 and 2, then those of stage 3. A round lets
+each run a few steps, one after the other, and each round begins with another. So a slow moment of the machine falls on
+all. There are two peaks, by a counting allocator (benchmarks/allocator.py), of the rank that holds most, above what it
+held before the model was built: that of a steady step, the least of 5; and that of the whole life, from before the
+model was built until the third step ended.
 """
 
 import argparse
 import gc
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,7 +83,7 @@ def alone(system: System, row: Row, setup: Setup) -> Runner:
     settle()
     before, start = held_bytes(), time.perf_counter()
     restart()
-    with fresh_cache():
+    with fresh_cache(), shared_cache():
         runner = Runner(system.build(setup), batches)
         row.losses.append(mean(runner()))
     row.build = over_ranks(time.perf_counter() - start)
@@ -96,6 +101,19 @@ def alone(system: System, row: Row, setup: Setup) -> Runner:
         runner()
     row.sent, row.collectives = wire.bytes, round(wire.collectives)
     return runner
+
+
+@contextmanager
+def shared_cache() -> Iterator[None]:
+    """Give all ranks one empty folder for what Inductor compiles, as the ranks of a machine have."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder[0])
+    try:
+        yield
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 def mean(loss: torch.Tensor) -> float:
@@ -122,6 +140,15 @@ def together(runners: dict[str, Runner], rows: dict[str, Row], rounds: int, step
 
 def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.Mesh, rounds: int) -> list[Row]:
     """Measure these systems on one model."""
+    rows: list[Row] = []
+    for stages in ((0,), (1, 2), (3,)):  # each by itself: what else lives in a process slows it
+        rows += measure_together(model, micro_batches, [s for s in systems if s.stage in stages], mesh, rounds)
+        gc.collect()
+    return rows
+
+
+def measure_together(model: str, micro_batches: int, systems: list[System], mesh: fzero.Mesh, rounds: int) -> list[Row]:
+    """Measure the memory of each of these systems by itself, and their time in turns."""
     config, rows, runners = CONFIGS[model], {}, {}
     for system in systems:
         row = Row(

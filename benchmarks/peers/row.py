@@ -1,9 +1,10 @@
 """What is measured of one system on one model; apart from what measures it, which replaces the process's allocator."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Row"]
+__all__ = ["Row", "quartiles"]
 
 
 @dataclass
@@ -29,3 +30,16 @@ class Row:
     def median(self) -> float:
         """Seconds of a step, the median of the rounds."""
         return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Seconds of a step, below which a quarter and three quarters of the rounds lie."""
+        return quartiles(self.seconds)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile of some values."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

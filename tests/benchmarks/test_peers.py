@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from benchmarks.peers.report import cells, check_losses, verdicts
-from benchmarks.peers.row import Row
+from benchmarks.peers.row import Row, quartiles
 from tests.distributed.launch import world
 
 
@@ -25,6 +25,23 @@ def test_goals_are_ratios_to_the_best_of_a_peer():
     rows[0].life, rows[2].life, rows[3].life = 150, 400, 300
     found = {v.goal: (v.ratio, v.met) for v in verdicts(rows)}
     assert found["whole life: stage 3 / FSDP2"] == (0.5, True) and len(found) == 4
+
+
+def test_a_difference_below_the_spread_is_none():
+    """The quartiles are those of the rounds' ratios: a slow round is slow for both."""
+    ours, theirs = row("fzero", 0, "inductor", 0, 1), row("DDP", 0, "", 0, 1)
+    theirs.seconds = [1.0, 2.0, 1.0, 4.0, 1.0]
+    for ratios, said, met in (
+        ([1.0, 1.2, 1.2, 1.1, 0.9], "within the spread", False),
+        ([1.1, 1.2, 1.2, 1.1, 0.9], "missed", False),
+        ([1.0, 1.0, 1.0, 1.1, 0.9], "met", True),
+    ):
+        ours.seconds = [r * t for r, t in zip(ratios, theirs.seconds, strict=True)]
+        (found,) = [v for v in verdicts([ours, theirs]) if v.goal == "time: stage 0 / DDP"]
+        assert (found.said, found.met) == (said, met), ratios
+        assert found.spread == pytest.approx(quartiles(ratios))
+    (peak,) = [v for v in verdicts([ours, theirs]) if v.goal.startswith("peak")]
+    assert peak.spread is None and peak.said == "met"
 
 
 def test_rows_that_train_otherwise_are_refused():
