@@ -461,9 +461,14 @@ MUTANTS = [
         "inputs[:1]",
         LOOPS,
     ),
-    Mutant("a unit that stays is an input", "graph/passes/_hoist.py", '"kind": "gathered"', '"kind": "inputs"', LOOPS),
     Mutant("bodies are not compared", "graph/_agree.py", ", *signatures(loop.body, groups)]", "]", LOOPS),
-    Mutant("a loop in a loss is a loop", "transforms/gradients/_value_and_grad.py", " and not in_loss()", "", LOOPS),
+    Mutant(
+        "a derivative around micro-batches is of a loop",
+        "transforms/gradients/_value_and_grad.py",
+        "return apart and not differentiates_now()",
+        "return apart",
+        LOOPS,
+    ),
     Mutant("a body has all the room", "graph/_pipeline.py", "room - around + nbytes", "room + nbytes", LOOPS),
     Mutant(
         "what bodies reduce is not in flight",

@@ -91,7 +91,7 @@ def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
     for w, alike in units.items():
         copies[w] = out.placeholder(w.name)
         copies |= dict.fromkeys(alike, copies[w])
-        copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name), "kind": "gathered"}
+        copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name)}
     for n in body.nodes:
         if n not in copies:  # of those that moved, what nothing else needs goes below
             copies[n] = out.node_copy(n, copies.__getitem__)
