@@ -157,8 +157,8 @@ def _is_differentiated_itself(opened: dict[int, Argument]) -> bool:
 def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     """Return whether a trace may record one micro-batch for all, as the body of a loop.
 
-    Not where a derivative is taken around it, as in another loss. Nor where a batch is differentiated, each part of whose gradient is
-    another micro-batch's.
+    Not where a derivative is taken around it, as in another loss. Nor where a batch is differentiated, each part of
+    whose gradient is another micro-batch's.
     """
     apart = batch.count > 2 and turns.are_recorded() and not set(nums) & set(batch.argnums)
     return apart and not differentiates_now()
