@@ -77,8 +77,12 @@ def _prepare() -> None:
 
 
 def inductor_folder() -> Path:
-    """Return a folder for what fzero notes of what Inductor, of this version of torch, keeps in its cache."""
-    return Path(cache_dir(), "fzero", torch.__version__)
+    """Return a folder for what fzero notes of what Inductor keeps in its cache, for this torch and so many threads.
+
+    Raises:
+        OSError: if there is no cache.
+    """
+    return Path(cache_dir(), "fzero", f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
 def compile_threads() -> int:

@@ -20,9 +20,8 @@ from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
 from fzero.graph.trace._arguments import Arguments, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
-from fzero.graph.trace._loops import NotALoop
 from fzero.graph.trace._trace import Traced, trace
-from fzero.graph.turns import recorded
+from fzero.graph.turns import NotALoop, recorded
 from fzero.layout.boxes import PerRank, Shard, give_up, is_box
 
 __all__ = ["Asked", "Entry", "entry_of"]

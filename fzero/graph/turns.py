@@ -24,6 +24,7 @@ from fzero._torch import is_tracing
 
 __all__ = [
     "OPERATIONS",
+    "NotALoop",
     "again",
     "are_recorded",
     "compared",
@@ -35,6 +36,10 @@ __all__ = [
     "sum_before",
     "turn",
 ]
+
+
+class NotALoop(RuntimeError):
+    """Turns differ by more than their data, or hand on more than sums and rows."""
 
 
 class _Recording(threading.local):
@@ -100,8 +105,10 @@ def again(turn: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::compared", mutates_args=())
-def compared(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
-    """Return `x`, if what has run since `again`, and has these results, is what the turn ran."""
+def compared(
+    x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return `x`, if what has run since `again`, whose results are `second`, is what the turn ran for `first`."""
     return _never()
 
 
@@ -156,7 +163,7 @@ def _(turn: torch.Tensor) -> torch.Tensor:
 
 
 @compared.register_fake
-def _(x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
+def _(x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
     return _fake_like(x, x.dtype)
 
 
@@ -192,5 +199,7 @@ def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, turns: int) -> 
 
 
 @compared.register_vmap
-def _(info: Any, dims: Any, x: torch.Tensor, again: torch.Tensor, results: list[torch.Tensor]) -> Any:
-    return compared(_first(x, dims[0]), again, results), _place(dims[0])
+def _(
+    info: Any, dims: Any, x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
+) -> Any:
+    return compared(_first(x, dims[0]), again, first, second), _place(dims[0])

@@ -122,6 +122,26 @@ def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
     assert len(list(compile_all(given, as_it_is))) == 2
 
 
+@pytest.mark.parametrize("folder", ["/proc/self/nope", "a file"])
+def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp_path):
+    if folder == "a file":
+        (tmp_path / "fzero").touch()
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    code = codes(1)[0]
+    assert not is_compiled(code)
+    assert len(list(compile_all([code], as_it_is))) == 1
+
+    def fail(*args: Any) -> Any:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(compiling, "inductor", fail)
+    with pytest.raises(RuntimeError, match=r'could not compile a segment .*backend="fx"'):
+        compiling.compiled(code)
+    monkeypatch.setattr(compiling, "inductor", lambda *args: list)
+    assert compiling.compiled(code) is list
+
+
 def test_an_error_gives_the_lock_back():
     given = codes(1)
 
@@ -294,6 +314,25 @@ def test_a_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monkeypatch,
     assert runs_of(jitted).runs.fast is None and pretended.stopped
     (said,) = [r.getMessage() for r in caplog.records if r.name == "fzero"]
     assert said == 'Inductor could not compile segment 1. So backend="auto" goes on without'
+
+
+def test_the_last_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monkeypatch):
+    pretended = Pretended(monkeypatch, 1000)
+
+    def fail_last(code: Code) -> Any:
+        if len(pretended.compiled) == last:
+            raise RuntimeError("no")
+        return pretended.compile(code)
+
+    monkeypatch.setattr(changing, "compiled", fail_last)
+    step, jitted = both()
+    last = -1  # none, to count them
+    trained(step, jitted, range(1))
+    last = len(pretended.compiled) - 1
+    pretended.compiled.clear()
+    step, jitted = both()
+    trained(step, jitted, range(3))
+    assert len(pretended.compiled) == last and runs_of(jitted).runs.fast is None
 
 
 def test_what_workers_leave_is_compiled_here(monkeypatch):

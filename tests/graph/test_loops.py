@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -231,7 +232,7 @@ def chained(how: str) -> Any:
     """A step whose micro-batches depend on one another through Python."""
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
-        state, numbers = [torch.ones(2)], iter(range(1, 100))
+        state, numbers, memory = [torch.ones(2)], iter(range(1, 100)), {}
 
         def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             y = (w * x).sum()
@@ -245,6 +246,14 @@ def chained(how: str) -> Any:
                 y = y * TENSORS[next(numbers)]
             if how == "a list":
                 state.append(w.detach() * 2)
+            if how == "the first batch":
+                memory.setdefault("x", x.mean(0))
+                y = y * memory["x"].sum()
+            if how == "the first noise":
+                memory.setdefault("x", torch.rand(2))
+                y = y * memory["x"].sum()
+            if how == "the first loss":
+                return memory.setdefault("y", y)
             return y
 
         grad = fzero.value_and_grad(loss, micro_batches=3)(w, x)
@@ -255,16 +264,116 @@ def chained(how: str) -> Any:
 
 TENSORS = torch.arange(9.0).unbind()
 CHAINS = ("a value", "a value that no turn changes", "a number", "a tensor", "a list")
+CHAINS += ("the first batch", "the first noise", "the first loss")
 
 
 @pytest.mark.parametrize("how", CHAINS)
 def test_turns_that_depend_on_one_another_are_traced_one_by_one(how):
     step, w, x = chained(how), torch.randn(2), torch.randn(6, 2)
     jitted = fzero.jit(step, backend="fx")
-    bitwise(jitted(w, x), step(w, x))
+    assert_draws_alike(jitted, step, w, x)
     assert not loops(jitted)
     dropped = fzero.jit(lambda w, x: step(w, x)[0][1], backend="fx")  # without the loss
-    bitwise(dropped(w, x), step(w, x)[0][1])
+    assert_draws_alike(dropped, lambda w, x: step(w, x)[0][1], w, x)
+
+
+def assert_draws_alike(jitted: Any, step: Any, *args: Any) -> None:
+    """Check that two steps compute the same from the same random numbers, and take as many of them."""
+    found = []
+    for f in (jitted, step):
+        torch.manual_seed(0)
+        found.append((f(*args), torch.rand(2)))
+    bitwise(*found)
+
+
+def test_what_no_turn_changes_may_be_kept_from_turn_to_turn():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        memory: dict[str, torch.Tensor] = {}
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return (w * x * memory.setdefault("x", torch.arange(2.0) + 1)).sum()
+
+        return fzero.value_and_grad(loss, micro_batches=3)(w, x)
+
+    jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    bitwise(jitted(w, x), step(w, x))
+    assert len(loops(jitted)) == 1
+
+
+def test_random_numbers_that_nothing_needs_are_drawn_once_a_turn():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            h = torch.nn.functional.dropout(x * w, 0.5)
+            torch.nn.functional.dropout(h, 0.1)
+            return h.sum()
+
+        return fzero.value_and_grad(loss, micro_batches=3)(w, x), torch.rand(2)
+
+    jitted = fzero.jit(step, backend="fx")
+    assert_draws_alike(jitted, step, torch.ones(4), torch.ones(6, 4))
+    assert len(loops(jitted)) == 1
+
+
+@pytest.mark.parametrize("what", ["a number", "an order", "an array", "a tensor or none"])
+def test_aux_that_python_changes_is_traced_turn_by_turn(what):
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        numbers = iter(range(9))
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            i = next(numbers)
+            aux = {
+                "a number": i,
+                "an order": [x + 1, x + 2][:: -1 if i == 1 else 1],
+                "an array": numpy.arange(3) + i,
+                "a tensor or none": x.sum() if i == 1 else None,
+            }
+            return (w * x).sum(), aux[what]
+
+        (y, aux), grad = fzero.value_and_grad(loss, has_aux=True, micro_batches=3)(w, x)
+        return y, grad, aux if what == "an order" else x.sum() if aux is None else torch.as_tensor(aux)
+
+    jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+    bitwise(jitted(w, x), step(w, x))
+    assert not loops(jitted)
+
+
+def test_aux_of_another_tree_is_refused_as_by_the_eager_step():
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        numbers = iter(range(9))
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            return (w * x).sum(), {str(next(numbers)): x.sum()}
+
+        return fzero.value_and_grad(loss, has_aux=True, micro_batches=3)(w, x)
+
+    for f in (step, fzero.jit(step, backend="fx")):
+        with pytest.raises(ValueError, match="trees differ in structure"):
+            f(torch.randn(2), torch.randn(6, 2))
+
+
+def test_a_step_may_drop_a_part_of_aux():
+    f = fzero.value_and_grad(
+        lambda w, x: ((w * x).sum(), {"norm": x.norm(), "sum": x.sum()}), has_aux=True, micro_batches=3
+    )
+    for kept in ("", "norm", "sum"):
+
+        def step(w: torch.Tensor, x: torch.Tensor, kept: str = kept) -> Any:
+            (y, aux), grad = f(w, x)
+            return y, grad, aux[kept] if kept else None
+
+        jitted, w, x = fzero.jit(step, backend="fx"), torch.randn(2), torch.randn(6, 2)
+        bitwise(jitted(w, x), step(w, x))
+        assert len(loops(jitted)) == 1
+
+
+def test_sums_have_the_strides_of_their_shares():
+    """Else the next turn's sum, and the update, would be of other strides than in the eager step."""
+    f = fzero.value_and_grad(lambda w, x: (x @ w.t()).square().sum(), micro_batches=3)
+    jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(4, 3), torch.randn(6, 3)
+    (_, got), (_, expected) = jitted(w, x), f(w, x)
+    assert got.stride() == expected.stride()
+    transposed = w.t().contiguous().t()
+    assert jitted(transposed, x)[1].stride() == f(transposed, x)[1].stride()
 
 
 def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():

@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant(
         "another dtype is written",
         "graph/trace/_in_place.py",
-        'if signature(val) == signature(node.meta["val"]) == signature(args[0]) else None',
+        'if signature(val) == signature(node.meta["val"]) else None',
         "",
         WRITES,
     ),
@@ -478,4 +478,46 @@ MUTANTS = [
         LOOPS,
     ),
     Mutant("a summary counts one turn", "graph/plan/_plan.py", "c.bytes * c.times", "c.bytes", LOOPS),
+    Mutant(
+        "what the first micro-batch leaves behind is every one's",
+        "graph/trace/_loops.py",
+        "found is None or kept or any(",
+        "found is None or any(",
+        LOOPS,
+    ),
+    Mutant(
+        "results of micro-batches are not compared",
+        "graph/trace/_loops.py",
+        "is not same.get(b, b) or b in own",
+        "is None",
+        LOOPS,
+    ),
+    Mutant(
+        "the second pass draws, too",
+        "graph/trace/_loops.py",
+        "for n in reversed(behind):",
+        "for n in reversed(second):",
+        LOOPS,
+    ),
+    Mutant(
+        "numbers in aux are not compared",
+        "transforms/gradients/_accumulate.py",
+        "    _check_alike(aux, other_aux)\n",
+        "",
+        LOOPS,
+    ),
+    Mutant(
+        "sums begin contiguous", "graph/trace/_loops.py", "key=lambda d: (-like.stride(d), d)", "key=lambda d: d", LOOPS
+    ),
+    Mutant(
+        "a write's places are not compared",
+        "graph/trace/_in_place.py",
+        "_takes(operation) != _takes(target)",
+        "False",
+        WRITES,
+    ),
+    Mutant("a scaled step is a rounded master", "graph/run/_rounded.py", ' or "alpha" in node.kwargs', "", CUT),
+    Mutant(
+        "who fails last goes over", "graph/run/_auto.py", "not self.left and not self.failed", "not self.left", COMPILE
+    ),
 ]

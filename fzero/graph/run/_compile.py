@@ -8,7 +8,7 @@ back, and one that has a cache of its own compiles everything.
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,8 @@ def compiled(code: Code) -> Runs:
         RuntimeError: if Inductor cannot compile it. Names its operations and their source lines.
     """
     runs = compile_graph(code.graph, code.fakes, code.where)
-    _file(code, "done").touch()
+    with suppress(OSError):
+        _file(code, "done").touch()
     return runs
 
 
@@ -90,19 +91,22 @@ def compile_all(codes: Sequence[Code], one: Callable[[Code], Runs] = compiled) -
 
 def is_compiled(code: Code) -> bool:
     """Return whether a process of this machine has compiled a segment, into the cache that this one has."""
-    return _file(code, "done").exists()
+    try:
+        return _file(code, "done").exists()
+    except OSError:  # a folder that cannot be made
+        return False
 
 
 @contextmanager
 def _taken(code: Code, seconds: float) -> Iterator[bool]:
     """Hold the lock of a segment, if it is there within so many seconds, and say whether it was."""
-    lock = FileLock(_file(code, "lock"))
     try:
+        lock = FileLock(_file(code, "lock"))
         lock.acquire(timeout=seconds)
     except Timeout:
         yield False
         return
-    except (NotImplementedError, OSError):  # a file system without locks
+    except (NotImplementedError, OSError):  # a file system without locks, a folder that cannot be made
         yield True
         return
     try:

@@ -82,7 +82,7 @@ def _replacement(node: Node, into: Sequence[Node]) -> _New | None:
     args: Any = map_arg(node.args, lambda a: a.meta["val"])
     kwargs: Any = map_arg(node.kwargs, lambda a: a.meta["val"])
     val = operation(*args, **kwargs)
-    return _New(operation, val) if signature(val) == signature(node.meta["val"]) == signature(args[0]) else None
+    return _New(operation, val) if signature(val) == signature(node.meta["val"]) else None
 
 
 def _takes(operation: Any) -> list[tuple[str, str]]:

@@ -16,14 +16,12 @@ from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, described, reordered
 from fzero.graph.loops import Loop, Part, function_of
+from fzero.graph.ops import is_random
+from fzero.graph.turns import NotALoop
 
-__all__ = ["NotALoop", "with_loops"]
+__all__ = ["with_loops"]
 
 TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in turns.OPERATIONS]
-
-
-class NotALoop(RuntimeError):
-    """Turns differ by more than their data, or hand on more than sums and rows."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +92,38 @@ def _compare(graph: Graph, turn: _Turn) -> None:
     if again is None or end is None:
         raise NotALoop("the step drops the loss, by which two micro-batches are compared")
     nodes = list(graph.nodes)
-    second = _leading_to(end.args[2], nodes[nodes.index(again) + 1 : nodes.index(end)])
+    behind = nodes[nodes.index(again) + 1 : nodes.index(end)]
+    x, _, results, others = end.args
+    second, own = _leading_to(others, behind), _of_the_turn(turn)
     same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
     first: dict[Any, Node] = {}
     for n in turn.nodes[1:]:
         same[n] = _alike(n, same) or first.setdefault(described(n, same), n)
     for n in second:
         found = _alike(n, same) or first.get(described(n, same))
-        if found is None or any(u is not end and u not in second for u in n.users):
+        kept = any(a in own for a in n.all_input_nodes)  # what the first micro-batch has left behind
+        if found is None or kept or any(u is not end and u not in second for u in n.users):
             where = line_of(n) or str(n.target)
             raise NotALoop(f"the second micro-batch computes something else than the first at {where}")
         same[n] = found
-    end.replace_all_uses_with(end.args[0])  # pyright: ignore[reportArgumentType]
-    for n in [end, *reversed(second), again]:
-        graph.erase_node(n)
+    pairs: Any = zip(results, others, strict=True)  # pyright: ignore[reportArgumentType]
+    if any(same.get(a, a) is not same.get(b, b) or b in own for a, b in pairs):
+        raise NotALoop("the second micro-batch returns something else than the first")
+    end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
+    graph.erase_node(end)
+    for n in reversed(behind):  # random draws that nothing needs among them
+        if not n.users:
+            graph.erase_node(n)
+    graph.erase_node(again)
+
+
+def _of_the_turn(turn: _Turn) -> set[Node]:
+    """Find those nodes of a turn that depend on which turn it is: on its number, its parts, its random numbers."""
+    found = {turn.start}
+    for n in turn.nodes[1:]:
+        if is_random(n) or any(a in found for a in n.all_input_nodes):
+            found.add(n)
+    return found - {turn.start}
 
 
 def _leading_to(results: Any, nodes: list[Node]) -> list[Node]:

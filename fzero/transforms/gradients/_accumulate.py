@@ -39,13 +39,20 @@ def accumulate(
         `(value, aux, gradients)`.
     """
 
+    def widened(value: torch.Tensor) -> torch.Tensor:
+        return value.to(torch.promote_types(value.dtype, torch.float32)) if in_float32 else value
+
     def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         value, aux, gradients = _differentiated(loss_of(j), variables, j)
-        value = value.to(torch.promote_types(value.dtype, torch.float32)) if in_float32 else value
-        return value, aux, gradients
+        return widened(value), aux, gradients
+
+    def forward(j: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        returned: list[Any] = []
+        found: Any = torch.func.vjp(_with_tensors(loss_of(j), j, returned), variables, has_aux=True)
+        return widened(found[0]), _with(found[2], returned.pop())
 
     if looped:
-        return _in_a_loop(run, loss_of, variables, dtypes, micro_batches)
+        return _in_a_loop(run, forward, dtypes, micro_batches)
     total, aux, gradients = run(0)
     auxes = [aux]
     if micro_batches > 1:  # what is added takes the dtype of what it is added to
@@ -60,8 +67,7 @@ def accumulate(
 
 def _in_a_loop(
     run: Callable[[torch.Tensor], tuple[torch.Tensor, Any, list[torch.Tensor]]],
-    loss_of: LossOf,
-    variables: list[torch.Tensor],
+    forward: Callable[[torch.Tensor], tuple[torch.Tensor, Any]],
     dtypes: list[torch.dtype],
     micro_batches: int,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
@@ -78,9 +84,29 @@ def _in_a_loop(
     stacked = tree.map(lambda x: turns.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
     again = turns.again(turn)
-    second: Any = torch.func.vjp(_with_tensors(loss_of(again), again, []), variables, has_aux=True)
-    value, _, others = second
-    return turns.compared(total, again, [value, *others]), stacked, gradients
+    other_value, other_aux = forward(again)
+    _check_alike(aux, other_aux)
+    first, second = [value, *tree.tensors(aux)], [other_value, *tree.tensors(other_aux)]
+    return turns.compared(total, again, first, second), stacked, gradients
+
+
+def _check_alike(aux: Any, other: Any) -> None:
+    """Check that two micro-batches return the same tree, and in it the same values that are no tensors."""
+    (leaves, structure), (others, another) = tree.flatten(aux), tree.flatten(other)
+    if structure != another:
+        raise turns.NotALoop("the aux of the second micro-batch is another tree than that of the first")
+    for a, b in zip(leaves, others, strict=True):
+        tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+        if tensors != (True, True) and (any(tensors) or not _equal(a, b)):
+            raise turns.NotALoop(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values are known to be equal; of an array of numpy that is not asked."""
+    try:
+        return a is b or bool(a == b)
+    except Exception:
+        return False
 
 
 def _differentiated(
@@ -93,9 +119,13 @@ def _differentiated(
     gradients, (value, tensors) = torch.func.grad_and_value(_with_tensors(loss_of, j, returned), has_aux=True)(
         variables
     )
-    left, (leaves, structure) = iter(tensors), tree.flatten(returned.pop())
-    aux = tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
-    return value, aux, gradients
+    return value, _with(tensors, returned.pop()), gradients
+
+
+def _with(tensors: list[torch.Tensor], aux: Any) -> Any:
+    """Put tensors in the places of those of a tree."""
+    left, (leaves, structure) = iter(tensors), tree.flatten(aux)
+    return tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def _with_tensors(

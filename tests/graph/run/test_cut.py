@@ -150,7 +150,9 @@ def test_sums_that_are_no_rounded_master_stay(monkeypatch):
     def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:
         of_another = (p + ((r * 1).float() - q.float())).bfloat16()
         of_another_dtype = (p + ((r * 1).float() - p.float())).half()
-        return of_another, of_another_dtype, (p + ((r * 1).float() - p.float()) * 2).bfloat16()
+        twice = torch.add(p, (r * 1).float() - p.float(), alpha=2).bfloat16()
+        less = (p + torch.sub((r * 1).float(), p.float(), alpha=2)).bfloat16()
+        return of_another, of_another_dtype, twice, less, (p + ((r * 1).float() - p.float()) * 2).bfloat16()
 
     values = [torch.tensor([x, 1.0]).bfloat16() for x in (2.0, 3.0, 5.0)]
     for found, expected in zip(fzero.jit(sums)(*values), sums(*values), strict=True):

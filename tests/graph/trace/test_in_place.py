@@ -59,8 +59,15 @@ def into_an_item(x: torch.Tensor) -> list[torch.Tensor]:
     return [low, high]
 
 
+def of_other_places(x: torch.Tensor) -> list[torch.Tensor]:
+    """`y.polygamma_(n)` is `polygamma(n, y)`."""
+    y = x + 3
+    y.polygamma_(1)
+    return [y]
+
+
 SIMPLE = [of_silu, read_between, of_itself]
-OTHERS = [through_a_view, into_a_view, of_another_dtype, into_an_item]
+OTHERS = [through_a_view, into_a_view, of_another_dtype, into_an_item, of_other_places]
 
 
 def in_place(f: Callable[[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.fx.GraphModule, bool]:
@@ -88,7 +95,7 @@ def test_other_writes_are_left_to_a_second_trace(f):
     assert not done and [n.format_node() for n in gm.graph.nodes] == before
 
 
-@pytest.mark.parametrize("f", [*SIMPLE, *OTHERS])
+@pytest.mark.parametrize("f", [*SIMPLE, *OTHERS[:-1]])  # torch itself cannot replace the last
 def test_a_jitted_function_that_writes_computes_the_same(f):
     assert all(torch.equal(a, b) for a, b in zip(fzero.jit(f, backend="fx")(X), f(X), strict=True))
 
