@@ -42,10 +42,9 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, steps: int, size: 
 
 
 @case
-def ranks_go_over_to_compiled_code_in_the_same_step() -> None:
+def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.Mesh) -> None:
     """Rank 0 has all compiled at once, the last rank from its fourth call on; until then all run uncompiled."""
     changing, lowering = importlib.import_module(AUTO), importlib.import_module("fzero.graph.run._lower")
-    mesh = fzero.mesh(dp=-1)
     calls = 0
 
     def ready(code: Any) -> bool:
