@@ -142,7 +142,8 @@ def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.M
     """Measure these systems on one model."""
     rows: list[Row] = []
     for stages in ((0,), (1, 2), (3,)):  # each by itself: what else lives in a process slows it
-        rows += measure_together(model, micro_batches, [s for s in systems if s.stage in stages], mesh, rounds)
+        mine = [s for s in systems if s.stage in stages]
+        rows += measure_together(model, micro_batches, mine, mesh, rounds) if mine else []
         gc.collect()
     return rows
 
