@@ -50,7 +50,7 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     preparing().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without one, nothing is kept in the cache
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
     given = fake_like(fakes, mode=mode)
     with torch.no_grad(), mode:
         apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
