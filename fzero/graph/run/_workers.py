@@ -41,7 +41,7 @@ class Workers(NamedTuple):
             p.kill()
             p.wait()
             if p.stdin is not None:
-                with suppress(OSError):  # it had not read all
+                with suppress(OSError, ValueError):  # it had not read all
                     p.stdin.close()
 
 
@@ -80,7 +80,7 @@ def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
 
 def _tell(worker: subprocess.Popen[bytes], data: bytes) -> None:
     assert worker.stdin is not None
-    with suppress(OSError):  # it has ended: what it would have compiled is compiled here
+    with suppress(OSError, ValueError):  # it has ended, or was stopped: what it would have compiled is compiled here
         worker.stdin.write(len(data).to_bytes(8, "little") + data)
         worker.stdin.flush()  # and stays open, which tells that this process lives
 
