@@ -20,12 +20,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # pyright: ignore[reportPrivateUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.traceback import annotate, preserve_node_meta
+from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero._torch.levels import unwrapped
+from fzero._torch.recorder import Recorder, user_line
 
 __all__ = [
     "TRACING",
@@ -44,28 +45,6 @@ __all__ = [
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def user_line() -> str:
-    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _FZERO, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-class _Lines(TorchDispatchMode):
-    """Notes on each traced node the source line that ran it, in `node.meta["custom"]["line"]`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._efficientzerotensor.default:
-            # forward mode's zeros are of the meta device under vmap, and stand-ins are not
-            func = torch.ops.aten.zeros.default
-        with annotate({"line": user_line()}):
-            return func(*args, **(kwargs or {}))
 
 
 class _Assignments(TorchFunctionMode):
@@ -145,20 +124,26 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
     """
 
     def with_lines(*xs: torch.Tensor) -> Any:
-        with _Assignments(), _Lines():
+        with _Assignments(), Recorder():
             return f(*xs)
 
     try:
         # within the stand-ins' mode, so that nothing is computed and no random number drawn
         # anomaly mode would read every gradient for NaNs; there are no values yet
         with preserve_node_meta(), _compiling(), torch.autograd.set_detect_anomaly(False), _mode_of(fakes):
-            return make_fx(with_lines, _allow_non_fake_inputs=True)(*fakes)
+            return _make_fx(with_lines, fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
     except RuntimeError as error:
         if "value out of a tracing tensor" in str(error):
             raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
         raise
+
+
+def _make_fx(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Record a function, without the code of the module that holds the graph: nobody runs it."""
+    with _use_lazy_graph_module(True):
+        return make_fx(f, _allow_non_fake_inputs=True)(*fakes)
 
 
 def recorded() -> list[torch.fx.Node]:
@@ -171,7 +156,7 @@ def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch
     """Trace a graph again with every in-place operation replaced by one that makes a new value."""
     run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
     with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
-        return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+        return _make_fx(run, fakes)
 
 
 def is_fake(x: Any) -> bool:

@@ -11,6 +11,7 @@ from fzero._notice import notice
 from fzero.graph import _dump
 from fzero.graph._agree import agreed
 from fzero.graph._choose import Candidate, candidates, choose
+from fzero.graph._collector import paused_collector
 from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
@@ -113,6 +114,7 @@ class Entry:
                     give_up(x, f"argument {i} was donated to {self.asked}")
 
 
+@paused_collector()
 def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: int) -> Entry:
     """Trace a call, schedule its graph in several ways, and keep the best.
 

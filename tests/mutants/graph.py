@@ -2,6 +2,8 @@
 
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
+RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
+COLLECTOR = ("tests/graph/test_collector.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 CUT = ("tests/graph/run/test_cut.py",)
@@ -43,10 +45,47 @@ MUTANTS = [
     ),
     Mutant(
         "zeros of forward mode stay",
-        "_torch/tracing.py",
+        "_torch/recorder.py",
         "is torch.ops.aten._efficientzerotensor.default",
         "is None",
         IN_PLACE,
+    ),
+    Mutant(
+        "stand-ins change with their tensors",
+        "_torch/recorder.py",
+        'meta["val"] = _snapshot(x)',
+        'meta["val"] = x',
+        RECORDER,
+    ),
+    Mutant(
+        "only the first of several results",
+        "_torch/recorder.py",
+        "for i, x in enumerate(out):",
+        "for i, x in enumerate(out[:1]):",
+        RECORDER,
+    ),
+    Mutant(
+        "what the user notes is lost", "_torch/recorder.py", '**get_current_meta().get("custom", {}), ', "", RECORDER
+    ),
+    Mutant(
+        "compounds are plain",
+        "_torch/recorder.py",
+        " or func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)",
+        "",
+        RECORDER,
+    ),
+    Mutant(
+        "shapes that depend on values are plain", "_torch/recorder.py", "if tags & set(func.tags) or", "if", RECORDER
+    ),
+    Mutant("make_fx records all", "_torch/recorder.py", "if mode is not None and", "if False and", RECORDER),
+    Mutant("the collector stays off", "graph/_collector.py", "if on:", "if not on:", COLLECTOR),
+    Mutant("the collector runs on", "graph/_collector.py", "    gc.disable()\n", "", COLLECTOR),
+    Mutant(
+        "copies take names that are taken",
+        "_torch/graphs.py",
+        "    names._used_names.update(names._obj_to_name.values())\n",
+        "",
+        GRAPHS,
     ),
     Mutant("the donated keep their class", "_donated.py", "    x.__class__ = DonatedTensor\n", "", DONATION),
     Mutant("views of the donated are not seen", "graph/trace/_donation.py", "if max(held) <= 1:", "if True:", DONATION),
@@ -296,7 +335,11 @@ MUTANTS = [
         PIPELINE,
     ),
     Mutant(
-        "the peak forgets what kernels hold", "graph/plan/_liveness.py", "[*own, *_copies(position)]", "own", PIPELINE
+        "the peak forgets what kernels hold",
+        "graph/plan/_liveness.py",
+        "return own + _copies(position)",
+        "return own",
+        GRAPH,
     ),
     Mutant(
         "writes into views are replaced in place",

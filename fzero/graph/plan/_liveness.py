@@ -70,16 +70,15 @@ def live_ranges(graph: Graph) -> list[Range]:
     The executor "fx" does just that. A collective keeps its operands until it is waited for. Arguments belong to
     the caller, and so live throughout.
     """
-    position = {n: i for i, n in enumerate(graph.nodes)}
-    lent = storages(graph)
-    stop = _last_uses(position, lent)
-    kinds = _kinds(graph)
-    return _copies(position) + [
-        Range(-1, len(position), size, node.meta.get("kind", "inputs"), node.meta.get("label", node.name))
+    lent, kinds = storages(graph), _kinds(graph)
+    unnamed = _unnamed(list(graph.nodes), lent)
+    named = [
+        r._replace(kind=node.meta.get("kind", "inputs"), label=node.meta.get("label", node.name))
         if is_input(node)
-        else Range(position[node], stop[s], size, kinds[node], _label(node))
-        for s, (node, size) in enumerate(zip(lent.born, lent.size, strict=True))
+        else r._replace(kind=kinds[node], label=_label(node))
+        for node, r in zip(lent.born, unnamed, strict=False)
     ]
+    return unnamed[len(named) :] + named
 
 
 def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
@@ -89,13 +88,17 @@ def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
         order: the nodes of a graph, in an order in which they can run.
         lent: the graph's storages, if they are known.
     """
+    return live_bytes(_unnamed(order, storages_in(order) if lent is None else lent), len(order))
+
+
+def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
+    """Find the ranges of `live_ranges`, storages first, without what takes longest: to say what lies there."""
     position = {n: i for i, n in enumerate(order)}
-    lent = storages_in(order) if lent is None else lent
     own = [
         Range(-1, len(order), size, "", "") if is_input(node) else Range(position[node], stop, size, "", "")
         for node, size, stop in zip(lent.born, lent.size, _last_uses(position, lent), strict=True)
     ]
-    return live_bytes([*own, *_copies(position)], len(order))
+    return own + _copies(position)
 
 
 def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
@@ -138,15 +141,21 @@ def ranges_of_a_turn(loop: Loop) -> list[Range]:
 
     The number of the turn is its own; a row lives until the turn's end, when it is copied to where it belongs.
     """
+    return _within(loop, live_ranges(loop.body))
+
+
+def _within(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
+    """Return those of a body's ranges that a turn begins, and ends at the latest when it ends."""
     end = len(loop.body.nodes) - 1
     number = next(iter(loop.body.nodes))
     own = [Range(0, end, nbytes(*values(number)), "inputs", "the number of the turn")] if number.users else []
-    return own + [r._replace(stop=min(r.stop, end)) for r in live_ranges(loop.body) if r.start >= 0]
+    return own + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 
 
 def most_in_a_turn(loop: Loop) -> int:
     """Return the most bytes that a turn of a loop holds at any time beside what it is given."""
-    return max(live_bytes(ranges_of_a_turn(loop), len(loop.body.nodes)))
+    order = list(loop.body.nodes)
+    return max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:

@@ -1,0 +1,139 @@
+"""Private torch APIs that record an operation of a step as a node of a graph, and say which line ran it.
+
+They were seen on torch 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
+"""
+
+import functools
+import operator
+import os
+import sys
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.fx import Node, Proxy
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,  # pyright: ignore[reportPrivateUsage]
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+)
+from torch.fx.traceback import annotate, get_current_meta
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Recorder", "user_line"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEVICE = torch.ops.prim.device.default
+
+
+def user_line() -> str:
+    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _FZERO, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Recorder(TorchDispatchMode):
+    """Records each operation of a trace, with the source line that ran it in `node.meta["custom"]["line"]`.
+
+    It stands before make_fx, and records plain operations of stand-ins itself, in a third of the time. It need not
+    search for symbolic sizes, constants and decompositions, which these have not. All others are left to make_fx.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func is torch.ops.aten._efficientzerotensor.default:
+            # forward mode's zeros are of the meta device under vmap, and stand-ins are not
+            func = torch.ops.aten.zeros.default
+        kwargs = kwargs or {}
+        mode: Any = get_proxy_mode()
+        if mode is not None and func not in mode.decomposition_table and _is_plain(func):
+            try:
+                nodes = _nodes(mode.tracer, args), {name: _nodes(mode.tracer, x) for name, x in kwargs.items()}
+            except _NotPlainError:
+                pass
+            else:
+                return _record(mode.tracer, func, args, kwargs, nodes)
+        with annotate({"line": user_line()}):
+            return func(*args, **kwargs)
+
+
+class _NotPlainError(Exception):
+    """An argument is none that the recorder knows."""
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Return whether an operation computes tensors, as its own kernel, whose shapes follow from shapes."""
+    if not isinstance(func, OpOverload) or func.namespace == "prim":
+        return False
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if tags & set(func.tags) or func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return False
+    returned = {str(r.type) for r in func._schema.returns}
+    return "lift" not in func._schema.name and bool(returned) and returned <= {"Tensor", "List[Tensor]"}
+
+
+def _nodes(tracer: Any, x: Any) -> Any:
+    """Return arguments of an operation as arguments of its node: the nodes of tensors, and all others as they are.
+
+    Raises:
+        _NotPlainError: if one is no number, name or stand-in of this trace.
+    """
+    if isinstance(x, torch.Tensor):
+        found = tracer.tensor_tracker.get(x) if type(x) is FakeTensor else None
+        if found is None:
+            raise _NotPlainError
+        return found.proxy.node
+    if type(x) in (tuple, list):
+        return type(x)([_nodes(tracer, y) for y in x])
+    if x is None or type(x) in _PLAIN:
+        return x
+    raise _NotPlainError
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _record(tracer: Any, func: OpOverload, args: Any, kwargs: Any, nodes: Any) -> Any:
+    """Run an operation on stand-ins, and make it a node."""
+    with disable_proxy_modes_tracing():
+        out = func(*args, **kwargs)
+    meta = {**get_current_meta().get("custom", {}), "line": user_line()}
+    node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
+    node.meta["custom"] = meta
+    if isinstance(out, torch.Tensor):
+        _track(tracer, out, node)
+    else:
+        node.meta["val"] = type(out)([None if x is None else _snapshot(x) for x in out])
+        for i, x in enumerate(out):
+            if x is not None:
+                item = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, name="getitem")
+                item.meta["custom"] = meta
+                _track(tracer, x, item)
+    return out
+
+
+def _track(tracer: Any, x: Any, node: Node) -> None:
+    node.meta["val"] = _snapshot(x)
+    tracer.tensor_tracker[x] = _ProxyTensor(Proxy(node, tracer), None)
+
+
+def _snapshot(x: FakeTensor) -> FakeTensor:
+    """Return a stand-in for the same memory, which keeps its shape when the tensor's own is changed in place."""
+    with in_kernel_invocation_manager(x.fake_mode):
+        alias = torch.ops.aten.detach.default(x)
+    return FakeTensor(x.fake_mode, alias, x.fake_device)
+
+
+@functools.cache
+def _name(func: OpOverload) -> str:
+    return torch.fx.Graph()._target_to_str(func.overloadpacket.__name__)

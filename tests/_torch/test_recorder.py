@@ -1,0 +1,126 @@
+"""The private torch API that records operations: what fails here says what broke when torch changed."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.nn import functional
+
+from fzero import _torch
+from fzero._torch import recorder
+
+
+def in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    z = x + y
+    view = z[0]
+    z.mul_(2)
+    z.t_()
+    torch.add(x, y, out=z.t())
+    return [z, view, z.unsqueeze_(0)]
+
+
+def tuples(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    normed, mean, _ = torch.native_layer_norm(x, [4], y[0], None, 1e-5)
+    first, second = x.split([1, 3])
+    values, places = x.topk(2)
+    return [normed, mean, *x.unbind(), first, second, values, places, *torch._foreach_add([x, y], [y, x])]
+
+
+def kinds(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    rows = torch.tensor([1, 0])
+    made = torch.zeros(4, 4, dtype=torch.float64, device=x.device) + torch.arange(4)
+    some = torch.where(x > 0, x.to(torch.bfloat16).float(), torch.full_like(y, float("inf")))
+    return [x[rows], x[:, rows], made, some, torch.einsum("ij,jk->ik", x, y), x.real, x.detach(), x.view(torch.int32)]
+
+
+def transforms(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x[None, None], y[None, None], y[None, None]).square().sum()
+
+    grads = torch.func.grad(loss, argnums=(0, 1))(x, y)
+    each = torch.func.vmap(torch.func.grad(lambda row, y: (y @ row).tanh().sum()), in_dims=(0, None))(x, y)
+    _, tangent = torch.func.jvp(lambda x: functional.softmax(x, -1), (x,), (y,))
+    return [*grads, each, tangent, torch.func.jacrev(torch.func.grad(lambda v: (v @ y @ v).sin()))(x[0])]
+
+
+def random(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    return [functional.dropout(x, 0.5), torch.randn(2, 3), torch.randint(9, (3,)), x.clone().uniform_()]
+
+
+def known(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    size = torch.tensor(3)
+    size.add_(1)
+    return [x * (size + 1).item(), y + size]
+
+
+def described(graph: Graph) -> list[Any]:
+    """List what a graph computes, in order, and which of its values share memory."""
+    memory: dict[int, int] = {}
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x if not isinstance(x, tuple | list) else [value(y) for y in x]
+        place = memory.setdefault(_torch.storage_id(x), len(memory))
+        return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, type(x), x.requires_grad, place
+
+    def named(a: Node) -> str:
+        return f"%{a.name}"
+
+    rows = []
+    for n in graph.nodes:
+        args, kwargs = map_arg(n.args, named), map_arg(n.kwargs, named)
+        rows.append((n.name, n.op, str(n.target), str(args), str(kwargs), value(n.meta.get("val"))))
+    return rows
+
+
+def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
+    """Record a function, and have make_fx alone do it."""
+    fakes = _torch.fake_like(xs)
+    mine = _torch.trace(f, fakes)
+    fakes = _torch.fake_like(xs)
+    with fakes[0].fake_mode:
+        other = make_fx(lambda *xs: f(*xs), _allow_non_fake_inputs=True)(*fakes)
+    for graph in (mine.graph, other.graph):
+        graph.eliminate_dead_code()
+    return mine.graph, other.graph
+
+
+@pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, known])
+def test_a_trace_is_what_make_fx_records(f):
+    mine, other = both(f, torch.randn(4, 4), torch.randn(4, 4))
+    assert described(mine) == described(other)
+
+
+def test_operations_are_recorded_without_make_fx(monkeypatch):
+    recorded = []
+    before = recorder._record
+    monkeypatch.setattr(
+        recorder, "_record", lambda tracer, func, *rest: recorded.append(func) or before(tracer, func, *rest)
+    )
+    graph, _ = both(transforms, torch.randn(4, 4), torch.randn(4, 4))
+    count = len([n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem])
+    assert len(recorded) >= count > 20
+
+
+def test_what_is_no_plain_operation_is_left_to_make_fx():
+    aten = torch.ops.aten
+    plain = [aten.add.Tensor, aten.add_.Tensor, aten.split_with_sizes.default, aten.native_dropout.default]
+    others = [aten.matmul.default, aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default]
+    assert [recorder._is_plain(f) for f in plain + others] == [True] * 4 + [False] * 4
+    assert not recorder._is_plain(torch.ops.higher_order.cond) and not recorder._is_plain(aten.equal.default)
+
+
+def test_nodes_say_their_line_and_what_the_user_notes():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.fx.traceback.annotate({"mine": 3}):
+            y = x.sin()
+        return [y.cos()]
+
+    sin, cos = [n for n in _torch.trace(f, _torch.fake_like([torch.ones(2)])).graph.nodes if n.op == "call_function"]
+    assert [_torch.line_of(n).split(":")[0] for n in (sin, cos)] == [__file__, __file__]
+    assert sin.meta["custom"]["mine"] == 3 and "mine" not in cos.meta["custom"]
