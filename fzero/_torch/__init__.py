@@ -1,7 +1,6 @@
 """Every use of a private torch API, by idea, with the versions it was seen on.
 
-All of these were seen on torch 2.13, and on 2.11 all but those of `compiler` and `graphs`. The tests in
-`tests/_torch` say which one broke when torch changes.
+All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say which one broke when torch changes.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode

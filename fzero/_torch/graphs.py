@@ -1,6 +1,6 @@
 """Private torch APIs that copy a graph.
 
-They were seen on torch 2.13. `tests/_torch/test_graphs.py` says which one broke when torch changes.
+They were seen on torch 2.11 and 2.13. `tests/_torch/test_graphs.py` says which one broke when torch changes.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Private torch APIs that record an operation of a step as a node of a graph, and say which line ran it.
 
-They were seen on torch 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
+They were seen on torch 2.11 and 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
             func = torch.ops.aten.zeros.default
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
-        if mode is not None and func not in mode.decomposition_table and _is_plain(func):
+        if mode is not None and _is_plain(func):
             try:
                 nodes = _nodes(mode.tracer, args), {name: _nodes(mode.tracer, x) for name, x in kwargs.items()}
             except _NotPlainError:

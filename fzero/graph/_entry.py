@@ -16,6 +16,7 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
 from fzero.graph.ir import is_input, results
+from fzero.graph.loops import graphs_in
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
@@ -156,6 +157,8 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
     index = choose(offers, asked.knobs.memory_budget, name)
     kept = offers[index]
+    for graph in graphs_in(kept.graph):
+        graph.lint()
     if asked.dump is not None:
         folder = _dump.folder_of(asked.dump, mesh, before)
         _dump.dump(folder, Pipeline(traced.graph, given), kept.choice, name)

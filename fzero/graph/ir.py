@@ -6,6 +6,7 @@ memory of what they compute, and may carry `meta["unit"]`, whose collective it i
 `meta["kind"]`, what the input is.
 """
 
+import functools
 import heapq
 import operator
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OpOverload, c10d, graph_of, storage_id
 from fzero.collectives import gloo
-from fzero.graph.ops import is_known_cheap, is_pointwise, is_random, is_view, lays_out
+from fzero.graph.ops import is_known_cheap, is_view, is_viewing, lays_out
 
 __all__ = [
     "Storages",
@@ -199,14 +200,16 @@ def users_through_views(node: Node) -> list[Node]:
 
 def is_cheap(node: Node) -> bool:
     """Return whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
-    if node.op != "call_function":
-        return False
-    if is_wait(node) or is_view(node) or (is_collective(node) and not is_exchange(node)):
+    return node.op == "call_function" and _is_cheap(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_cheap(operation: Any) -> bool:
+    if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_viewing(operation):
         return True
-    target = node.target
-    if not isinstance(target, OpOverload) or target.overloadpacket in flop_registry:
+    if not isinstance(operation, OpOverload) or operation.overloadpacket in flop_registry:
         return False
-    return is_known_cheap(node) or (is_pointwise(node) and not is_random(node))
+    return is_known_cheap(operation)
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:

@@ -25,6 +25,7 @@ __all__ = [
     "is_pointwise",
     "is_random",
     "is_view",
+    "is_viewing",
     "lays_out",
     "leaves_memory_as_it_is",
     "name_of",
@@ -155,9 +156,9 @@ def _row(node: Node) -> Known:
     return _row_of(node.target) if isinstance(node.target, OpOverload) else Known.NOTHING
 
 
-def is_known_cheap(node: Node) -> bool:
-    """Return whether the table calls a node's operation cheap; `fzero.graph.ir.is_cheap` asks torch too."""
-    return Known.CHEAP in _row(node)
+def is_known_cheap(operation: OpOverload) -> bool:
+    """Return whether the table calls an operation cheap, or torch calls it pointwise."""
+    return Known.CHEAP in _row_of(operation) or (_works_by_element(operation) and not _draws(operation))
 
 
 def is_factory(node: Node) -> bool:
@@ -192,8 +193,12 @@ def copies(name: str) -> bool:
 
 def is_view(node: Node) -> bool:
     """Return whether a node computes nothing but a view, or takes an item of a tuple."""
-    target: Any = node.target
-    return target is operator.getitem or (isinstance(target, OpOverload) and _makes_view(target))
+    return is_viewing(node.target)
+
+
+def is_viewing(operation: Any) -> bool:
+    """Return whether an operation computes nothing but a view, or takes an item of a tuple."""
+    return operation is operator.getitem or (isinstance(operation, OpOverload) and _makes_view(operation))
 
 
 def is_random(node: Node) -> bool:

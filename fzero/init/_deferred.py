@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch, tree
-from fzero.graph.ir import is_random, values
+from fzero.graph.ir import values
+from fzero.graph.ops import is_random
 
 __all__ = ["Deferred", "defer"]
 

@@ -44,7 +44,6 @@ def gather_into(graph: Graph) -> Graph:
         (wait,) = gather.users
         for node in [*family(wait)[0][::-1], gather]:
             graph.erase_node(node)
-    graph.lint()
     return graph
 
 

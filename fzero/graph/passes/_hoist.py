@@ -35,7 +35,6 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         stay = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
         if stay:
             _move(graph, node, loop, stay)
-    graph.lint()
     return graph
 
 

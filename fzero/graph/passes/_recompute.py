@@ -60,7 +60,6 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
                     for n in again(graph, sources, views, cluster, index):
                         index[n] = at
     graph.eliminate_dead_code()
-    graph.lint()
     return graph
 
 

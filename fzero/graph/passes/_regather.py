@@ -46,7 +46,6 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         for cluster in clusters(uses[wait], apart)[1:]:
             again(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
     graph.eliminate_dead_code()
-    graph.lint()
     return graph
 
 
