@@ -95,6 +95,10 @@ def _nodes(tracer: Any, x: Any) -> Any:
         return found.proxy.node
     if type(x) in (tuple, list):
         return type(x)([_nodes(tracer, y) for y in x])
+    if isinstance(x, torch.Generator):  # which make_fx takes since torch 2.13
+        name = tracer.get_fresh_qualname("_generator")
+        setattr(tracer.root, name, x)
+        return tracer.create_node("get_attr", name, (), {})
     if x is None or type(x) in _PLAIN:
         return x
     raise _NotPlainError

@@ -230,8 +230,9 @@ def test_draws_that_share_an_operand_keep_their_order():
 
 def test_a_generator_keeps_its_state():
     g, h = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    jitted = fzero.jit(lambda x: x + torch.rand(4, generator=g), backend="fx")
-    bitwise([jitted(torch.zeros(4)) for _ in range(2)], [torch.rand(4, generator=h) for _ in range(2)])
+    jitted = fzero.jit(lambda x: x + torch.rand(4, generator=g) - 2 * torch.rand(4, generator=g), backend="fx")
+    expected = [torch.rand(4, generator=h) - 2 * torch.rand(4, generator=h) for _ in range(2)]
+    bitwise([jitted(torch.zeros(4)) for _ in range(2)], expected)
 
 
 @needs_compiler
