@@ -12,7 +12,7 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction, parameter_gathers
-from fzero.graph.loops import graphs_in
+from fzero.graph.loops import graphs_in, loop_of
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
 from fzero.graph.plan._plan import Settings
@@ -65,7 +65,18 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
         if c.peak_bytes <= limit
         for ahead, flying in more
     ]
-    return [c for c in first + later if knobs.prefetch in ("auto", c.choice.prefetch)] or first
+    across = [
+        _rated(passes, c.choice._replace(across_turns=True), ratings)
+        for c in first + later
+        if c.choice.in_flight and c.peak_bytes <= limit
+    ]
+    found = first + later + [c for c in across if _carries(c.graph)]
+    return [c for c in found if knobs.prefetch in ("auto", c.choice.prefetch)] or first
+
+
+def _carries(graph: Graph) -> bool:
+    """Return whether a loop of a graph leaves reductions on their way from turn to turn."""
+    return any(loop.carried for n in graph.nodes if (loop := loop_of(n)))
 
 
 def _gathers(graph: Graph) -> list[Node]:

@@ -69,7 +69,7 @@ def folder_of(folder: str, mesh: Mesh | None, traces: int) -> Path:
     return Path(folder, *rank, *([f"trace_{traces + 1}"] if traces else []))
 
 
-def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
+def dump(folder: Path, passes: Pipeline, choice: Choice, name: str, body: Graph | None = None) -> None:
     """Write the graph as traced, and after each pass, into numbered files of a folder, and a table of their peaks.
 
     Args:
@@ -77,6 +77,7 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
         passes: the passes over the traced graph.
         choice: the settings of the schedule to show.
         name: of the step.
+        body: what became of a loop's body in the end, where the passes are those over one.
 
     Raises:
         OSError: if the folder cannot be written into. Names the file.
@@ -96,15 +97,17 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str) -> None:
     states = [State("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
         states.append(State(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
-    states[-1] = states[-1]._replace(graph=passes.scheduled(choice))  # with the bodies of its loops
+    last = passes.scheduled(choice) if body is None else body  # with the bodies of its loops
+    states[-1] = states[-1]._replace(graph=last)
     rows = []
     for state in states:
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
         rows.append(_row(state, live))
         if state.how != LEFT_OUT:
             Path(folder, f"{state.title}.txt").write_text(_text(name, state, live), encoding="utf-8")
-    for node in [n for n in states[-1].graph.nodes if loop_of(n)]:
-        dump(Path(folder, node.name), passes.body(node), choice, f"{name}, {node.name}")
+    for node in last.nodes:
+        if loop := loop_of(node):
+            dump(Path(folder, node.name), passes.body(node), choice, f"{name}, {node.name}", loop.body)
     head = f"{'graph':<16} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, SUMMARY).write_text("\n".join([f"{name}: {choice.settings()}", "", head, *rows, ""]), encoding="utf-8")
 

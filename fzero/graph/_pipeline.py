@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from fzero.graph.ir import copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
-from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, carry, donate, gather_into, hoist, in_place, recompute, regather, schedule
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
@@ -35,6 +35,7 @@ class Choice(NamedTuple):
         bucket_bytes: up to what size collectives are joined.
         prefetch: how many gathers start ahead, or `FITTING`.
         in_flight: how many reductions may be on their way while work goes on.
+        across_turns: whether the last reductions of a loop's turn are on their way until the next one starts its own.
         room: the bytes up to which a gather starts ahead that is to fit. It follows from the other schedules, so it is
             none of the settings that a plan tells.
     """
@@ -44,11 +45,14 @@ class Choice(NamedTuple):
     bucket_bytes: int
     prefetch: int | str = 0
     in_flight: int = 0
+    across_turns: bool = False
     room: float = math.inf
 
     def settings(self) -> Settings:
-        """Return what a plan tells of the choice, by name."""
-        return {name: value for name, value in self._asdict().items() if name != "room"}
+        """Return what a plan tells of the choice, by name; of loops only where there is something to tell."""
+        told = self._asdict()
+        del told["room"]
+        return told if self.across_turns else {k: v for k, v in told.items() if k != "across_turns"}
 
 
 class Given(NamedTuple):
@@ -166,7 +170,7 @@ class Pipeline:
             with_body(node, self.body(node).scheduled(inside))
             for item in reversed(list(node.users)):  # at once, since the tuple holds all
                 node.append(item)
-        return graph
+        return carry(graph, choice.in_flight) if choice.across_turns else graph
 
     def changed_by(self, choice: Choice, name: str) -> bool:
         """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""

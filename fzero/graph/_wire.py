@@ -4,7 +4,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import is_gather, is_wait, nbytes, start_of, values
+from fzero.graph.ir import awaited, collective_of, is_gather, is_wait, nbytes, values
 
 __all__ = ["elements", "full_bytes", "group_size", "wire"]
 
@@ -25,13 +25,14 @@ def _operands(node: Node) -> list[torch.Tensor]:
 
 
 def full_bytes(node: Node) -> int:
-    """Count the bytes of a collective's full buffer; given a wait, of what it waits for."""
-    if not is_wait(node):
+    """Count the bytes of a collective's full buffer; given a wait or an item, of what that waits for or is."""
+    source = awaited(node) if is_wait(node) else node
+    start = collective_of(source)
+    if source is start and source is node:
         return _full(nbytes(*_operands(node)), nbytes(*values(node)), node)
-    start, source = start_of(node), node.all_input_nodes[0]
-    operands = start.args[0]  # of a coalesced collective a list, of which each wait waits for one
+    operands = start.args[0]  # of a coalesced collective a list, of which each item is one's
     operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
-    return max(nbytes(*values(node)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
+    return max(nbytes(*values(source)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
 
 
 def elements(node: Node) -> int:

@@ -90,9 +90,24 @@ def results(graph: Graph) -> list[Any]:
     return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])  # pyright: ignore[reportArgumentType]
 
 
+def awaited(wait: Node) -> Node:
+    """Return what a wait waits for: a collective or its item, of the turn before where it was carried on."""
+    source = wait.all_input_nodes[0]
+    return source.meta.get("carried", source)
+
+
+def is_carried(node: Node) -> bool:
+    """Return whether a node is a reduction that another turn of a loop has started."""
+    return "carried" in node.meta
+
+
 def start_of(wait: Node) -> Node:
     """Return the collective that a wait waits for."""
-    source = wait.all_input_nodes[0]
+    return collective_of(awaited(wait))
+
+
+def collective_of(source: Node) -> Node:
+    """Return the collective of an item of it, or a collective itself."""
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 

@@ -26,17 +26,20 @@ class Loop:
     """What a loop's node runs.
 
     Attributes:
-        body: a graph of one turn. Its arguments are the number of the turn, the parts, the sums, and the rest. Its
-            results are the new sums, and a row of each of the other results.
+        body: a graph of one turn. Its arguments are the number of the turn, the parts, the sums, the rest, and what is
+            carried. Its results are the new sums, a row of each of the other results, and what is carried.
         turns: how often it runs.
         parts: of the first tensors that the node is given.
         sums: how many there are; the node is given them after those.
+        carried: how many reductions each turn leaves on their way, for the next turn to wait for. The node returns
+            those of the last turn, after all others.
     """
 
     body: Graph
     turns: int
     parts: tuple[Part, ...]
     sums: int
+    carried: int = 0
 
     @property
     def places_of_sums(self) -> range:

@@ -19,10 +19,13 @@ from torch.fx import GraphModule
 import fzero
 from fzero import optim, tree
 from fzero.graph import _agree
+from fzero.graph.loops import loop_of
 from fzero.ranks import texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.memory import peak_bytes
+from tests.tiny_gpt import gpt_loss, gpt_params
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
@@ -91,6 +94,45 @@ def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.Mesh) -> None:
         for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
             # gloo sums in its own order on more than two ranks, and not in the same one twice
             torch.testing.assert_close(a, b, rtol=0 if mesh.size == 2 else 1e-12, atol=0 if mesh.size == 2 else 1e-12)
+
+
+@case
+def reductions_go_on_from_turn_to_turn(mesh: fzero.Mesh) -> None:
+    """The numbers are the eager step's, and the peak is the plan's, uncompiled and in pieces."""
+    lowering, opt = importlib.import_module("fzero.graph.run._lower"), optim.adamw(1e-2)
+
+    def across(found: Any, budget: Any, name: str) -> int:
+        return next(i for i, c in enumerate(found) if c.choice.across_turns)
+
+    def uncompiled(codes: Any) -> Any:
+        return ((code, lambda args, graph=code.graph: GraphModule({}, graph).forward(*args)) for code in codes)
+
+    for stage, k, in_flight, backend in ((2, 3, 1, "fx"), (3, 4, 2, "fx"), (2, 4, 2, "inductor")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fzero.graph._entry.choose", across)
+            patch.setattr(lowering, "is_compiled", lambda code: True)
+            patch.setattr(lowering, "compile_all", uncompiled)
+            step = fzero.shard(train_step_for(gpt_loss, opt, micro_batches=k), stage=stage, mesh=mesh, check=False)
+            jitted = fzero.jit(step, backend=backend, in_flight=in_flight)
+            eager, fast = [list(s.init(gpt_params(width=16, layers=1), opt)) for s in (step, jitted)]
+            for i in range(3):
+                tokens = torch.randint(37, (k * mesh.size, 9), generator=torch.Generator().manual_seed(i))
+                *eager, loss = step(*eager, mesh.split(tokens))
+                *fast, other = jitted(*fast, mesh.split(tokens))
+                tolerance = 0 if mesh.size == 2 else 1e-6
+                torch.testing.assert_close(loss, other, rtol=tolerance, atol=tolerance)
+            for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            (entry,) = jitted._entries.values()
+            assert [loop_of(n).carried > 0 for n in entry.chosen.graph.nodes if loop_of(n)] == [True]
+            if backend == "fx":
+                held, fast = [fast], None
+
+                def run(jitted: Any = jitted, held: Any = held, tokens: Any = tokens) -> None:
+                    *state, _ = jitted(*held.pop(), mesh.split(tokens))
+                    held.append(state)
+
+                assert entry.plan.argument_bytes + peak_bytes(run) == entry.plan.peak_bytes
 
 
 @case

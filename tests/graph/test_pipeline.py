@@ -30,7 +30,7 @@ from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 def test_the_list_has_every_pass_once():
     assert [row.apply for row in PASSES].count(schedule) == 1
-    assert Counter(row.name for row in PASSES) == Counter(passes.__all__)
+    assert Counter([*[row.name for row in PASSES], "carry"]) == Counter(passes.__all__)  # it needs bodies in order
     assert all(row.apply is getattr(passes, row.name) for row in PASSES)
 
 

@@ -4,6 +4,7 @@ from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, 
 
 RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
+CARRY, ON_GLOO = ("tests/graph/test_carry.py",), ("tests/distributed/test_gloo.py", "-k", "jit-2")
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 CUT = ("tests/graph/run/test_cut.py",)
@@ -87,6 +88,57 @@ MUTANTS = [
         "",
         GRAPHS,
     ),
+    Mutant(
+        "what is on its way is read before it arrives",
+        "graph/passes/_carry.py",
+        "    chain.wait.replace_input_with(",
+        "    chain.wait.replace_all_uses_with(pending)\n    chain.wait.replace_input_with(",
+        CARRY,
+    ),
+    Mutant(
+        "one reduction too many is on its way",
+        "graph/passes/_carry.py",
+        "zip(starts, last,",
+        "zip(starts[-len(last) :], last,",
+        CARRY,
+    ),
+    Mutant(
+        "gradients with other readers are carried",
+        "graph/passes/_carry.py",
+        "while len(node.users) == 1:",
+        "while node.users:",
+        CARRY,
+    ),
+    Mutant(
+        "what the last turn leaves is dropped",
+        "graph/passes/_carry.py",
+        "    total.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)\n",
+        "",
+        ON_GLOO,
+    ),
+    Mutant("the first turn finds ones", "graph/run/_loop.py", "shape, -0.0,", "shape, 1.0,", ON_GLOO),
+    Mutant(
+        "operands of other turns take nothing",
+        "graph/plan/_liveness.py",
+        "if is_carried(source):  # its",
+        "if False:  # its",
+        CARRY,
+    ),
+    Mutant(
+        "what a turn leaves counts twice",
+        "graph/plan/_liveness.py",
+        "                starts[s] += 1\n",
+        "                pass\n",
+        ON_GLOO,
+    ),
+    Mutant(
+        "a turn ends with what it leaves",
+        "graph/plan/_liveness.py",
+        ' if node.op == "output" else []',
+        " if False else []",
+        CARRY,
+    ),
+    Mutant("all schedules carry, it is said", "graph/_choose.py", "if _carries(c.graph)]", "]", CARRY),
     Mutant("the donated keep their class", "_donated.py", "    x.__class__ = DonatedTensor\n", "", DONATION),
     Mutant("views of the donated are not seen", "graph/trace/_donation.py", "if max(held) <= 1:", "if True:", DONATION),
     Mutant("a base keeps the memory", "_donated.py", "if x._is_view():", "if False:", DONATION),
@@ -216,8 +268,8 @@ MUTANTS = [
     Mutant(
         "a collective holds nothing",
         "graph/plan/_liveness.py",
-        "            held += lent.read_by(start_of(node))",
-        "            pass",
+        "            held += [] if is_carried(source) else lent.read_by(collective_of(source))\n",
+        "            pass\n",
         GRAPH,
     ),
     Mutant(
@@ -366,19 +418,7 @@ MUTANTS = [
     Mutant("all turns have the first part", "graph/run/_loop.py", "j * p.size", "0", LOOPS),
     Mutant("all rows are the first", "graph/run/_loop.py", "row[j].copy_", "row[0].copy_", LOOPS),
     Mutant("all turns fold the same number", "graph/run/_loop.py", "torch.tensor(j)", "torch.tensor(0)", LOOPS),
-    Mutant(
-        "a row is kept for a turn",
-        "graph/run/_loop.py",
-        "del turn, parts",
-        "last = rows and row",
-        LOOPS,
-        (
-            (
-                "_put(j, rows, body([turn, *parts, *sums, *rest])[loop.sums :])",
-                "row = body([turn, *parts, *sums, *rest])[loop.sums :]; _put(j, rows, row)",
-            ),
-        ),
-    ),
+    Mutant("a row is kept for a turn", "graph/run/_loop.py", "            del out\n", "", LOOPS),
     Mutant("sums begin at one", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 1.0)", LOOPS),
     Mutant("sums begin at zero", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 0.0)", LOOPS),
     Mutant(

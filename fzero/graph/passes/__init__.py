@@ -1,6 +1,7 @@
 """Passes: pure functions from a flat graph to one with the same results, each in its own file."""
 
 from fzero.graph.passes._bucket import bucket
+from fzero.graph.passes._carry import carry
 from fzero.graph.passes._donate import donate
 from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._hoist import hoist
@@ -9,4 +10,4 @@ from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule._schedule import schedule
 
-__all__ = ["bucket", "donate", "gather_into", "hoist", "in_place", "recompute", "regather", "schedule"]
+__all__ = ["bucket", "carry", "donate", "gather_into", "hoist", "in_place", "recompute", "regather", "schedule"]

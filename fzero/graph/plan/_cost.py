@@ -6,7 +6,9 @@ from torch.fx import Graph, Node
 
 from fzero.graph._wire import full_bytes, group_size, wire
 from fzero.graph.ir import (
+    collective_of,
     flops,
+    is_carried,
     is_collective,
     is_input,
     is_wait,
@@ -56,6 +58,10 @@ def seconds(graph: Graph) -> float:
     work, wires = 0.0, 0.0
     ends: dict[Node, float] = {}
     for node in graph.nodes:
+        if is_carried(node):  # it began at the end of the turn before
+            start = collective_of(node.meta["carried"])
+            if start not in ends:
+                ends[start] = wires = max(work, wires) + collective_seconds(start, device)
         if node.op != "call_function" or is_view(node):
             continue
         if is_collective(node):

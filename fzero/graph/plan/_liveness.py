@@ -12,6 +12,9 @@ from fzero.graph._wire import full_bytes, wire
 from fzero.graph.ir import (
     COPY,
     Storages,
+    awaited,
+    collective_of,
+    is_carried,
     is_cheap,
     is_collective,
     is_gather,
@@ -19,7 +22,6 @@ from fzero.graph.ir import (
     is_reduction,
     is_wait,
     nbytes,
-    start_of,
     storages,
     storages_in,
     users_through_views,
@@ -94,9 +96,15 @@ def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
 def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
     """Find the ranges of `live_ranges`, storages first, without what takes longest: to say what lies there."""
     position = {n: i for i, n in enumerate(order)}
+    stops = _last_uses(position, lent)
+    starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in lent.born]
+    for node in order:
+        if loop := loop_of(node):
+            for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
+                starts[s] += 1
     own = [
-        Range(-1, len(order), size, "", "") if is_input(node) else Range(position[node], stop, size, "", "")
-        for node, size, stop in zip(lent.born, lent.size, _last_uses(position, lent), strict=True)
+        Range(start, len(order) if start < 0 else stop, size, "", "")
+        for start, stop, size in zip(starts, stops, lent.size, strict=True)
     ]
     return own + _copies(position)
 
@@ -106,8 +114,8 @@ def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     stop = [position[n] for n in lent.born]
     for node, i in position.items():
         held = [s for a in node.all_input_nodes for s in lent.of[a]]
-        if is_wait(node):  # it holds what the collective was given
-            held += lent.read_by(start_of(node))
+        for source in _sources(node):  # it holds what the collective was given
+            held += [] if is_carried(source) else lent.read_by(collective_of(source))
         for s in held:
             stop[s] = i if node.op != "output" else len(position)
     return stop
@@ -125,15 +133,38 @@ def _copies(position: Mapping[Node, int]) -> list[Range]:
             found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
-        if is_wait(node) and values(node)[0].device.type == "cpu":
-            start = start_of(node)
-            if is_collective(start) and wire(start) == "reduce_scatter":
-                others = full_bytes(node) - 2 * nbytes(*values(node))
-                if others > 0:
-                    found.append(Range(position[start], i, others, "buffers", "the ranks' parts"))
-                    if values(node)[0].dtype in (torch.bfloat16, torch.float16):  # in float32 the sum, and a row
-                        found.append(Range(i, i, 4 * nbytes(*values(node)), "buffers", "their sum"))
+        for source in _sources(node):
+            found += _on_the_way(source, i if is_wait(node) else len(position), position)
+        if is_wait(node) and _is_messages(awaited(node)):
+            x = values(node)[0]
+            if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
+                found.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))  # in float32 the sum, and a row
     return found
+
+
+def _sources(node: Node) -> list[Node]:
+    """List what a node ends: what a wait waits for, and reductions that a turn leaves on their way."""
+    if is_wait(node):
+        return node.all_input_nodes
+    return [a for a in node.all_input_nodes if is_reduction(collective_of(a))] if node.op == "output" else []
+
+
+def _on_the_way(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
+    """Find what a collective, or an item of it, holds beside its result until it has arrived."""
+    begun = source.meta.get("carried", source)
+    held = 0
+    if _is_messages(begun):
+        held += max(full_bytes(begun) - 2 * nbytes(*values(begun)), 0)
+    if is_carried(source):  # its operand is another turn's
+        held += full_bytes(begun)
+    start = position[source if is_carried(source) else collective_of(source)]
+    return [Range(start, stop, held, "buffers", "the ranks' parts")] if held else []
+
+
+def _is_messages(source: Node) -> bool:
+    """Return whether a collective, or an item of it, is a reduce_scatter of fzero's own."""
+    start = collective_of(source)
+    return is_collective(start) and wire(start) == "reduce_scatter" and values(source)[0].device.type == "cpu"
 
 
 def ranges_of_a_turn(loop: Loop) -> list[Range]:

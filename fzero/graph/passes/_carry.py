@@ -1,0 +1,141 @@
+"""carry: the last reductions of a loop's turn are on their way until the next turn starts its own."""
+
+import operator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, Node
+
+from fzero.graph._wire import wire
+from fzero.graph.ir import COPY, aten, copied, is_input, is_reduction, is_wait, results
+from fzero.graph.loops import Loop, loop_of
+from fzero.graph.ops import is_view, name_of
+
+__all__ = ["carry"]
+
+
+class _Chain(NamedTuple):
+    """The way of a reduced gradient into its sum.
+
+    Attributes:
+        source: what is waited for: a collective, or its item.
+        wait: for it.
+        views: of what arrives, or casts.
+        add: to the sum.
+        write: into the sum.
+    """
+
+    source: Node
+    wait: Node
+    views: list[Node]
+    add: Node
+    write: Node
+
+
+def carry(graph: Graph, in_flight: int) -> Graph:
+    """Let the last reductions of each turn of a loop go on during the next one.
+
+    At the end of its body a loop waits for them, and has nothing to do meanwhile. Now the next turn waits, before it
+    starts a reduction of its own, and what follows the loop waits for those of the last turn. The first turn finds
+    -0.0, which a sum keeps its value with.
+
+    Args:
+        graph: a scheduled graph, the bodies of its loops scheduled too.
+        in_flight: how many reductions may be on their way at most.
+
+    Returns:
+        A graph with the same results, bit for bit, and the same collectives.
+    """
+    graph = copied(graph)
+    for node in graph.nodes:
+        if loop := loop_of(node):
+            _carry_on(node, loop, in_flight)
+    return graph
+
+
+def _carry_on(node: Node, loop: Loop, in_flight: int) -> None:
+    """Give a loop's node a body that leaves reductions on their way, and wait for those of its last turn behind it."""
+    body = copied(loop.body)
+    items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
+    starts = [n for n in body.nodes if is_reduction(n)]
+    last: list[list[_Chain]] = []
+    for start in reversed(starts):
+        chains = _chains(start, body, loop)
+        if len(last) == in_flight or not chains or any(_place(c, body, loop) not in items for c in chains):
+            break
+        last.insert(0, chains)
+    if not last:
+        return
+    moved = [c for chains in last for c in chains]
+    totals = [items[_place(c, body, loop)] for c in moved]
+    for start, chains in zip(starts, last, strict=False):
+        for chain in chains:
+            _wait_before(start, chain, body)
+    body.lint()
+    first = len(node.meta["val"])
+    values = (*node.meta["val"], *[c.source.meta["val"] for c in moved])
+    node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried=len(moved))}
+    behind = [*items.values()][-1].next
+    with node.graph.inserting_before(behind):
+        for i, (chain, total) in enumerate(zip(moved, totals, strict=True)):
+            _wait_behind(node, first + i, chain, total)
+
+
+def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
+    """List the ways of a reduction's results into their sums; none if one of them goes elsewhere, too."""
+    sources = list(start.users) if any(n.target is operator.getitem for n in start.users) else [start]
+    found = [_chain(source, body, loop) for source in sources]
+    whole = [c for c in found if c is not None]
+    return whole if wire(start) == "reduce_scatter" and len(whole) == len(found) else []
+
+
+def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
+    """Follow a reduced gradient into its sum; None if anything else is done with it."""
+    inputs = [n for n in body.nodes if is_input(n)]
+    sums = inputs[loop.places_of_sums.start : loop.places_of_sums.stop]
+    way, node = list[Node](), source
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        way.append(node)
+        if node.target is COPY:
+            break
+    if len(way) < 3 or way[-1].target is not COPY:
+        return None
+    wait, *views, add, write = way
+    total = write.args[0]
+    plain = is_wait(wait) and all(is_view(n) or name_of(n) == "_to_copy" for n in views)
+    adds = add.target is aten.add.Tensor and add.args[0] is total and not add.kwargs
+    alone = total in sums and set(total.users) == {add, write} and [u.op for u in write.users] == ["output"]  # pyright: ignore
+    return _Chain(source, wait, views, add, write) if plain and adds and alone else None
+
+
+def _place(chain: _Chain, body: Graph, loop: Loop) -> int:
+    """Return which of the body's results is the chain's sum."""
+    return results(body).index(chain.write)
+
+
+def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
+    """Let a turn wait for what the last one has left on its way, before it starts a reduction; and leave its own."""
+    last = [n for n in body.nodes if is_input(n)][-1]
+    with body.inserting_after(last):
+        pending = body.placeholder(f"{chain.source.name}_before")
+    pending.meta = {**chain.source.meta, "label": chain.source.meta.get("unit", ""), "carried": chain.source}
+    chain.wait.replace_input_with(chain.source, pending)
+    for n in [chain.wait, *chain.views, chain.add, chain.write]:
+        start.prepend(n)
+    output = next(n for n in reversed(body.nodes) if n.op == "output")
+    output.args = ((*results(body), chain.source),)
+
+
+def _wait_behind(node: Node, at: int, chain: _Chain, total: Node) -> None:
+    """Wait for what a loop's last turn has left on its way, and add it to the sum."""
+    graph = node.graph
+    item = graph.call_function(operator.getitem, (node, at))
+    item.meta = {**chain.source.meta, "carried": chain.source}
+    before: Any = chain.add.args[0]
+    copies: dict[Node, Node] = {chain.source: item, before: total}
+    for n in [chain.wait, *chain.views, chain.add]:
+        source = chain.source if n is chain.wait else None
+        copies[n] = graph.node_copy(n, lambda a, source=source: copies[source or a])
+    added = copies[chain.add]
+    total.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
