@@ -584,6 +584,22 @@ def test_schedules_look_into_loops():
     assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
 
 
+def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
+    """A budget of little more than what the schedule takes that gathers ahead everywhere leaves it as it is."""
+    step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2), check=False)
+    args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (6, 17))))
+
+    def planned(**knobs: Any) -> fzero.Plan:
+        knobs = {"in_flight": 0, "max_reuse_bytes": 0, "recompute": False, "bucket_bytes": 0, **knobs}
+        return fzero.plan(fzero.jit(step, **knobs), *args, world_size=2)
+
+    lean, ahead = planned(prefetch=0), planned(prefetch="fitting", memory_budget=10**9)
+    unit = max(c.bytes for c in ahead.collectives)
+    just = planned(prefetch="fitting", memory_budget=ahead.peak_bytes + unit)
+    assert lean.peak_bytes < just.peak_bytes == ahead.peak_bytes
+    assert just.seconds == ahead.seconds < lean.seconds
+
+
 def rank_of(factor: float, **knobs: Any) -> Any:
     """The traced and the scheduled graph of one rank's step whose loss has a factor."""
 

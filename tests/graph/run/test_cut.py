@@ -101,9 +101,10 @@ def test_scalars_of_all_units_run_at_once(name, stage):
     assert counts(4) == counts(7)
 
 
-def test_a_scalar_is_written_after_all_have_read_it(monkeypatch):
+@pytest.mark.parametrize("readers", ["012", "01", "0"])
+def test_a_scalar_is_written_after_all_have_read_it(monkeypatch, readers):
     def count_up(params: Any, count: torch.Tensor) -> Any:
-        params = {k: {"w": p["w"] * count} for k, p in params.items()}
+        params = {k: {"w": p["w"] * (count if k in readers else 3.0)} for k, p in params.items()}
         return params, count + 1
 
     def values() -> Any:
