@@ -15,7 +15,7 @@ from fzero._torch.autograd import (
     raise_priority,
 )
 from fzero._torch.boxes import pytree, register_box
-from fzero._torch.compiler import compile_threads, inductor, inductor_folder, packed, preparing, unpacked
+from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, packed, preparing, unpacked
 from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
 from fzero._torch.tracing import (
@@ -48,6 +48,7 @@ __all__ = [
     "graph_of",
     "group_of",
     "holders",
+    "importing",
     "in_transform",
     "inductor",
     "inductor_folder",

@@ -29,7 +29,7 @@ from fzero._torch.tracing import fake_like
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
 
-__all__ = ["compile_threads", "inductor", "inductor_folder", "packed", "preparing", "unpacked"]
+__all__ = ["compile_threads", "importing", "inductor", "inductor_folder", "packed", "preparing", "unpacked"]
 
 
 def _memory_format(name: str) -> torch.memory_format:
@@ -74,6 +74,21 @@ def preparing() -> threading.Thread:
 def _prepare() -> None:
     with suppress(Exception):  # Inductor meets the error itself, if it needs to know
         pick_vec_isa()
+
+
+@functools.cache
+def importing() -> threading.Thread:
+    """Start to import Inductor and to prepare it, which takes 10 s on a machine that has other things to do."""
+    thread = threading.Thread(target=_import, daemon=True)
+    thread.start()
+    return thread
+
+
+def _import() -> None:
+    with suppress(Exception):  # whoever uses Inductor meets the error
+        for name in ("compile_fx", "lowering"):
+            importlib.import_module(f"torch._inductor.{name}")
+        preparing().join()
 
 
 def inductor_folder() -> Path:

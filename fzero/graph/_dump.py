@@ -150,6 +150,8 @@ def _line(node: Node) -> str:
     """Describe a node: what it computes, its operation on which values, whose it is, and its source line."""
     given = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
     target = "getitem" if node.target is operator.getitem else node.target
+    if loop := loop_of(node):
+        target = f"a loop of {loop.turns} turns, in the folder {node.name}/, of"
     operation = f"{node.name} = {target}({', '.join(given)})"
     if node.op == "placeholder":
         operation = f"{node.name}: {node.meta.get('label', 'an argument')}"

@@ -184,7 +184,10 @@ def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: A
         with recorded(asked.loop and asked.backend != "inductor-whole"):
             return trace(f, fakes, labels)
     except NotALoop as error:
-        notice(f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them")
+        notice(
+            f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
+            "What Python counted outside of the step until here stays counted; loop=False traces them so at once"
+        )
     with recorded(False):
         return trace(f, fakes, labels)
 

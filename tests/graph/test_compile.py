@@ -27,7 +27,7 @@ from fzero import _torch, optim
 from fzero._notice import notice
 from fzero.graph.ir import is_input
 from fzero.graph.run import _workers
-from fzero.graph.run._compile import Code, compile_all, is_compiled, name_of_code
+from fzero.graph.run._compile import Code, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._segment import _key
 from fzero.graph.run._workers import Workers, spare_cores
 from tests.graph.test_jit import bitwise
@@ -246,6 +246,7 @@ class Pretended:
         patch.setattr(lowering, "start", lambda codes, count, nice: self)
         patch.setattr(changing, "is_compiled", lambda code: len(self.compiled) < self.ready)
         patch.setattr(changing, "compiled", self.compile)
+        patch.setattr(changing, "can_load", lambda: True)
 
     def compile(self, code: Code) -> Any:
         self.compiled.append(code.name)
@@ -290,6 +291,23 @@ def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
     pretended.ready = 1000
     trained(step, jitted, range(2))
     assert runs.fast is not None and len(pretended.compiled) == runs_of(jitted).distinct == len(runs.loaded) > 2
+
+
+def test_nothing_is_loaded_until_inductor_is(monkeypatch):
+    """Its import takes seconds, which no step waits for."""
+    Pretended(monkeypatch, 1000)
+    there = threading.Event()
+    thread = threading.Thread(target=there.wait, daemon=True)
+    thread.start()
+    monkeypatch.setattr(changing, "can_load", can_load)
+    monkeypatch.setattr(compiling, "importing", lambda: thread)
+    step, jitted = both()
+    trained(step, jitted, range(2))
+    assert not runs_of(jitted).runs.loaded
+    there.set()
+    thread.join()
+    trained(step, jitted, range(1))
+    assert runs_of(jitted).runs.loaded
 
 
 def test_what_is_ready_is_loaded_for_half_a_second_at_most(monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import optim, random
+from fzero import optim, random, tree
 from fzero._notice import notice
 from fzero.graph import _absent, _agree, _entry, turns
 from fzero.graph.loops import loop_of
@@ -582,6 +582,35 @@ def test_schedules_look_into_loops():
     assert looped.settings["bucket_bytes"] == flat.settings["bucket_bytes"] > 0
     leanest = min(peak for settings, peak in tried(looped).items() if settings[-2:] == (0, 0))
     assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_of_gradients_are_gradients_in_the_plan(stage):
+    """At stage 1 they are whole."""
+    step = fzero.shard(
+        train_step_for(gpt_loss, ADAMW, micro_batches=4), stage=stage, mesh=fzero.mesh(dp=2), check=False
+    )
+    params = gpt_params(width=32, layers=2)
+    args = (*step.init(params, ADAMW), step.mesh.split(torch.randint(37, (8, 17))))
+    plan = fzero.plan(step, *args, world_size=2)
+    whole = sum(4 * x.numel() for x in tree.tensors(params))
+    assert max(plan.live_of("gradients")) >= (whole if stage == 1 else whole // 2)
+    assert not any("full" in r.label and r.bytes > 1000 for r in plan.ranges if r.kind == "activations")
+
+
+def test_a_micro_batch_that_leaves_a_value_outside_of_the_step_is_refused():
+    left: list[torch.Tensor] = []
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        left.append(batch["x"].mean())
+        return mlp_loss(params, batch) + 0 * sum(left)
+
+    step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=1, mesh=fzero.mesh(dp=2), check=False)
+    args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
+    with pytest.raises(RuntimeError, match=r"micro-batch left outside of the step.*loop=False"):
+        fzero.jit(step, backend="fx")(*args)
+    left.clear()
+    fzero.jit(step, backend="fx", loop=False)(*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
 
 
 def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():

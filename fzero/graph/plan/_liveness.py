@@ -219,11 +219,12 @@ def _kinds(graph: Graph) -> dict[Node, str]:
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
             feeds_work.update(n.all_input_nodes)
+    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.parts) :][: loop.sums]}
     for n in reversed(nodes):
         users = list(n.users)
         if is_gather(n):
             kinds[n] = "gathered"
-        elif is_reduction(n):
+        elif is_reduction(n) or n in sums or any(u in sums for u in users):
             kinds[n] = "gradients"
         elif n in after and n not in feeds_work:
             kinds[n] = "buffers"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fzero._notice import notice
-from fzero.graph.run._compile import Code, Runs, compiled, is_compiled
+from fzero.graph.run._compile import Code, Runs, can_load, compiled, is_compiled
 from fzero.graph.run._pieces import in_pieces
 from fzero.graph.run._program import Program
 from fzero.graph.run._workers import Workers
@@ -76,7 +76,7 @@ class _Auto:
         until = time.monotonic() + SECONDS
         while self.left and not self.failed and time.monotonic() < until:
             code = next((c for c in self.left if is_compiled(c) or self.workers.are_done()), None)
-            if code is None:
+            if code is None or not can_load():
                 return
             try:
                 self.loaded[code.name] = compiled(code)

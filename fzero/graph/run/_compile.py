@@ -16,9 +16,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
-from fzero._torch import inductor, inductor_folder, line_of
+from fzero._torch import importing, inductor, inductor_folder, line_of
 
-__all__ = ["Code", "Runs", "compile_all", "compile_graph", "compiled", "is_compiled", "name_of_code"]
+__all__ = ["Code", "Runs", "can_load", "compile_all", "compile_graph", "compiled", "is_compiled", "name_of_code"]
 
 Runs = Callable[[list[Any]], Sequence[Any]]  # a function of a list of arguments, which it empties, to results
 
@@ -87,6 +87,11 @@ def compile_all(codes: Sequence[Code], one: Callable[[Code], Runs] = compiled) -
                 runs = one(code)
             yield code, runs
         left = busy
+
+
+def can_load() -> bool:
+    """Return whether Inductor itself is loaded, so that a segment takes a moment; if not, begin to, in a thread."""
+    return not importing().is_alive()
 
 
 def is_compiled(code: Code) -> bool:

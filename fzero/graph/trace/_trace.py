@@ -81,8 +81,9 @@ def _check_constants(gm: GraphModule) -> None:
             raise RuntimeError(
                 f"fzero.jit: the step uses{f' at {line}' if line else ''} a value that another trace computed: one "
                 "that an earlier call kept (in an attribute or a global), which belongs among arguments and results; "
-                "one that a differentiated function left behind, which belongs among its aux; or one within "
-                "torch.func.linearize, which traces by itself: use torch.func.jvp"
+                "one that a differentiated function left behind, which belongs among its aux; one within "
+                "torch.func.linearize, which traces by itself: use torch.func.jvp; or one that a micro-batch left "
+                "outside of the step, where fzero.jit looks whether micro-batches are alike: use loop=False"
             )
 
 
