@@ -1,5 +1,6 @@
 """Compiling: each segment once on a machine, by ranks and workers; and steps that run meanwhile."""
 
+import gc
 import io
 import itertools
 import math
@@ -291,6 +292,24 @@ def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
     pretended.ready = 1000
     trained(step, jitted, range(2))
     assert runs.fast is not None and len(pretended.compiled) == runs_of(jitted).distinct == len(runs.loaded) > 2
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(monkeypatch, warm):
+    seen = set()
+
+    def uncompiled(codes: Any) -> Any:
+        for code in codes:
+            seen.add(gc.isenabled())
+            yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
+
+    Pretended(monkeypatch)
+    monkeypatch.setattr(lowering, "start", lambda codes, count: Workers(()))
+    monkeypatch.setattr(lowering, "is_compiled", lambda code: warm)
+    monkeypatch.setattr(lowering, "compile_all", uncompiled)
+    step, _ = both()
+    trained(step, fzero.jit(step), range(1))
+    assert seen == {not warm} and gc.isenabled()
 
 
 def test_nothing_is_loaded_until_inductor_is(monkeypatch):

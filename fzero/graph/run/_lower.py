@@ -1,11 +1,13 @@
 """Executors: four ways to run a scheduled graph, each in exactly its order."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import Graph
 
 from fzero._torch import profiling
+from fzero.graph._collector import paused_collector
 from fzero.graph.ir import is_input
 from fzero.graph.run._auto import auto
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
@@ -59,7 +61,8 @@ def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
     on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)
     workers = start(cold, min(spare_cores(), len(cold) - 1) if on_cpu else 0)
     try:
-        compiled = {code.name: runs for code, runs in progress(compile_all(codes), len(codes))}
+        with nullcontext() if cold else paused_collector():  # what is loaded is kept; what compiles leaves garbage
+            compiled = {code.name: runs for code, runs in progress(compile_all(codes), len(codes))}
     finally:
         workers.stop()
     return in_pieces(program, compiled)
