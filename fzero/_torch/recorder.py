@@ -22,11 +22,16 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Recorder", "user_line"]
+__all__ = ["Recorder", "is_users", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEVICE = torch.ops.prim.device.default
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither torch's nor fzero's, and code in it is not generated."""
+    return not file.startswith((_TORCH, _FZERO, "<"))
 
 
 def user_line() -> str:
@@ -34,7 +39,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _FZERO, "<")):
+        if is_users(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

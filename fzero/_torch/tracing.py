@@ -4,7 +4,6 @@ All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says
 """
 
 import functools
-import os
 import sys
 import threading
 import traceback
@@ -26,7 +25,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from fzero._torch.levels import unwrapped
-from fzero._torch.recorder import Recorder, user_line
+from fzero._torch.recorder import Recorder, is_users, user_line
 
 __all__ = [
     "TRACING",
@@ -42,9 +41,6 @@ __all__ = [
     "trace",
     "user_line",
 ]
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class _Assignments(TorchFunctionMode):
@@ -110,7 +106,7 @@ class DataDependentError(RuntimeError):
 
 def _line_of_traceback(error: BaseException) -> str:
     lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if not line.startswith((_TORCH, _FZERO, "<"))), "")
+    return next((line for line in reversed(lines) if is_users(line)), "")
 
 
 def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
