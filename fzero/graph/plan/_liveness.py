@@ -152,13 +152,13 @@ def _sources(node: Node) -> list[Node]:
 def _on_the_way(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
     """Find what a collective, or an item of it, holds beside its result until it has arrived."""
     begun = source.meta.get("carried", source)
-    held = 0
+    held, label = 0, "the ranks' parts"
     if _is_messages(begun):
         held += max(full_bytes(begun) - 2 * nbytes(*values(begun)), 0)
     if is_carried(source):  # its operand is another turn's
-        held += full_bytes(begun)
+        held, label = held + full_bytes(begun), "a reduction of the turn before"
     start = position[source if is_carried(source) else collective_of(source)]
-    return [Range(start, stop, held, "buffers", "the ranks' parts")] if held else []
+    return [Range(start, stop, held, "buffers", label)] if held else []
 
 
 def _is_messages(source: Node) -> bool:
