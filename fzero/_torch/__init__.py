@@ -15,6 +15,7 @@ from fzero._torch.autograd import (
     raise_priority,
 )
 from fzero._torch.boxes import pytree, register_box
+from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
 from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, packed, preparing, unpacked
 from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
@@ -28,18 +29,19 @@ from fzero._torch.tracing import (
     is_fake,
     line_of,
     recorded,
-    storage_id,
     trace,
     user_line,
 )
 
 __all__ = [
     "TRACING",
+    "Buffer",
     "DataDependentError",
     "OpOverload",
     "TorchDispatchMode",
     "allow_in_graph",
     "assume_constant_result",
+    "buffers_of",
     "c10d",
     "compile_threads",
     "default_store",
@@ -49,6 +51,7 @@ __all__ = [
     "group_of",
     "holders",
     "importing",
+    "in_buffers",
     "in_transform",
     "inductor",
     "inductor_folder",
@@ -67,4 +70,5 @@ __all__ = [
     "trace",
     "unpacked",
     "user_line",
+    "view_of",
 ]

@@ -51,7 +51,7 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
-    given = fake_like(fakes, mode=mode)
+    given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
     with torch.no_grad(), mode:
         apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
     output = next(n for n in apart.graph.nodes if n.op == "output")

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
+from fzero._torch.buffers import in_buffers, storage_id
 from fzero._torch.levels import unwrapped
 from fzero._torch.recorder import Recorder, is_users, user_line
 
@@ -37,7 +38,6 @@ __all__ = [
     "is_fake",
     "line_of",
     "recorded",
-    "storage_id",
     "trace",
     "user_line",
 ]
@@ -73,11 +73,14 @@ def fake_like(
     """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
 
     A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other, or in one mode.
+    Those of tensors that lie side by side do so; each other one is alone.
     """
-    devices = ["cpu" if x.device.type == "meta" else x.device for x in tensors]
+
+    def empty(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=x.dtype, device="cpu" if x.is_meta else x.device)
+
     with _mode_of([] if beside is None else [beside]) if mode is None else mode:
-        alike = zip(tensors, devices, strict=True)
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x, device in alike]
+        return in_buffers(tensors, empty)
 
 
 def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
@@ -158,11 +161,6 @@ def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch
 def is_fake(x: Any) -> bool:
     """Return whether a value is a stand-in without memory, such as a trace computes, tracked by whatever transform."""
     return isinstance(unwrapped(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
-
-
-def storage_id(x: torch.Tensor) -> int:
-    """Return a number that tensors share if and only if they share memory."""
-    return x.untyped_storage()._cdata
 
 
 def holders(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,6 +1,6 @@
 """plan: one rank's plan of a step, in a world of any size that need not be at hand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._torch import in_buffers
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._step import step_of
 from fzero.graph.plan._plan import Plan
@@ -126,8 +127,11 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
         ValueError: if an axis that splits leaves has another size on the other mesh. Names the leaf.
     """
 
-    def meta(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    def meta(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=x.dtype, device="meta")
+
+    whole = {id(x): x for x in tree.flatten(values, is_box)[0] if isinstance(x, torch.Tensor)}
+    metas = dict(zip(whole, in_buffers([*whole.values()], meta), strict=True))
 
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
@@ -140,6 +144,6 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
             if isinstance(x, Slot):
                 return Slot(uid, x.index)
             return Shard(x.data.new_empty(spec_of(uid).shard_numel, device="meta"), uid)
-        return meta(x) if isinstance(x, torch.Tensor) else x
+        return metas[id(x)] if isinstance(x, torch.Tensor) else x
 
     return tree.map(convert, values, is_leaf=is_box)

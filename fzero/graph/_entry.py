@@ -151,9 +151,9 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     }
     into = pairs(arguments, positions, out, leaves)
     functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
-    given = Given(tuple(sorted(into.items())), tuple(donated), functional)
-    said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     mesh, name = asked.step.mesh, asked.step.name
+    given = Given(tuple(sorted(into.items())), tuple(donated), functional, () if mesh is None else mesh.places())
+    said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
     index = choose(offers, asked.knobs.memory_budget, name)
     kept = offers[index]

@@ -16,7 +16,18 @@ from torch.fx.node import map_arg
 
 from fzero.graph.ir import copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
-from fzero.graph.passes import bucket, carry, donate, gather_into, hoist, in_place, recompute, regather, schedule
+from fzero.graph.passes import (
+    bucket,
+    carry,
+    donate,
+    gather_into,
+    hoist,
+    in_place,
+    own_part,
+    recompute,
+    regather,
+    schedule,
+)
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
@@ -62,11 +73,13 @@ class Given(NamedTuple):
         pairs: the positions `(result, argument)` of results that are written into donated arguments.
         donated: the positions of all donated arguments.
         functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
+        places: this rank's place in each process group, by the group's name.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     functional: bool = False
+    places: tuple[tuple[str, int], ...] = ()
 
 
 class Pass(NamedTuple):
@@ -100,6 +113,7 @@ PASSES = (
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
+    Pass("own_part", own_part, lambda choice, given: None if given.functional else (given.places,)),
     Pass("schedule", schedule, _ahead, Orders),
 )
 

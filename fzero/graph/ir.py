@@ -1,4 +1,4 @@
-"""Reading a flat graph of aten operations: where its values lie, what communicates, and what may move.
+"""Reading a flat graph of aten operations: what communicates, and what may move.
 
 The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
 donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
@@ -9,27 +9,25 @@ memory of what they compute, and may carry `meta["unit"]`, whose collective it i
 import functools
 import heapq
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero._torch import OpOverload, c10d, graph_of, storage_id
+from fzero._torch import OpOverload, c10d, graph_of
 from fzero.collectives import gloo
 from fzero.graph.ops import is_known_cheap, is_view, is_viewing, lays_out
 
 __all__ = [
-    "Storages",
     "described",
     "is_cheap",
     "is_gather",
     "is_reduction",
     "is_wait",
     "reordered",
-    "storages",
     "values",
 ]
 
@@ -134,74 +132,6 @@ def nbytes(*xs: torch.Tensor) -> int:
     return sum([x.numel() * x.element_size() for x in xs])
 
 
-# ---------------------------------------------------------------- storages
-
-
-class Storages(NamedTuple):
-    """In which memory each value lies.
-
-    Attributes:
-        of: for each node, the storage of each tensor it computes.
-        size: bytes of each storage.
-        born: the node that allocates each storage.
-    """
-
-    of: dict[Node, tuple[int, ...]]
-    size: list[int]
-    born: list[Node]
-
-    def read_by(self, node: Node) -> list[int]:
-        """List the storages that a node's arguments lie in."""
-        return [s for a in node.all_input_nodes for s in self.of.get(a, ())]
-
-
-def storages(graph: Graph) -> Storages:
-    """Find the storage of every value: views share their base's, and a wait its collective's."""
-    return storages_in(graph.nodes)
-
-
-def storages_in(nodes: Iterable[Node]) -> Storages:
-    """Find the storage of every value of a graph whose nodes run in this order."""
-    found = Storages({}, [], [])
-    for node in nodes:
-        if node.op == "output":
-            continue
-        if is_wait(node):
-            found.of[node] = found.of[node.all_input_nodes[0]]
-        elif node.target is operator.getitem and isinstance(node.args[0], Node):
-            found.of[node] = _item(found, node)
-        else:
-            found.of[node] = _computed(found, node)
-    return found
-
-
-def _item(found: Storages, node: Node) -> tuple[int, ...]:
-    (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
-    parts = source.meta["val"]
-    before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
-    return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
-
-
-def _computed(found: Storages, node: Node) -> tuple[int, ...]:
-    """Return a node's storages: an argument's, where the value is a view of it, else new ones."""
-    mine = values(node)
-    if not mine:
-        return ()
-    lent: dict[int, int] = {}
-    for a in node.all_input_nodes:
-        for x, s in zip(values(a), found.of[a], strict=True):
-            lent[storage_id(x)] = s
-    out = []
-    for x in mine:
-        key = storage_id(x)
-        if key not in lent:
-            lent[key] = len(found.size)
-            found.size.append(x.untyped_storage().nbytes())
-            found.born.append(node)
-        out.append(lent[key])
-    return tuple(out)
-
-
 # ---------------------------------------------------------------- what may move
 
 
@@ -266,20 +196,34 @@ def copied(graph: Graph) -> Graph:
 
 def sort(graph: Graph) -> Graph:
     """Copy a graph with every node after its arguments, else in the old order."""
-    nodes = list(graph.nodes)
+    order = after_needs(list(graph.nodes), {})
+    inputs = [n for n in order if is_input(n)]
+    return reordered(graph, [*inputs, *[n for n in order if not is_input(n)]])
+
+
+def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Put nodes in an order in which each follows its arguments, and what else it `needs`; else the order is the old.
+
+    Args:
+        nodes: all of a graph.
+        needs: for some nodes others, that are no arguments of theirs.
+    """
     index = {n: i for i, n in enumerate(nodes)}
-    missing = {n: len(n.all_input_nodes) for n in nodes}
+    needed_by: dict[Node, list[Node]] = {}
+    for n, others in needs.items():
+        for other in others:
+            needed_by.setdefault(other, []).append(n)
+    missing = {n: len(n.all_input_nodes) + len(needs.get(n, ())) for n in nodes}
     ready = [i for i, n in enumerate(nodes) if not missing[n]]
     order = []
     while ready:
         node = nodes[heapq.heappop(ready)]
         order.append(node)
-        for user in node.users:
+        for user in (*node.users, *needed_by.get(node, ())):
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, index[user])
-    inputs = [n for n in order if is_input(n)]
-    return reordered(graph, [*inputs, *[n for n in order if not is_input(n)]])
+    return order
 
 
 def flops(node: Node) -> int:

@@ -194,6 +194,10 @@ class Mesh:
         """Return the axis of each process group that this rank is in, by the group's name."""
         return {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
 
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Return this rank's place in each process group that it is in, by the group's name; none in a simulation."""
+        return () if self.simulated else tuple([(a.group, a.rank) for axes in self.bound_axes() for a in axes])
+
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"

@@ -12,6 +12,7 @@ from fzero._torch.levels import vmaps
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
+from fzero.init._side_by_side import lay_side_by_side
 from fzero.init._source import source_of
 from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks.agreement import check_equal
@@ -158,7 +159,8 @@ class ShardedStep:
 
         At stage 3 each leaf of a function, or of a module on the meta device, is made, cut and forgotten. So no rank
         ever holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters anyway; from a
-        function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 to 3 the
+        function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 and 2 the
+        leaves of a unit lie side by side in one buffer, so that a rank's part of it is a slice. At stages 1 to 3 the
         optimizer's state is made for a rank's shards alone.
 
         Args:
@@ -168,7 +170,8 @@ class ShardedStep:
                 ordinary call, so the values are the same for every mesh; seed all ranks alike.
             opt: an (init, update) pair.
             donate: whether the results may take over the memory of the tensors in `params`. Afterwards
-                reading these raises `DonatedError`. Views of their memory share it with the results.
+                reading these raises `DonatedError`. Views of their memory share it with the results. Units of several
+                leaves are copied at stages 1 and 2, one by one, and each leaf is freed when it is.
 
         Returns:
             `(params, opt_state)`: what the step takes, plain tensors and boxes without an autograd graph. They share no
@@ -198,7 +201,18 @@ class ShardedStep:
             opt_state = wide._state(params, opt)
             params = params if precision is None else precision.cast(params)
             # a state that starts as the parameters: a jitted step writes into both
-            return params, tree.map(copied_from(params), opt_state)
+            opt_state = tree.map(copied_from(params), opt_state)
+            leaves, structure = tree.flatten(params, is_box)
+            del params
+            return self._in_units(leaves, structure), opt_state
+
+    def _in_units(self, leaves: list[Any], structure: Any) -> Any:
+        """Lay whole leaves side by side by units, where a rank updates its part of each. Takes `leaves`."""
+        whole = [x if isinstance(x, torch.Tensor) else None for x in leaves]
+        if self.layout.params != self.layout.opt_state:  # stages 1 and 2
+            whole = tree.map(lambda x: torch.empty_like(x, device="meta"), whole)
+            lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, whole)))
+        return tree.unflatten(structure, leaves)
 
     def _placed(self, what: str, values: Any, by: str) -> Any:
         """Put a tree into the layout that parameters have between steps: its leaves one by one into their places."""
@@ -259,9 +273,14 @@ class ShardedStep:
         by = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():
             if like is None:
-                return self._placed("values", values, by)
-            check_tree(like, self.mesh)
-            return build("values", given_like("values", values, like, by), like, self.mesh)
+                placed = self._placed("values", values, by)
+            else:
+                check_tree(like, self.mesh)
+                placed = build("values", given_like("values", values, like, by), like, self.mesh)
+            del values
+            leaves, structure = tree.flatten(placed, is_box)
+            del placed
+            return self._in_units(leaves, structure)
 
     def gather(self, params: Any) -> Any:
         """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 import fzero.graph.run._lower as lowering
-from fzero._torch import c10d, fake_like
+from fzero._torch import c10d, fake_like, view_of
 from fzero.graph.ir import GATHER_INTO, is_collective, is_input, results
 
 aten: Any = torch.ops.aten
@@ -32,22 +32,36 @@ class Sample(NamedTuple):
         return arguments(self.shapes)
 
 
-def arguments(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def arguments(shapes: Sequence[tuple[int, ...]], beside: Sequence[int] = ()) -> list[torch.Tensor]:
+    """Make arguments of these shapes, of which those at the positions `beside` lie side by side."""
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=g) for shape in shapes]
+    found = [torch.randn(shape, generator=g) for shape in shapes]
+    if beside:
+        buffer, at = torch.cat([found[i].flatten() for i in beside]), 0
+        for i in beside:
+            found[i] = view_of(buffer, at, shapes[i])
+            at += found[i].numel()
+    return found
 
 
 class Builder:
     """Makes a graph operation by operation, running each on fake tensors."""
 
-    def __init__(self, n: int, shapes: Sequence[tuple[int, ...]], labels: Sequence[dict[str, str]], rename: bool):
+    def __init__(
+        self,
+        n: int,
+        shapes: Sequence[tuple[int, ...]],
+        labels: Sequence[dict[str, str]],
+        rename: bool,
+        beside: Sequence[int] = (),
+    ):
         self.n, self.graph, self.collectives = n, Graph(), 0
         self.inputs = []
         if rename:  # the same graph with other names, at other addresses
             self.junk = [self.graph.placeholder("t"), *[self.graph.call_function(aten.mm.default, ()) for _ in "abc"]]
             for node in reversed(self.junk):
                 self.graph.erase_node(node)
-        for i, (fake, label) in enumerate(zip(fake_like(arguments(shapes)), labels, strict=True)):
+        for i, (fake, label) in enumerate(zip(fake_like(arguments(shapes, beside)), labels, strict=True)):
             node = self.graph.placeholder(f"arg{i}")
             node.meta = {"val": fake, **label}
             self.inputs.append(node)
@@ -386,19 +400,21 @@ class World:
         total = x * self.n  # torch's own copies the operand before it starts
         return self.start(lambda _: total, x, held)
 
-    def all_reduce_(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op: str, group: str, held: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         total = x * self.n
-        self.flying[x.data_ptr()] = (x.fill_(torch.nan), lambda: total, [x])
+        self.flying[x.data_ptr()] = (x.fill_(torch.nan), lambda: total, [x, *held])
         return x
 
     def gather_into(self, x: torch.Tensor, n: int, g: str, leaves: Sequence[torch.Tensor], at: Sequence[int]) -> Any:
-        early = None if self.late else self.gathered(x)
+        early, own = None if self.late else self.gathered(x), x.clone()
         for leaf, a in zip(leaves, at, strict=True):
 
             def value(a: int = a, leaf: torch.Tensor = leaf) -> torch.Tensor:
                 return (self.gathered(x) if early is None else early)[a : a + leaf.numel()].view(leaf.shape)
 
             self.flying[leaf.data_ptr()] = (leaf.fill_(torch.nan), value, [x])
+        if any(x.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() for leaf in leaves):
+            x.copy_(own)  # it lies where it belongs, and no message writes there
         return list(leaves)
 
     def targets(self) -> dict[Any, Callable[..., Any]]:
@@ -415,7 +431,7 @@ class World:
             ],
             c10d.all_reduce.default: self.all_reduce,
             c10d.all_reduce_.default: self.all_reduce_,
-            c10d.all_reduce_coalesced_.default: lambda xs, op, g: [self.all_reduce_(x, op, g) for x in xs],
+            c10d.all_reduce_coalesced_.default: lambda xs, op, g: [self.all_reduce_(x, op, g, xs) for x in xs],
             c10d.all_reduce_coalesced.default: lambda xs, op, g: [self.all_reduce(x, op, g, xs) for x in xs],
         }
 

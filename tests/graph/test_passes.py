@@ -33,16 +33,16 @@ from fzero.graph.ir import (
     results,
     sort,
     start_of,
-    storages,
     values,
 )
 from fzero.graph.ops import is_random, is_view, name_of
-from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, own_part, recompute, regather, schedule
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
 from fzero.graph.run._program import Program, SingleOperation, program_of
 from fzero.graph.run._segment import Segment
+from fzero.graph.storages import storages
 from fzero.graph.trace._trace import trace
 from tests.graph import graphs
 from tests.graph.graphs import (
@@ -64,6 +64,7 @@ from tests.graph.graphs import (
     users_reversed,
 )
 
+PLACES = (("g", 0),)  # of the only rank in a world of equal ones
 REUSES = (0, 16, 64, 96, math.inf)
 BUCKETS = (0, 40, 100, 300, 1 << 20)
 
@@ -91,6 +92,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
         "in_place": in_place,
         "gather_into": gather_into,
+        "own_part": lambda g: own_part(g, PLACES),
         "schedule": lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"]),
     }
     assert [*asked] == [row.name for row in PASSES], "a pass that no law sees"

@@ -19,7 +19,7 @@ from fzero.graph import _pipeline, passes
 from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
 from fzero.graph.ir import GATHER_INTO
-from fzero.graph.passes import bucket, donate, gather_into, in_place, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recompute, regather, schedule
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
@@ -38,7 +38,7 @@ def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
     """Run the passes as the list says, without it."""
     graph = recompute(graph) if choice.recompute else graph
     graph = donate(bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes), given.pairs, given.donated)
-    graph = graph if given.functional else gather_into(in_place(graph))
+    graph = graph if given.functional else own_part(gather_into(in_place(graph)), given.places)
     if choice.prefetch == FITTING:
         return schedule(graph, 1, choice.in_flight, choice.room)
     return schedule(graph, int(choice.prefetch), choice.in_flight)
@@ -60,7 +60,7 @@ REPLICATED = SHARDED._replace(stage=1)
 def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional):
     """Whatever choices came before: what they share is no other graph."""
     sample = build_chain(chain)
-    given = Given(tuple(sample.pairs), tuple(sample.donated), functional)
+    given = Given(tuple(sample.pairs), tuple(sample.donated), functional, (("g", 0),))
     pipeline = Pipeline(sample.graph, given)
     for choice in chosen:
         made = pipeline.run(choice)
@@ -95,7 +95,7 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
-    before = dict.fromkeys(("hoist", "regather", "bucket", "donate", "in_place", "gather_into"), reuses)
+    before = dict.fromkeys(("hoist", "regather", "bucket", "donate", "in_place", "gather_into", "own_part"), reuses)
     assert ran == before | {"schedule": len(found)}
 
 
@@ -170,7 +170,7 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]
     assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
-    text = (folder / "08_schedule.txt").read_text()
+    text = (folder / "09_schedule.txt").read_text()
     lines = text.splitlines()[4:]
     assert [int(line.split()[1].replace(",", "")) for line in lines][: len(plan.live)] == plan.live
     assert f"peak {plan.peak_bytes:,} bytes" in text and "helpers.py:" in text
@@ -186,7 +186,7 @@ def test_a_step_that_is_traced_again_is_dumped_beside_the_first(tmp_path):
     f(torch.ones(2))
     f(torch.ones(3))
     assert (tmp_path / "00_traced.txt").read_text() == first and "float32[2]" in first
-    assert "float32[3]" in (tmp_path / "trace_2" / "08_schedule.txt").read_text()
+    assert "float32[3]" in (tmp_path / "trace_2" / "09_schedule.txt").read_text()
     assert not (tmp_path / "trace_3").exists()
 
 

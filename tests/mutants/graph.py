@@ -5,8 +5,10 @@ from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, 
 RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
 CARRY, ON_GLOO = ("tests/graph/test_carry.py",), ("tests/distributed/test_gloo.py", "-k", "jit-2")
+BUFFERS = ("tests/_torch/test_buffers.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 LOOPS = ("tests/graph/test_loops.py",)
+OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
 
@@ -319,6 +321,79 @@ MUTANTS = [
         "writes = [n for n in graph.nodes if is_write(n)]",
         "writes = [n for n in graph.nodes if n.target is COPY]",
         GRAPH,
+    ),
+    Mutant(
+        "each rank updates the first part",
+        "graph/passes/_own_part.py",
+        "place[str(gather.args[2])] * values(new)",
+        "0 * values(new)",
+        OWN_PART,
+    ),
+    Mutant("the order of leaves is not looked at", "graph/passes/_own_part.py", "!= list(offsets)", "== []", OWN_PART),
+    Mutant(
+        "padding is taken for the unit's",
+        "graph/passes/_own_part.py",
+        "return leaves[0] if fills and",
+        "return leaves[0] if",
+        OWN_PART,
+    ),
+    Mutant(
+        "leaves of several buffers are taken for one",
+        "graph/passes/_own_part.py",
+        "one = len({storage_id(x) for x in found}) == 1 and",
+        "one =",
+        OWN_PART,
+    ),
+    Mutant(
+        "the old part is any concatenation in the buffer",
+        "graph/passes/_own_part.py",
+        "return end == part.storage_offset() + part.numel() and",
+        "return",
+        OWN_PART,
+    ),
+    Mutant(
+        "only the last write waits for readers",
+        "graph/passes/_schedule/_listing.py",
+        "            theirs = writers.get(s, ())",
+        "            theirs = writers.get(s, ())[-1:]",
+        OWN_PART,
+    ),
+    Mutant(
+        "a write before its readers stays there",
+        "graph/passes/_schedule/_listing.py",
+        "nodes = after_needs(nodes, readers)",
+        "nodes = nodes[:]",
+        OWN_PART,
+    ),
+    Mutant(
+        "a segment writes what it reads as another argument",
+        "graph/run/_cut.py",
+        "and _overwrites_unseen(n, groups[-1])",
+        "and False",
+        OWN_PART,
+    ),
+    Mutant(
+        "arguments side by side count twice",
+        "graph/storages.py",
+        "_computed(found, node, given)",
+        "_computed(found, node, {})",
+        OWN_PART,
+    ),
+    Mutant(
+        "a buffer with a gap is one",
+        "_torch/buffers.py",
+        "if tensors[i].storage_offset() != end:",
+        "if False:",
+        BUFFERS,
+    ),
+    Mutant("a buffer need not be full", "_torch/buffers.py", "if fills else None", "if True else None", BUFFERS),
+    Mutant("turned tensors fill a buffer", "_torch/buffers.py", "tensors[i].is_contiguous() and", "", BUFFERS),
+    Mutant(
+        "a trace is shared with leaves that lie otherwise",
+        "graph/trace/_key.py",
+        "tensors, arguments.buffers, values",
+        "tensors, (), values",
+        ON_GLOO,
     ),
     Mutant("leaves arrive in another layout", "graph/passes/_gather_into.py", "return dense and", "return", GRAPH),
     Mutant(

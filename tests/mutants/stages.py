@@ -8,9 +8,23 @@ STEP = "stages/_sharded_step.py"
 PARTITION = ("tests/stages/test_partition.py",)
 ERRORS = ("tests/test_errors.py",)
 
+SIDE_BY_SIDE = ("tests/init/test_side_by_side.py",)
 ATTACKED = ("tests/stages/test_attacked.py",)
 
 MUTANTS = [
+    # leaves side by side
+    Mutant("every leaf lies where the unit begins", "init/_side_by_side.py", "spec.offsets[index]", "0", SIDE_BY_SIDE),
+    Mutant("tied leaves come apart", "init/_side_by_side.py", "if index not in placed:", "if True:", SIDE_BY_SIDE),
+    Mutant(
+        "stage 0 lays leaves side by side",
+        STEP,
+        "if self.layout.params != self.layout.opt_state:",
+        "if True:",
+        SIDE_BY_SIDE,
+    ),
+    Mutant(
+        "all old leaves live on", "init/_side_by_side.py", "one.clear()", "leaves.append([*one.values()])", SIDE_BY_SIDE
+    ),
     # checksums
     Mutant("order is not in the checksum", "ranks/agreement.py", ".mul_(2).add_(1)", ".mul_(0).add_(1)", AGREEMENT),
     Mutant("blocks may change places", "ranks/agreement.py", "_FACTOR = 747796405", "_FACTOR = 1", AGREEMENT),

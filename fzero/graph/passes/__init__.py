@@ -6,8 +6,20 @@ from fzero.graph.passes._donate import donate
 from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._hoist import hoist
 from fzero.graph.passes._in_place import in_place
+from fzero.graph.passes._own_part import own_part
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule._schedule import schedule
 
-__all__ = ["bucket", "carry", "donate", "gather_into", "hoist", "in_place", "recompute", "regather", "schedule"]
+__all__ = [
+    "bucket",
+    "carry",
+    "donate",
+    "gather_into",
+    "hoist",
+    "in_place",
+    "own_part",
+    "recompute",
+    "regather",
+    "schedule",
+]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, aten, copied, is_input, results, storages
+from fzero.graph.ir import COPY, aten, copied, is_input, results
+from fzero.graph.storages import storages
 
 __all__ = ["donate"]
 

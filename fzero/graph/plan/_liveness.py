@@ -1,6 +1,7 @@
 """Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from fzero._torch import line_of
 from fzero.graph._wire import full_bytes, wire
 from fzero.graph.ir import (
     COPY,
-    Storages,
     awaited,
     collective_of,
     is_carried,
@@ -22,14 +22,13 @@ from fzero.graph.ir import (
     is_reduction,
     is_wait,
     nbytes,
-    storages,
-    storages_in,
     users_through_views,
     values,
 )
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear
 from fzero.graph.plan._workspace import workspace_bytes
+from fzero.graph.storages import Storages, storages, storages_in
 
 __all__ = [
     "A_TURN",
@@ -74,8 +73,9 @@ def live_ranges(graph: Graph) -> list[Range]:
     """
     lent, kinds = storages(graph), _kinds(graph)
     unnamed = _unnamed(list(graph.nodes), lent)
+    beside = Counter([s for n in graph.nodes if is_input(n) for s in lent.of[n]])
     named = [
-        r._replace(kind=node.meta.get("kind", "inputs"), label=node.meta.get("label", node.name))
+        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, beside[lent.of[node][0]] - 1))
         if is_input(node)
         else r._replace(kind=kinds[node], label=_label(node))
         for node, r in zip(lent.born, unnamed, strict=False)
@@ -201,6 +201,12 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 def peak_bytes(graph: Graph) -> int:
     """Return the most bytes that are alive at any time of a graph, its arguments included."""
     return max(live_in(list(graph.nodes)))
+
+
+def _argument(node: Node, others: int) -> str:
+    """Name an argument, and how many others lie beside it in its storage."""
+    label = node.meta.get("label", node.name)
+    return f"{label} and {others} beside it" if others else label
 
 
 def _label(node: Node) -> str:

@@ -6,7 +6,8 @@ from bisect import bisect_left
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait, users_through_views
+from fzero._torch import storage_id
+from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait, users_through_views, values
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view, name_of
 from fzero.graph.run._scalars import scalars
@@ -46,7 +47,7 @@ def cut(graph: Graph) -> list[list[Node]]:
             groups[place].append(n)
             continue
         mine = next((b for a in n.all_input_nodes if (b := _block(a))), "")
-        if mine and mine != block:
+        if (mine and mine != block) or (groups and not fresh and _overwrites_unseen(n, groups[-1])):
             block, fresh = mine, True
         if fresh:
             _begin_scalars(groups, places)
@@ -89,6 +90,20 @@ def _overwrites_for(node: Node, group: list[Node]) -> bool:
     return any(source_of(a) is written for n in group for a in n.all_input_nodes)
 
 
+def _overwrites_unseen(node: Node, group: list[Node]) -> bool:
+    """Return whether a node writes what a group has read as another argument: Inductor takes them for separate."""
+    if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
+        return False
+    storage = storage_id(node.meta["val"])
+    read = [a for n in group for a in n.all_input_nodes if any(storage_id(x) == storage for x in values(a))]
+    return not all(is_own_part(a) for a in read)
+
+
+def is_own_part(node: Node) -> bool:
+    """Return whether a node views a rank's own part of a unit (`passes.own_part`)."""
+    return node.meta.get("own_part", False)
+
+
 def runs_alone(node: Node) -> bool:
     """Return whether a node is compiled with no other: a collective, a wait, a loop, or a packing."""
     return is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
@@ -124,11 +139,13 @@ def source_of(node: Node) -> Node:
 def parts_of_arguments(graph: Graph) -> set[Node]:
     """List the views that cut an argument in several parts of one shape, as micro-batches are.
 
-    They become arguments of segments: with its place in the argument inside, no segment would equal another part's.
+    They become arguments of segments: with its place in the argument inside, no segment would equal another part's. So
+    does a rank's own part of a unit, which reaches beyond the leaf that it is a view of.
     """
     found: dict[tuple[Node, torch.Size], list[Node]] = {}
     for n in graph.nodes:
         argument = n.args[0] if name_of(n) == "slice" else None
         if isinstance(argument, Node) and is_input(argument):
             found.setdefault((argument, n.meta["val"].shape), []).append(n)
-    return {n for nodes in found.values() if len(nodes) > 1 for n in nodes}
+    own = {n for n in graph.nodes if is_own_part(n)}
+    return own | {n for nodes in found.values() if len(nodes) > 1 for n in nodes}

@@ -121,7 +121,7 @@ def program_of(graph: Graph) -> Program:
 
 def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     """Make an instruction of a node, and give its result a slot."""
-    arguments = Arguments(node.args, node.kwargs, {a: slot[a] for a in node.all_input_nodes})
+    arguments = Arguments(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
     slot[node] = len(slot)
     loop = loop_of(node)
     target = Turns(loop, program_of(loop.body)) if loop else node.target

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._torch import Buffer, buffers_of
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 
 __all__ = ["Arguments", "Place", "arguments_of", "blocks_of", "places_of"]
@@ -68,6 +69,11 @@ class Arguments:
     def tensors(self) -> list[torch.Tensor]:
         """The distinct tensors."""
         return [self.leaves[i] for i in self.where]
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Those of the distinct tensors that lie side by side: as `step.init` lays the leaves of a unit."""
+        return buffers_of(self.tensors)
 
     @cached_property
     def leaf_places(self) -> list[Place]:

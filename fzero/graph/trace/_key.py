@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._torch import Buffer
 from fzero.graph.trace._arguments import Arguments
 
 __all__ = ["Key", "changed", "key_of"]
@@ -16,6 +17,7 @@ class Key(NamedTuple):
         structure: of the arguments.
         index: which leaves are which distinct tensor; None for other leaves.
         tensors: of each distinct tensor its shape, dtype, strides, device and whether it requires grad.
+        buffers: which of them lie side by side.
         values: of each other leaf its type and value.
         settings: torch's settings on which a trace depends: default dtype, grad mode and autocast.
     """
@@ -23,6 +25,7 @@ class Key(NamedTuple):
     structure: Any
     index: tuple[int | None, ...]
     tensors: tuple[tuple[Any, ...], ...]
+    buffers: tuple[Buffer, ...]
     values: tuple[tuple[type, Any], ...]
     settings: tuple[Any, ...]
 
@@ -36,7 +39,7 @@ def key_of(arguments: Arguments) -> Key:
     tensors = tuple([(x.shape, x.dtype, x.stride(), x.device, x.requires_grad) for x in arguments.tensors])
     others = [x for x, number in zip(arguments.leaves, arguments.index, strict=True) if number is None]
     values = tuple([(type(x), x.hex() if isinstance(x, float) else x) for x in others])  # -0.0 == 0.0, and nan != nan
-    key = Key(arguments.structure, tuple(arguments.index), tensors, values, _settings())
+    key = Key(arguments.structure, tuple(arguments.index), tensors, arguments.buffers, values, _settings())
     try:
         hash(key)
     except TypeError as error:
@@ -68,6 +71,8 @@ def changed(old: Key, arguments: Arguments) -> str:
         if before != now:
             return f"{place} was {before.what}{before.more} and is {now.what}{now.more}"
     places = zip(arguments.leaf_places, old.index, new.index, strict=True)
+    if old.index == new.index:
+        return "the leaves of a unit lay side by side in memory, and do no longer, or the other way round"
     return next(f"{place} is tied to another tensor than before" for place, before, now in places if before != now)
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, Storages, is_cheap, is_gather, is_input, is_wait, is_write, start_of
+from fzero.graph.ir import COPY, after_needs, is_cheap, is_gather, is_input, is_wait, is_write, start_of
 from fzero.graph.ops import is_view
 from fzero.graph.passes._schedule._roles import Roles, roles, work_in_order
+from fzero.graph.storages import Storages
 
 __all__ = ["Rules", "listed", "rules_of"]
 
@@ -66,12 +67,15 @@ class State:
 def rules_of(graph: Graph, lent: Storages) -> Rules:
     """Find what an order of a graph obeys, if no gather starts ahead and no collective is on its way beside work."""
     nodes, readers = list(graph.nodes), _readers_of_overwritten(graph, lent)
+    index = {n: i for i, n in enumerate(nodes)}
+    if any(index[reader] > index[write] for write, before in readers.items() for reader in before):
+        nodes = after_needs(nodes, readers)
+        index = {n: i for i, n in enumerate(nodes)}
     writes: dict[Node, list[Node]] = {}
     for write, before in readers.items():
         for reader in before:
             writes.setdefault(reader, []).append(write)
     parts = roles(graph)
-    index = {n: i for i, n in enumerate(nodes)}
     return Rules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
 
 
@@ -182,7 +186,10 @@ def _readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Nod
     writes = [n for n in graph.nodes if is_write(n)]
     if not writes:
         return {}
-    writer = {s: w for w in writes for s in lent.of[w]}
+    writers: dict[int, list[Node]] = {}
+    for w in writes:
+        for s in dict.fromkeys(lent.of[w]):
+            writers.setdefault(s, []).append(w)
     found: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
@@ -190,6 +197,8 @@ def _readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Nod
         # a collective reads its operand until it is waited for
         read = lent.read_by(n) + (lent.read_by(start_of(n)) if is_wait(n) else [])
         for s in dict.fromkeys(read):
-            if s in writer and writer[s] is not n and not (is_wait(n) and writer[s] is start_of(n)):
-                found[writer[s]][n] = None
+            theirs = writers.get(s, ())  # of which one may be given another's result
+            if n not in theirs and not (is_wait(n) and start_of(n) in theirs):
+                for w in theirs:
+                    found[w][n] = None
     return {w: list(readers) for w, readers in found.items()}

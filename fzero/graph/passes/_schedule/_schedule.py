@@ -20,10 +20,11 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import Storages, parameter_gathers, reordered, storages
+from fzero.graph.ir import parameter_gathers, reordered
 from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
 from fzero.graph.passes._schedule._listing import Rules, listed, rules_of
 from fzero.graph.plan._liveness import live_in
+from fzero.graph.storages import Storages, storages
 
 __all__ = ["Orders", "schedule"]
 

@@ -1,0 +1,75 @@
+"""In which memory the values of a flat graph lie."""
+
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fzero._torch import storage_id
+from fzero.graph.ir import is_input, is_wait, values
+
+__all__ = ["Storages", "storages", "storages_in"]
+
+
+class Storages(NamedTuple):
+    """In which memory each value lies.
+
+    Attributes:
+        of: for each node, the storage of each tensor it computes.
+        size: bytes of each storage.
+        born: the node that allocates each storage.
+    """
+
+    of: dict[Node, tuple[int, ...]]
+    size: list[int]
+    born: list[Node]
+
+    def read_by(self, node: Node) -> list[int]:
+        """List the storages that a node's arguments lie in."""
+        return [s for a in node.all_input_nodes for s in self.of.get(a, ())]
+
+
+def storages(graph: Graph) -> Storages:
+    """Find the storage of every value: views share their base's, and a wait its collective's."""
+    return storages_in(graph.nodes)
+
+
+def storages_in(nodes: Iterable[Node]) -> Storages:
+    """Find the storage of every value of a graph whose nodes run in this order."""
+    found = Storages({}, [], [])
+    given: dict[int, int] = {}  # arguments that lie side by side share theirs
+    for node in nodes:
+        if node.op == "output":
+            continue
+        if is_input(node):
+            found.of[node] = _computed(found, node, given)
+        elif is_wait(node):
+            found.of[node] = found.of[node.all_input_nodes[0]]
+        elif node.target is operator.getitem and isinstance(node.args[0], Node):
+            found.of[node] = _item(found, node)
+        else:
+            lent = {storage_id(x): s for a in node.all_input_nodes for x, s in zip(values(a), found.of[a], strict=True)}
+            found.of[node] = _computed(found, node, lent)
+    return found
+
+
+def _item(found: Storages, node: Node) -> tuple[int, ...]:
+    (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
+    parts = source.meta["val"]
+    before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
+    return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
+
+
+def _computed(found: Storages, node: Node, lent: dict[int, int]) -> tuple[int, ...]:
+    """Return a node's storages: one that is `lent`, where the value is a view of it, else new ones."""
+    out = []
+    for x in values(node):
+        key = storage_id(x)
+        if key not in lent:
+            lent[key] = len(found.size)
+            found.size.append(x.untyped_storage().nbytes())
+            found.born.append(node)
+        out.append(lent[key])
+    return tuple(out)

@@ -1,0 +1,137 @@
+"""The own part of a unit is read and written where it lies: on graphs made by hand, in a world of equal ranks."""
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+import fzero
+from fzero import optim, tree
+from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
+from fzero.graph.ops import name_of
+from fzero.graph.passes import donate, gather_into, own_part, schedule
+from fzero.graph.plan._liveness import live_ranges, peak_bytes
+from fzero.graph.run._cut import cut, is_own_part
+from tests.graph import graphs
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+PLACES = (("g", 0),)
+SHAPES = [(2, 3), (2,), (4,), (6,)]  # two leaves of one unit, the gradient of the own part, and another argument
+BESIDE = {"apart": (), "other order": (1, 0), "two buffers": (3, 1)}
+CHANGES = ("", "masters", "read", "apart", "padded", "elsewhere", "other order", "two buffers", "another place")
+
+
+def step(change: str = "", metric: bool = False) -> Graph:
+    """Make a step of stage 1 for one unit of two leaves and two ranks, with something about it that may be otherwise.
+
+    Args:
+        change: "masters": nothing reads the old part; "read": something reads it once more, and a half of it; "apart":
+            the leaves do not lie side by side; "padded": the unit does not divide; "elsewhere": the group is none of
+            the mesh's; "other order": the leaves lie in another order than in the unit; "two buffers": the second leaf
+            lies in another buffer, at its place.
+        metric: whether the step returns the sum of a whole old leaf, too.
+    """
+    labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(4)]
+    b = graphs.Builder(2, shapes_of(change), labels, False, BESIDE.get(change, (0, 1)))
+    w, v, gradient, _ = b.inputs
+    k = b.numel(gradient)
+    pieces = [b(aten.slice.Tensor, b.flat(w), 0, 0, k)] if k < 6 else [b.flat(w)]
+    own = b(aten.cat.default, pieces)
+    new = gradient if change == "masters" else b(aten.sub.Tensor, own, gradient)
+    new = b(aten.mul.Tensor, new, 0.5)
+    full = b.gather(new, "elsewhere" if change == "elsewhere" else "g")
+    leaves = [b.fit(b(aten.slice.Tensor, full, 0, 0, 6), (2, 3)), b(aten.slice.Tensor, full, 0, 6, 6 + b.numel(v))]
+    half = b(aten.cat.default, [b(aten.slice.Tensor, b.flat(w), 0, 0, 2)])
+    more = [b(aten.sum.default, own), b(aten.sum.default, half)] if change == "read" else []
+    more += [b(aten.sum.default, b(aten.mul.Tensor, w, w))] if metric else []
+    return gather_into(donate(b.done([*leaves, *more]), [(0, 0), (1, 1)], [0, 1]))
+
+
+def shapes_of(change: str) -> list[tuple[int, ...]]:
+    return [(2, 3), (3,), (5,), (6,)] if change == "padded" else SHAPES
+
+
+def arguments(change: str) -> list[torch.Tensor]:
+    return graphs.arguments(shapes_of(change), BESIDE.get(change, (0, 1)))
+
+
+def views(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if is_own_part(n)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_results_are_the_same_to_the_bit(change):
+    before = step(change, metric=True)
+    places = (("g", 1),) if change == "another place" else PLACES
+    for in_flight in (0, 1):
+        graph = schedule(own_part(before, places), 0, in_flight)
+        for late in (False, True):
+            out = [x.clone() for x in graphs.run(graph, arguments(change), 2, late)]
+            expected = [x.clone() for x in graphs.run(schedule(before), arguments(change), 2, late)]
+            assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+@pytest.mark.parametrize("change", ["", "masters", "read"])
+def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
+    before = step(change)
+    after = own_part(before, PLACES)
+    (view,), (gather,) = views(after), [n for n in after.nodes if n.target is GATHER_INTO]
+    written = gather.args[0]
+    assert isinstance(written, Node) and written.target is COPY and written.args[0] is view
+    packs = [n for n in after.nodes if name_of(n) == "cat"]
+    assert len(packs) == (1 if change == "read" else 0)  # the half; the old part is not copied
+    assert (view.args[2], view.args[1], view.args[3]) == ([1], [4], 0)
+    taken = [sum(r.bytes for r in live_ranges(schedule(graph))) for graph in (before, after)]
+    assert taken[0] - taken[1] == (0 if change == "masters" else 16)
+    assert peak_bytes(schedule(after)) <= peak_bytes(schedule(before))
+
+
+def test_each_rank_updates_its_own_part():
+    (view,) = views(own_part(step(), (("g", 1),)))
+    assert view.args[3] == 4
+
+
+@pytest.mark.parametrize("change", ["apart", "padded", "elsewhere", "other order", "two buffers"])
+def test_other_units_keep_their_copies(change):
+    before = step(change)
+    assert graphs.lines(own_part(before, PLACES)) == graphs.lines(before)
+
+
+def test_the_old_part_is_read_before_it_is_overwritten():
+    graph = schedule(own_part(step("read", metric=True), PLACES))
+    order = list(graph.nodes)
+    write = next(i for i, n in enumerate(order) if n.target is COPY)
+    reads = [i for i, n in enumerate(order) if any(is_own_part(a) or is_input(a) for a in n.all_input_nodes)]
+    assert len(reads) == 7 and sum(i > write for i in reads) == 1  # the gather's
+
+
+def test_no_segment_reads_a_leaf_and_writes_the_part_of_it():
+    """Inductor takes two arguments for separate, and may do the one before the other."""
+    graph = own_part(step(metric=True), PLACES)
+    nodes = list(graph.nodes)
+    read = next(n for n in nodes if name_of(n) == "mul" and n.args[0] is n.args[1])
+    write = next(n for n in nodes if n.target is COPY)
+    ordered = schedule(graph)
+    home = {n.name: i for i, group in enumerate(cut(ordered)) for n in group}
+    assert home[read.name] < home[write.name]
+    alone = schedule(own_part(step(), PLACES))
+    home = {n.name: i for i, group in enumerate(cut(alone)) for n in group}
+    assert home[write.name] == home["sub_tensor"]  # it is compiled with what it writes
+
+
+def test_arguments_that_lie_side_by_side_are_one_storage_of_the_plan():
+    ranges = [r for r in live_ranges(step()) if r.start < 0]
+    assert [(r.label, r.bytes) for r in ranges] == [("0 and 1 beside it", 32), ("2", 16), ("3", 24)]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plan_without_a_world_is_that_of_leaves_side_by_side(stage):
+    """At `world_size=2` the blocks divide, and the head does not."""
+    mesh, opt = fzero.mesh(dp=4), optim.adamw(1e-2)
+    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh), backend="fx")
+    params, state = jitted.init(mlp_params(), opt)
+    batch = mesh.split(mlp_batch(8))
+    counts = []
+    for given in (params, tree.map(torch.clone, params)):
+        plan = fzero.plan(jitted, given, state, batch, world_size=2)
+        counts.append(sum(o.target == "aten.as_strided.default" for o in plan.operations))
+    assert counts == [2, 0]
