@@ -19,6 +19,7 @@ from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, vie
 from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, packed, preparing, unpacked
 from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
+from fzero._torch.recorder import OneNode
 from fzero._torch.tracing import (
     TRACING,
     DataDependentError,
@@ -37,6 +38,7 @@ __all__ = [
     "TRACING",
     "Buffer",
     "DataDependentError",
+    "OneNode",
     "OpOverload",
     "TorchDispatchMode",
     "allow_in_graph",

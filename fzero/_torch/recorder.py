@@ -3,10 +3,12 @@
 They were seen on torch 2.11 and 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
 """
 
+import contextlib
 import functools
 import operator
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +22,12 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
 )
 from torch.fx.traceback import annotate, get_current_meta
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Recorder", "is_users", "user_line"]
+from fzero._torch.buffers import storage_id
+
+__all__ = ["OneNode", "Recorder", "is_users", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -30,8 +35,8 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's nor fzero's, and code in it is not generated."""
-    return not file.startswith((_TORCH, _FZERO, "<"))
+    """Return whether a file is neither torch's nor fzero's nor contextlib, and code in it is not generated."""
+    return not file.startswith((_TORCH, _FZERO, "<")) and file != contextlib.__file__
 
 
 def user_line() -> str:
@@ -60,15 +65,54 @@ class Recorder(TorchDispatchMode):
             func = torch.ops.aten.zeros.default
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
-        if mode is not None and _is_plain(func):
+        if mode is None:  # within one node
+            return func(*args, **kwargs)
+        if _is_plain(func):
             try:
                 nodes = _nodes(mode.tracer, args), {name: _nodes(mode.tracer, x) for name, x in kwargs.items()}
             except _NotPlainError:
                 pass
             else:
                 return _record(mode.tracer, func, args, kwargs, nodes)
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
         with annotate({"line": user_line()}):
             return func(*args, **kwargs)
+
+
+class OneNode:
+    """A pure function of tensors that a Recorder records as one node, and not as the operations that it runs.
+
+    Elsewhere it is the function: in other traces, and where a transform of torch.func tracks its tensors. It returns
+    tensors of its own or, all of them, views of its first argument.
+
+    Attributes:
+        f: the function.
+        on_stand_ins: what a Recorder calls in its place: by default the function itself.
+    """
+
+    def __init__(self, f: Callable[..., Any], on_stand_ins: Callable[..., Any] | None = None) -> None:
+        self.f, self.on_stand_ins = f, on_stand_ins or f
+        self.__name__, self.__qualname__, self.__module__ = f.__name__, f.__qualname__, f.__module__
+        self.__doc__ = f.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function, recorded as one node if a Recorder knows its tensors."""
+        mode: Any = get_proxy_mode()
+        if mode is not None and any(isinstance(m, Recorder) for m in _get_current_dispatch_mode_stack()):
+            try:
+                nodes = _nodes(mode.tracer, args)
+            except _NotPlainError:
+                return self.f(*args)
+            return _record(mode.tracer, self, args, {}, (nodes, {}))
+        return self.f(*args)
+
+    def __repr__(self) -> str:
+        """Return a name that is the same in all processes."""
+        return f"{self.f.__module__}.{self.f.__qualname__}"
+
+    def __reduce__(self) -> str:
+        return self.f.__qualname__
 
 
 class _NotPlainError(Exception):
@@ -95,7 +139,7 @@ def _nodes(tracer: Any, x: Any) -> Any:
     """
     if isinstance(x, torch.Tensor):
         found = tracer.tensor_tracker.get(x) if type(x) is FakeTensor else None
-        if found is None:
+        if found is None or found.constant is not None:  # make_fx computes what is known of constants
             raise _NotPlainError
         return found.proxy.node
     if type(x) in (tuple, list):
@@ -109,13 +153,25 @@ def _nodes(tracer: Any, x: Any) -> Any:
     raise _NotPlainError
 
 
+def _forget_constants(tracer: Any, given: Sequence[torch.Tensor]) -> None:
+    """Forget the values of constants that data is written into: make_fx forgets those of the written view alone."""
+    found = [tracer.tensor_tracker.get(x) for x in given]
+    constants = [x.constant for x in found if x is not None and x.constant is not None]
+    if not constants or len(constants) == len(given):
+        return
+    written = {storage_id(x) for x in constants}
+    for x, known in list(tracer.tensor_tracker.items()):
+        if known.constant is not None and storage_id(known.constant) in written:
+            tracer.tensor_tracker[x] = _ProxyTensor(known.proxy, None)
+
+
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _record(tracer: Any, func: OpOverload, args: Any, kwargs: Any, nodes: Any) -> Any:
-    """Run an operation on stand-ins, and make it a node."""
+def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any) -> Any:
+    """Run an operation, or a function, on stand-ins, and make it a node."""
     with disable_proxy_modes_tracing():
-        out = func(*args, **kwargs)
+        out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
     meta = {**get_current_meta().get("custom", {}), "line": user_line()}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
@@ -144,5 +200,5 @@ def _snapshot(x: FakeTensor) -> FakeTensor:
 
 
 @functools.cache
-def _name(func: OpOverload) -> str:
-    return torch.fx.Graph()._target_to_str(func.overloadpacket.__name__)
+def _name(func: OpOverload | OneNode) -> str:
+    return torch.fx.Graph()._target_to_str((func.overloadpacket if isinstance(func, OpOverload) else func).__name__)

@@ -1,7 +1,6 @@
 """dump: the graph after each pass as a text file, and the peaks in a table."""
 
 import inspect
-import operator
 import os
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from fzero._torch import line_of
 from fzero.graph._pipeline import Choice, Passed, Pipeline
 from fzero.graph.ir import is_collective, shown
 from fzero.graph.loops import loop_of
+from fzero.graph.ops import title_of
 from fzero.graph.plan._liveness import live_bytes, live_ranges
 from fzero.ranks.mesh import Mesh
 
@@ -149,7 +149,7 @@ def _text(name: str, state: State, live: Sequence[int]) -> str:
 def _line(node: Node) -> str:
     """Describe a node: what it computes, its operation on which values, whose it is, and its source line."""
     given = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
-    target = "getitem" if node.target is operator.getitem else node.target
+    target = title_of(node)
     if loop := loop_of(node):
         target = f"a loop of {loop.turns} turns, in the folder {node.name}/, of"
     operation = f"{node.name} = {target}({', '.join(given)})"

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero._torch import OpOverload, c10d, graph_of
+from fzero._torch import OneNode, OpOverload, c10d, graph_of
 from fzero.collectives import gloo
 from fzero.graph.ops import is_known_cheap, is_view, is_viewing, lays_out
 
@@ -152,7 +152,9 @@ def is_cheap(node: Node) -> bool:
 def _is_cheap(operation: Any) -> bool:
     if operation is WAIT or operation in GATHERS or operation in REDUCTIONS or is_viewing(operation):
         return True
-    if not isinstance(operation, OpOverload) or operation.overloadpacket in flop_registry:
+    if isinstance(operation, OpOverload) and operation.overloadpacket in flop_registry:
+        return False
+    if not isinstance(operation, OpOverload | OneNode):
         return False
     return is_known_cheap(operation)
 

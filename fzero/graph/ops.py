@@ -7,12 +7,13 @@ and how many FLOPs it takes: there are no columns for that.
 import enum
 import functools
 import operator
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fzero._torch import OpOverload
+from fzero._torch import OneNode, OpOverload
 
 __all__ = [
     "OPERATIONS",
@@ -29,6 +30,7 @@ __all__ = [
     "lays_out",
     "leaves_memory_as_it_is",
     "name_of",
+    "title_of",
 ]
 
 
@@ -91,6 +93,8 @@ OPERATIONS: dict[str, Known] = {
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,
     "slice": BY_RANK,
+    "packed": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (layout/flat.py)
+    "unpacked": VIEW,
     "slice_scatter": CHEAP | COPIES,
     "slice_backward": CHEAP,
     "select_scatter": CHEAP,
@@ -145,7 +149,19 @@ OPERATIONS: dict[str, Known] = {
 
 def name_of(node: Node) -> str:
     """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
-    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+    return _name(node.target)
+
+
+def title_of(node: Node) -> str:
+    """Return what a reader may call a node's operation: "aten.mm.default", "getitem", a function's name."""
+    target = node.target
+    return getattr(target, "__name__", "") if isinstance(target, FunctionType | BuiltinFunctionType) else str(target)
+
+
+def _name(operation: Any) -> str:
+    if isinstance(operation, OpOverload):
+        return operation.overloadpacket.__name__
+    return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
 def _known(name: str) -> Known:
@@ -153,12 +169,14 @@ def _known(name: str) -> Known:
 
 
 def _row(node: Node) -> Known:
-    return _row_of(node.target) if isinstance(node.target, OpOverload) else Known.NOTHING
+    return _row_of(node.target)
 
 
-def is_known_cheap(operation: OpOverload) -> bool:
+def is_known_cheap(operation: OpOverload | OneNode) -> bool:
     """Return whether the table calls an operation cheap, or torch calls it pointwise."""
-    return Known.CHEAP in _row_of(operation) or (_works_by_element(operation) and not _draws(operation))
+    if Known.CHEAP in _row_of(operation):
+        return True
+    return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
 
 
 def is_factory(node: Node) -> bool:
@@ -198,7 +216,7 @@ def is_view(node: Node) -> bool:
 
 def is_viewing(operation: Any) -> bool:
     """Return whether an operation computes nothing but a view, or takes an item of a tuple."""
-    return operation is operator.getitem or (isinstance(operation, OpOverload) and _makes_view(operation))
+    return operation is operator.getitem or _makes_view(operation)
 
 
 def is_random(node: Node) -> bool:
@@ -215,8 +233,8 @@ def is_pointwise(node: Node) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _makes_view(operation: OpOverload) -> bool:
-    return operation.is_view or Known.VIEW in _known(operation.overloadpacket.__name__)
+def _makes_view(operation: Any) -> bool:
+    return (isinstance(operation, OpOverload) and operation.is_view) or Known.VIEW in _row_of(operation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -230,5 +248,5 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_of(operation: OpOverload) -> Known:
-    return _known(operation.overloadpacket.__name__)
+def _row_of(operation: Any) -> Known:
+    return _known(_name(operation))

@@ -58,6 +58,8 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
 def _item(found: Storages, node: Node) -> tuple[int, ...]:
     (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
     parts = source.meta["val"]
+    if len(found.of[source]) == len(parts):  # all are tensors
+        return (found.of[source][index],)
     before = sum(isinstance(x, torch.Tensor) for x in parts[:index])
     return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 

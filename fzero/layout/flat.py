@@ -4,8 +4,12 @@ Dimensions in front of a leaf's own, or of a buffer's one, are carried through: 
 simulation, put them there. They are written `..`.
 """
 
+import math
+from functools import partial
+
 import torch
 
+from fzero._torch import OneNode
 from fzero.collectives.table import Tensors
 from fzero.layout.spec import Spec
 
@@ -19,21 +23,58 @@ def _rows(spec: Spec, leaves: Tensors) -> tuple[int, ...]:
 
 def pack(spec: Spec, leaves: Tensors, padded: bool = True) -> torch.Tensor:
     """Concatenate a unit's leaves `[.., *shape]` into one buffer `[.., N k]` (without `padded`, `[.., numel]`)."""
-    rows = _rows(spec, leaves)
-    parts = [x.reshape((*rows, size)) for x, size in zip(leaves, spec.sizes, strict=True)]
-    padding = spec.shard_numel * spec.ranks - spec.numel
-    if padded and padding:
-        parts.append(leaves[0].new_zeros((*rows, padding)))
-    return torch.cat(parts, dim=len(rows))
+    padding = spec.shard_numel * spec.ranks - spec.numel if padded else 0
+    return packed(list(leaves), len(_rows(spec, leaves)), padding)
 
 
 def unpack(spec: Spec, buffer: torch.Tensor) -> list[torch.Tensor]:
     """View a unit's buffer `[.., N k]` as its leaves `[.., *shape]`; no copy."""
-    rows = buffer.shape[:-1]
-    return [
-        buffer.narrow(len(rows), offset, size).view((*rows, *shape))
-        for offset, size, shape in zip(spec.offsets, spec.sizes, spec.shapes, strict=False)
-    ]
+    return unpacked(buffer, list(spec.sizes), [list(shape) for shape in spec.shapes])
+
+
+@OneNode
+def packed(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
+    """Concatenate tensors, flattened behind their first `rows` dimensions, and then `padding` zeros."""
+    parts = [x.reshape((*x.shape[:rows], x.shape[rows:].numel())) for x in leaves]
+    if padding:
+        parts.append(leaves[0].new_zeros((*leaves[0].shape[:rows], padding)))
+    return torch.cat(parts, dim=rows)
+
+
+def _strided(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
+    """Do what `unpacked` does, on a stand-in: by one operation a part."""
+    if buffer.dim() > 1 or not buffer.is_contiguous():
+        return unpacked.f(buffer, sizes, shapes)
+    at, found = buffer.storage_offset(), []
+    for size, shape in zip(sizes, shapes, strict=True):
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        found.append(buffer.as_strided(shape, strides, at))
+        at += size
+    return found
+
+
+@partial(OneNode, on_stand_ins=_strided)
+def unpacked(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
+    """View the parts of a buffer `[.., n]` that begin one after the other, as tensors `[.., *shape]`."""
+    rows, at, found = buffer.shape[:-1], 0, []
+    for size, shape in zip(sizes, shapes, strict=True):
+        found.append(buffer.narrow(len(rows), at, size).view((*rows, *shape)))
+        at += size
+    return found
+
+
+def packed_by_copies(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
+    """Do what `packed` does, on tensors that no transform tracks, with no memory but the result's."""
+    if not padding and all(x.is_contiguous() for x in leaves):
+        return packed.f(leaves, rows, padding)
+    front = leaves[0].shape[:rows]
+    sizes = [x.shape[rows:].numel() for x in leaves]
+    buffer, at = leaves[0].new_empty((*front, sum(sizes) + padding)), 0
+    for x, size in zip(leaves, sizes, strict=True):
+        buffer.narrow(rows, at, size).view(x.shape).copy_(x)
+        at += size
+    buffer.narrow(rows, at, padding).zero_()
+    return buffer
 
 
 def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tensor:

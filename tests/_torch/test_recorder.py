@@ -1,6 +1,7 @@
 """The private torch API that records operations: what fails here says what broke when torch changed."""
 
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from fzero import _torch
 from fzero._torch import recorder
+from fzero.layout.flat import packed
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -58,6 +60,17 @@ def known(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [x * (size + 1).item(), y + size]
 
 
+def constants(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Write known numbers into constants through views of them, and read them."""
+    number, row, flag = torch.tensor(3.0), torch.tensor([1.0]), torch.tensor([True])
+    number.view(1).mul_(2)
+    torch.add(number.unsqueeze(0), 1, out=number.unsqueeze(0))
+    row[0] = 5.0
+    row.detach().add_(1)
+    flag[0] = False
+    return [x * number.item(), x * row.item(), -x if flag else x]
+
+
 def described(graph: Graph) -> list[Any]:
     """List what a graph computes, in order, and which of its values share memory."""
     memory: dict[int, int] = {}
@@ -90,10 +103,28 @@ def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
     return mine.graph, other.graph
 
 
-@pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, known])
+@pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, known, constants])
 def test_a_trace_is_what_make_fx_records(f):
     mine, other = both(f, torch.randn(4, 4), torch.randn(4, 4))
     assert described(mine) == described(other)
+
+
+def test_numbers_that_are_written_through_views_are_read():
+    x = torch.randn(4, 4)
+    gm = _torch.trace(lambda x: constants(x, x), _torch.fake_like([x]))
+    assert all(torch.equal(a, b) for a, b in zip(gm(x), [7 * x, 6 * x, x], strict=True))
+
+
+def test_a_constant_that_data_is_written_into_has_no_value_to_read():
+    """make_fx alone would read the old one."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        row = torch.tensor([1.0])
+        row[0] = x[0]
+        return [x * row.item()]
+
+    with pytest.raises(_torch.DataDependentError):
+        _torch.trace(f, _torch.fake_like([torch.ones(2)]))
 
 
 def test_operations_are_recorded_without_make_fx(monkeypatch):
@@ -124,3 +155,50 @@ def test_nodes_say_their_line_and_what_the_user_notes():
     sin, cos = [n for n in _torch.trace(f, _torch.fake_like([torch.ones(2)])).graph.nodes if n.op == "call_function"]
     assert [_torch.line_of(n).split(":")[0] for n in (sin, cos)] == [__file__, __file__]
     assert sin.meta["custom"]["mine"] == 3 and "mine" not in cos.meta["custom"]
+
+
+def halves(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x[:1] * 1, x[1:] * 1]
+
+
+one_node = _torch.OneNode(halves)
+
+
+def calls(graph: Graph) -> list[Any]:
+    return [n.target for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def test_a_function_is_recorded_as_one_node_whose_results_are_its_items():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        first, second = one_node(x.sin())
+        return [first, second.cos()]
+
+    gm = _torch.trace(f, _torch.fake_like([torch.ones(4)]))
+    assert calls(gm.graph) == [torch.ops.aten.sin.default, one_node, torch.ops.aten.cos.default]
+    (node,) = [n for n in gm.graph.nodes if n.target is one_node]
+    assert [tuple(x.shape) for x in node.meta["val"]] == [(1,), (3,)]
+    assert _torch.line_of(node).split(":")[0] == __file__
+    x = torch.randn(4)
+    assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
+
+
+def test_one_node_that_a_transform_tracks_is_the_operations_that_it_runs():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            torch.func.vmap(lambda row: torch.cat(one_node(row)))(x),
+            torch.func.grad(lambda v: one_node(v)[0].sum())(x[0]),
+        ]
+
+    gm = _torch.trace(f, _torch.fake_like([torch.ones(2, 4)]))
+    assert one_node not in calls(gm.graph)
+    x = torch.randn(2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
+
+
+def test_in_another_trace_one_node_is_the_operations_that_it_runs():
+    assert one_node not in calls(make_fx(lambda x: one_node(x), tracing_mode="fake")(torch.ones(4)).graph)
+
+
+def test_one_node_has_one_name_in_all_processes():
+    assert repr(one_node) == f"{__name__}.halves" and one_node.__name__ == "halves"
+    assert pickle.loads(pickle.dumps(packed)) is packed

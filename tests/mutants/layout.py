@@ -1,8 +1,55 @@
 """Faults in fzero/layout."""
 
-from tests.mutants.mutant import AXES, HALF, WRITES, Mutant
+from tests.mutants.mutant import AXES, GRAPH, HALF, WRITES, Mutant
+
+FLAT, RECORDER = ("tests/layout/test_flat.py",), ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
+    # a unit as one buffer
+    Mutant("a pack leaves its padding out", "layout/flat.py", "    if padding:", "    if False:", FLAT),
+    Mutant("padding is what the memory held", "layout/flat.py", "at, padding).zero_()", "at, padding).fill_(7)", FLAT),
+    Mutant(
+        "a stand-in's parts begin where its memory does",
+        "layout/flat.py",
+        "at, found = buffer.storage_offset(), []",
+        "at, found = 0, []",
+        FLAT,
+    ),
+    Mutant(
+        "an executor packs as a trace does",
+        "graph/run/_pieces.py",
+        "{**gloo.INSTEAD, packed: packed_by_copies}",
+        "{**gloo.INSTEAD}",
+        FLAT,
+    ),
+    Mutant(
+        "every item lies where the first does",
+        "graph/storages.py",
+        "(found.of[source][index],)",
+        "(found.of[source][0],)",
+        GRAPH,
+    ),
+    Mutant(
+        "constants are recorded as data",
+        "_torch/recorder.py",
+        "if found is None or found.constant is not None:",
+        "if found is None:",
+        RECORDER,
+    ),
+    Mutant(
+        "a constant keeps its value when data is written into it",
+        "_torch/recorder.py",
+        "if known.constant is not None and storage_id(known.constant) in written:",
+        "if False:",
+        RECORDER,
+    ),
+    Mutant(
+        "other traces record one node, too",
+        "_torch/recorder.py",
+        "any(isinstance(m, Recorder) for m in _get_current_dispatch_mode_stack())",
+        "True",
+        RECORDER,
+    ),
     Mutant("drop the padding", "layout/spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
     Mutant(
         "origin that outlives a change",

@@ -26,7 +26,7 @@ from fzero.graph.ir import (
     values,
 )
 from fzero.graph.loops import Loop, loop_of
-from fzero.graph.ops import is_linear
+from fzero.graph.ops import is_linear, is_view
 from fzero.graph.plan._workspace import workspace_bytes
 from fzero.graph.storages import Storages, storages, storages_in
 
@@ -113,7 +113,8 @@ def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     """Find for each storage the place of the last node that needs it; the number of nodes for results."""
     stop = [position[n] for n in lent.born]
     for node, i in position.items():
-        held = [s for a in node.all_input_nodes for s in lent.of[a]]
+        # the parts that a view cuts a value in lie in one storage
+        held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
         for source in _sources(node):  # it holds what the collective was given
             held += [] if is_carried(source) else lent.read_by(collective_of(source))
         for s in held:

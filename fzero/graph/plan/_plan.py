@@ -16,6 +16,7 @@ from fzero._torch import line_of
 from fzero.graph._wire import elements, wire
 from fzero.graph.ir import flops, is_collective, values
 from fzero.graph.loops import loop_of
+from fzero.graph.ops import title_of
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
@@ -258,7 +259,7 @@ def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Reje
 
 
 def _operation(node: Node, times: int) -> Operation:
-    target = f"a loop of {loop.turns} turns" if (loop := loop_of(node)) else str(node.target)
+    target = f"a loop of {loop.turns} turns" if (loop := loop_of(node)) else title_of(node)
     return Operation(node.name, target, line_of(node), flops(node), times)
 
 

@@ -111,7 +111,7 @@ def runs_alone(node: Node) -> bool:
 
 def _packs(node: Node) -> bool:
     """Return whether a node packs a unit's gradients: Inductor would take the buffer as soon as the first is there."""
-    users = users_through_views(node) if name_of(node) == "cat" else []
+    users = users_through_views(node) if name_of(node) in ("cat", "packed") else []
     return bool(users) and all(is_reduction(u) for u in users)
 
 

@@ -8,15 +8,18 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fzero._torch import profiling
-from fzero.collectives.gloo import INSTEAD
+from fzero.collectives import gloo
 from fzero.graph.ir import copied
 from fzero.graph.loops import loop_of
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._loop import running
 from fzero.graph.run._program import Program, Turns
 from fzero.graph.run._segment import Segment
+from fzero.layout.flat import packed, packed_by_copies
 
 __all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked"]
+
+INSTEAD = {**gloo.INSTEAD, packed: packed_by_copies}  # what runs in place of what was traced
 
 
 @dataclass(frozen=True)
