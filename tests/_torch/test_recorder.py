@@ -202,3 +202,16 @@ def test_in_another_trace_one_node_is_the_operations_that_it_runs():
 def test_one_node_has_one_name_in_all_processes():
     assert repr(one_node) == f"{__name__}.halves" and one_node.__name__ == "halves"
     assert pickle.loads(pickle.dumps(packed)) is packed
+
+
+def test_an_item_after_one_that_is_none_is_the_right_one():
+    def f(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        none, slope, _ = torch.ops.aten.convolution_backward(
+            y, x, x[:1], None, [1], [0], [1], False, [0], 1, [False, True, False]
+        )
+        assert none is None
+        return [slope]
+
+    x, y = torch.randn(4, 1, 4), torch.randn(4, 1, 1)
+    gm = _torch.trace(f, _torch.fake_like([x, y]))
+    assert torch.equal(gm(x, y)[0], f(x, y)[0])

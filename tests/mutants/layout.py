@@ -44,6 +44,13 @@ MUTANTS = [
         RECORDER,
     ),
     Mutant(
+        "items are counted without those that are none",
+        "_torch/recorder.py",
+        "for i, x in enumerate(out):",
+        "for i, x in enumerate([y for y in out if y is not None]):",
+        RECORDER,
+    ),
+    Mutant(
         "other traces record one node, too",
         "_torch/recorder.py",
         "any(isinstance(m, Recorder) for m in _get_current_dispatch_mode_stack())",
