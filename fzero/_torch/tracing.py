@@ -126,11 +126,18 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
         with _Assignments(), Recorder():
             return f(*xs)
 
+    # within the stand-ins' mode, so that nothing is computed and no random number drawn
+    # anomaly mode would read every gradient for NaNs; there are no values yet
+    quiet = torch.autograd.set_detect_anomaly(False)
+    with preserve_node_meta(), _compiling(), quiet, _mode_of(fakes), _without_values():
+        return _make_fx(with_lines, fakes)
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Raise a `DataDependentError` where torch needs the value of a tensor, which a stand-in has not."""
     try:
-        # within the stand-ins' mode, so that nothing is computed and no random number drawn
-        # anomaly mode would read every gradient for NaNs; there are no values yet
-        with preserve_node_meta(), _compiling(), torch.autograd.set_detect_anomaly(False), _mode_of(fakes):
-            return _make_fx(with_lines, fakes)
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
     except RuntimeError as error:
@@ -152,9 +159,13 @@ def recorded() -> list[torch.fx.Node]:
 
 
 def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Trace a graph again with every in-place operation replaced by one that makes a new value."""
+    """Trace a graph again with every in-place operation replaced by one that makes a new value.
+
+    Raises:
+        DataDependentError: if it reads the value of a constant that data was written into.
+    """
     run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
-    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes):
+    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes), _without_values():
         return _make_fx(run, fakes)
 
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.nn import functional
 
+import fzero
 from fzero import _torch
 from fzero._torch import recorder
 from fzero.layout.flat import packed
@@ -123,8 +124,14 @@ def test_a_constant_that_data_is_written_into_has_no_value_to_read():
         row[0] = x[0]
         return [x * row.item()]
 
-    with pytest.raises(_torch.DataDependentError):
-        _torch.trace(f, _torch.fake_like([torch.ones(2)]))
+    def g(x: torch.Tensor) -> list[torch.Tensor]:
+        row = torch.tensor([1.0])
+        torch._foreach_copy_([row], [x[:1]])
+        return [x * row.item()]
+
+    for step in (f, g):
+        with pytest.raises(RuntimeError, match="the step reads the value of a tensor in Python"):
+            fzero.jit(step, backend="fx")(torch.ones(2))
 
 
 def test_operations_are_recorded_without_make_fx(monkeypatch):

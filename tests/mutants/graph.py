@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "anomaly mode reads stand-ins",
         "_torch/tracing.py",
-        "torch.autograd.set_detect_anomaly(False), ",
-        "",
+        "quiet = torch.autograd.set_detect_anomaly(False)",
+        "quiet = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled())",
         JIT,
     ),
     Mutant(

@@ -1,7 +1,8 @@
 """trace: a function of tensors as one flat, functional graph, and errors for what a graph cannot hold."""
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,20 +47,15 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         check_gradients(xs, labels)
         return out
 
-    with _record.record() as log:
-        try:
-            gm = _torch.trace(pure, fakes)
-        except _torch.DataDependentError as error:
-            raise RuntimeError(
-                f"fzero.jit: the step reads the value of a tensor in Python ({error}) at {error.line}; a graph is "
-                "traced before values are known. Use torch.where, keep it a tensor, or return it and read it there"
-            ) from error
+    with _record.record() as log, _explained():
+        gm = _torch.trace(pure, fakes)
     say_what_is_written(gm.graph)
     _check_constants(gm)
     check_writes(gm.graph, labels)
     written = {n: into for n in gm.graph.nodes if (into := writes(n))}
     if written and not without_writes(gm.graph, written):
-        gm = _torch.functional(gm, fakes)
+        with _explained():
+            gm = _torch.functional(gm, fakes)
     gm.graph.eliminate_dead_code()
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
@@ -67,6 +63,19 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     _name_collectives(traced.graph, log.order)
     _check_captured(traced)
     return traced._replace(graph=with_loops(traced.graph))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to do where a step reads the value of a tensor."""
+    try:
+        yield
+    except _torch.DataDependentError as error:
+        where = f" at {error.line}" if error.line else ""
+        raise RuntimeError(
+            f"fzero.jit: the step reads the value of a tensor in Python ({error}){where}; a graph is traced before "
+            "values are known. Use torch.where, keep it a tensor, or return it and read it there"
+        ) from error
 
 
 def _check_constants(gm: GraphModule) -> None:
