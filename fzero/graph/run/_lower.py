@@ -1,5 +1,6 @@
 """Executors: four ways to run a scheduled graph, each in exactly its order."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -73,7 +74,9 @@ def _auto(graph: Graph, mesh: Mesh | None) -> Executable:
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
-    runs = auto(one_by_one(graph), program, codes, start(cold, 1 if cold else 0, nice=10), mesh)
+    workers = start(cold, 1 if cold else 0, nice=10)
+    runs = auto(one_by_one(graph), program, codes, workers, mesh)
+    weakref.finalize(runs, workers.stop)  # a step may be let go while they compile
     return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 
 
