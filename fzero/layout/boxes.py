@@ -33,6 +33,10 @@ class _Box:
         """Return all that tells this box from another, for messages."""
         return repr(self)
 
+    def whole_numel(self) -> int:
+        """Count the elements that it stands for in its tree: for those of a unit, its first place counts all."""
+        return 0
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         box = next((x for x in tree.flatten([args, kwargs], is_box)[0] if isinstance(x, cls)), None)
@@ -69,6 +73,39 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "
     setattr(_Box, f"__{_name}__", _refusing(_name))
 
 
+class _Leaf(_Box):
+    """The place of a cut leaf, which answers for the leaf as it was before it was cut, as torch's DTensor does."""
+
+    __slots__ = ()
+    index = 0  # of the leaf in its unit
+
+    @property
+    def spec(self) -> Spec:
+        """How the unit is cut."""
+        return spec_of(self.uid)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole leaf at this place."""
+        _check_kept(self)
+        return torch.Size(self.spec.whole_shapes[self.index])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the whole leaf."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameter at this place."""
+        _check_kept(self)
+        return self.spec.dtype
+
+    def numel(self) -> int:
+        """Count the elements of the whole leaf."""
+        return self.shape.numel()
+
+
 class _Origin(NamedTuple):
     """The whole leaves that a shard was cut from, and what an in-place write into the shard would change."""
 
@@ -76,8 +113,10 @@ class _Origin(NamedTuple):
     written: Written | None  # None while Dynamo traces, which cannot ask
 
 
-class Shard(_Box):
+class Shard(_Leaf):
     """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
+
+    It stands at the place of the unit's first leaf, and answers `shape`, `dtype`, `device` and `numel()` for that leaf.
 
     Attributes:
         data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
@@ -111,9 +150,14 @@ class Shard(_Box):
         return self._origin.leaves
 
     @property
-    def spec(self) -> Spec:
-        """How the unit is cut."""
-        return spec_of(self.uid)
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements, which for moments may be another than the parameter's."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the elements are."""
+        return self.data.device
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -127,6 +171,11 @@ class Shard(_Box):
         axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
         return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
+
+    def whole_numel(self) -> int:
+        """Count the elements of the unit's whole leaves."""
+        _check_kept(self)
+        return sum(torch.Size(shape).numel() for shape in self.spec.whole_shapes)
 
     def describe(self) -> str:
         """Return all that tells this shard from another, for messages."""
@@ -152,7 +201,7 @@ def give_up(box: "Shard | PerRank", note: str) -> None:
     box.donated = note
 
 
-class Slot(_Box):
+class Slot(_Leaf):
     """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
     __slots__ = ("index", "uid")
@@ -160,11 +209,6 @@ class Slot(_Box):
     def __init__(self, uid: int, index: int) -> None:
         self.uid = uid
         self.index = index
-
-    @property
-    def spec(self) -> Spec:
-        """How the unit is cut."""
-        return spec_of(self.uid)
 
     def __repr__(self) -> str:
         return f"Slot({self.spec.unit!r}, {self.index})"
@@ -197,6 +241,10 @@ class PerRank(_Box):
     def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
         self.value = value
         self.axes = (axes,) if isinstance(axes, str) else axes
+
+    def whole_numel(self) -> int:
+        """Count the elements of its value."""
+        return tree.numel(self.value)
 
     def __repr__(self) -> str:
         shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)

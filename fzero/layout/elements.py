@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["elements"]
+__all__ = ["elements", "put_elements"]
 
 
 def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -16,12 +16,20 @@ def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return torch.cat(parts) if parts else x.new_empty(0)
 
 
+def put_elements(x: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Copy `values` `[n]` into a tensor, from its element `start` on in row-major order, and no copy of the rest."""
+    at = 0
+    for part in _slices(x, start, start + values.numel()):
+        part.copy_(values[at : at + part.numel()].view(part.shape))
+        at += part.numel()
+
+
 def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
     """List views of a tensor that hold these elements: whole rows, and at either end a part of one."""
     if start >= stop:
         return []
     if x.ndim < 2:
-        return [x.reshape(-1)[start:stop]]
+        return [x[start:stop] if x.ndim else x]
     row = x[0].numel()
     first, last = -(-start // row), stop // row  # whole rows: from the first to before the last
     if first > last:  # all in one row

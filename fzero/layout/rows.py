@@ -22,7 +22,7 @@ from fzero.collectives.table import ALONE, Along, OfUnit, Row, Tensors, add_row,
 from fzero.layout import flat
 from fzero.layout.spec import Spec, spec_of, unit_axes
 
-__all__ = ["apply_over_unit_axes", "apply_to_unit"]
+__all__ = ["NO_AXIS", "apply_over_unit_axes", "apply_to_unit"]
 
 
 def _spec(options: OfUnit) -> Spec:
@@ -184,14 +184,14 @@ add_row(
 
 # ---------------------------------------------------------------- over one axis after the other
 
-_NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
+NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
 # after the slowest axis the unit is one tensor [k], for which these rows of single tensors do
 _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
 
 
 def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row of units over one axis after the other: the slowest cuts the unit, the others its shards."""
-    first, *rest = axes or [_NO_AXIS]
+    first, *rest = axes or [NO_AXIS]
     if name == "gather":  # the way back
         for a in rest[::-1]:
             xs = apply(a.token, "all_gather", a.binding, Along(-1), *xs)

@@ -120,8 +120,11 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
     first: dict[int, int] = {}  # id of a whole leaf -> its position
     for position, x in enumerate(entries):
-        if isinstance(x, torch.Tensor) and leaves[first.setdefault(id(x), position)] != leaves[position]:
-            raise ValueError(_conflict(paths[first[id(x)]], paths[position]))
+        if isinstance(x, torch.Tensor):
+            tied = first.setdefault(id(x), position)
+            if leaves[tied] != leaves[position]:
+                raise ValueError(_conflict(paths[tied], paths[position]))
+            out[position] = out[tied]  # one object, so that a map over both trees keeps the tie
     for uid, box, members in cut_units(paths, entries):
         by_index: dict[int, float] = {}
         for position, index in members:

@@ -27,7 +27,7 @@ def check_optimizer(opt: Any, stage: int, on_shards: bool) -> None:
     if elementwise is False:
         raise ValueError(
             f"stage={stage} runs the optimizer on flat shards, and this one declares elementwise=False: "
-            "it needs whole leaves; use stage=0"
+            "it needs whole leaves; give them to it with optim.whole(opt), or use stage=0"
         )
 
 
@@ -43,14 +43,24 @@ def noted(make: Callable[[], Any]) -> Any:
 
 def check_device(params: Any, opt_state: Any) -> None:
     """Check that no state was made without memory for parameters that have it."""
-    paths, leaves, _ = tree.flatten_with_paths(opt_state)
-    real = not any(x.is_meta for x in tree.tensors(params))
-    for path, x in zip(paths, leaves, strict=True) if real else ():
-        if isinstance(x, torch.Tensor) and x.is_meta:
-            raise ValueError(
-                f"opt_state leaf {path!r} is on the meta device, and the parameters have values: call step.init "
-                'outside `with torch.device("meta")`'
-            )
+    if not any(x.is_meta for x in tree.tensors(params)):
+        check_memory("opt_state", opt_state)
+
+
+def check_memory(what: str, values: Any) -> None:
+    """Check that no leaf of a tree is on the meta device, beside parameters that have values.
+
+    Raises:
+        ValueError: if one is. Names it.
+    """
+    if not any(x.is_meta for x in tree.tensors(values)):
+        return
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    path = next(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor) and x.is_meta)
+    raise ValueError(
+        f"{what} leaf {path!r} is on the meta device, and the parameters have values: give step.init the module "
+        "itself, or a function that makes zeros, and then read the parameters into what it returned"
+    )
 
 
 def check_no_torch_optimizer(train_step: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 from fzero.stages._checks import check_arguments, check_params, check_results, check_tree, check_unwritten
 from fzero.stages._layouts import STAGES, StageLayouts
-from fzero.stages._optimizer import check_device, check_optimizer, noted
+from fzero.stages._optimizer import check_device, check_memory, check_optimizer, noted
 from fzero.stages._state_bytes import state_bytes
 from fzero.stages._values import as_value, copied_from, is_like
 from fzero.transforms._gather import assemble, replicate
@@ -94,6 +94,8 @@ class ShardedStep:
                 "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, or "
                 "a function that makes the parameters"
             )
+        for i, x in enumerate(args):
+            check_memory(f"argument {i}", x)
         return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -153,6 +153,15 @@ def test_what_is_no_plain_operation_is_left_to_make_fx():
     assert not recorder._is_plain(torch.ops.higher_order.cond) and not recorder._is_plain(aten.equal.default)
 
 
+def test_nodes_say_whether_they_are_of_a_backward_pass():
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.func.grad(lambda x: (x.sin() * x).sum())(x).exp()]
+
+    graph = _torch.trace(f, _torch.fake_like([torch.ones(3)])).graph
+    of = {str(n.target): _torch.is_backward(n) for n in graph.nodes if n.op == "call_function"}
+    assert of["aten.cos.default"] and not of["aten.sin.default"] and not of["aten.exp.default"]
+
+
 def test_nodes_say_their_line_and_what_the_user_notes():
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.fx.traceback.annotate({"mine": 3}):

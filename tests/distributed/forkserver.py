@@ -29,6 +29,7 @@ PRELOAD = (
     "transformers",
     "tests.distributed.axes_cases",
     "tests.distributed.cases",
+    "tests.distributed.checkpoint_cases",
     "tests.distributed.jit_cases",
     "tests.distributed.training_cases",
 )

@@ -4,14 +4,24 @@ and what goes with it."""
 
 import pytest
 
-from tests.distributed import axes_cases, cases, jit_cases, training_cases
+from tests.distributed import axes_cases, cases, checkpoint_cases, jit_cases, training_cases
 from tests.distributed.launch import python, torchrun, world
 
-MODULES = {"core": cases, "jit": jit_cases, "axes": axes_cases, "training": training_cases}
-SLOW = [pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4") for name in ("core", "jit", "training")]
+MODULES = {
+    "core": cases,
+    "jit": jit_cases,
+    "axes": axes_cases,
+    "training": training_cases,
+    "checkpoint": checkpoint_cases,
+}
+SLOW = [
+    pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4") for name in ("core", "jit", "training", "checkpoint")
+]
 
 
-@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("axes", 4), *SLOW])
+@pytest.mark.parametrize(
+    "name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("axes", 4), *SLOW]
+)
 def test_gloo_processes(name, ranks):
     module = MODULES[name]
     check(ranks, module.__name__, [case for case in module.CASES if case not in getattr(module, "SLOW", ())])

@@ -6,7 +6,11 @@ import torch
 
 import fzero
 from fzero import optim, tree
+from fzero.ranks.texts import gather_texts
 from fzero.testing import assert_trees_close
+from tests.debug.test_nonfinite import batch as nonfinite_batch
+from tests.debug.test_nonfinite import line_of, log_of_negative, overflow, root_of_zero, train_step_of
+from tests.debug.test_nonfinite import params as nonfinite_params
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.test_precision import integers, step_of, token_loss, wide_norm
@@ -99,6 +103,89 @@ def unequal_token_counts_make_one_mean(mesh: fzero.Mesh) -> None:
             step = fzero.shard(train_step, stage=stage, mesh=mesh)
             *_, loss, grads = step(*step.init(params, opt), mesh.split(batch))
             assert_trees_close((loss, step.gather(grads)), expected)
+
+
+@case
+def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.Mesh) -> None:
+    """All ranks get one report: that of the rank that began, and not of those that a collective spread it to."""
+    opt, last = optim.adam(0.1), mesh.size - 1
+    for stage in range(4):
+        for loss, operation in ((log_of_negative, "log"), (root_of_zero, "div"), (overflow, "exp")):
+            step = fzero.shard(train_step_of(loss, 2 if stage else 1), stage, mesh)
+            state, x = step.init(nonfinite_params(), opt), nonfinite_batch(mesh.size)
+            assert fzero.debug.nonfinite(step)(*state, mesh.split(x)).finite
+            x[-1, -1] = -2 if loss is log_of_negative else -1
+            found = fzero.debug.nonfinite(step)(*state, mesh.split(x))
+            assert found.origin is not None and found.origin.ranks == (last,), found
+            assert (found.origin.operation, found.origin.line) == (operation, line_of(loss)), found
+            texts = gather_texts(str(found), mesh, "report")
+            assert len(set(texts)) == 1 and "result 0, leaf 'n'" in found.results, texts
+        mine = mesh.local(torch.full((2, 3), torch.nan if mesh.rank == last else 1.0))
+        found = fzero.debug.nonfinite(step)(*state, mine)
+        assert found.origin is not None and found.origin.leaf == "argument 2" and found.rank == last, found
+    found = fzero.debug.nonfinite(mesh.spmd(lambda x: fzero.psum(x.sum())))(mesh.local(torch.tensor([40000.0]).half()))
+    assert found.origin is not None and found.origin.ranks == tuple(range(mesh.size)), found
+    found = fzero.debug.nonfinite(mesh.spmd(fzero.psum))(mesh.local(torch.tensor(-torch.inf)))
+    assert found.origin is not None and found.origin.leaf == "argument 0" and found.rank == 0, found
+
+
+@case
+def matrices_are_dealt_to_their_owners(mesh: fzero.Mesh) -> None:
+    """Muon on processes equals lockstep and unsharded training, eager and jitted, as does a pair on whole leaves."""
+    muon = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
+    for opt in (muon, optim.whole(optim.lamb(1e-2, eps=1e-3))):
+        train_step = train_step_for(mlp_loss, opt)
+        for stage in range(4):
+            step = fzero.shard(train_step, stage, mesh, check=True)
+            jitted = fzero.jit(step, backend="fx")
+            state, fast = step.init(mlp_params(), opt), jitted.init(mlp_params(), opt)
+            expected = (mlp_params(), opt.init(mlp_params()))
+            for i in range(2):
+                batch = mlp_batch(6 * mesh.size, seed=i)
+                with fzero.record() as log:
+                    *state, _ = step(*state, mesh.split(batch))
+                *fast, _ = jitted(*fast, mesh.split(batch))
+                *expected, _ = train_step(*expected, batch)
+            exchanges = [e for e in log.metrics if e.kind == "all_to_all"]
+            assert len(exchanges) == (2 if opt is muon and stage and mesh.size > 1 else 0)
+            assert_trees_close(step.gather(tuple(state)), tuple(expected), rtol=1e-11)
+            assert_trees_close(step.gather(tuple(fast)), tuple(expected), rtol=1e-11)
+
+
+@case
+def each_process_loads_its_own_rows(mesh: fzero.Mesh) -> None:
+    """Of the global batch that a simulation sees; and means and predictions are the simulation's."""
+    alike = fzero.mesh(dp=mesh.size, simulate="vmap")
+    seen: list[int] = []
+
+    class Own(list):
+        def __getitem__(self, i: int) -> torch.Tensor:  # pyright: ignore
+            seen.append(i)
+            return torch.tensor([float(i), 1.0])
+
+    def pairs(mesh: fzero.Mesh) -> fzero.data.Batches:
+        return fzero.data.batches(Own(range(4 * mesh.size + 1)), mesh, global_batch=2 * mesh.size, seed=3)
+
+    for i, batch in pairs(mesh).steps(1, 4):
+        assert len(seen) == 2, "and nobody else's"
+        seen.clear()
+        assert torch.equal(batch.value, pairs(alike)[i].value[mesh.rank])
+        seen.clear()
+    w = {"w": torch.tensor([0.5, -3.0])}
+
+    def of(mesh: fzero.Mesh) -> tuple[float, list[float]]:
+        step = fzero.shard(lambda p, s, x: (p, s), 3, mesh)
+        params, _ = step.init(w, optim.sgd(0.1))
+        measure = fzero.evaluate(step, lambda params, x: (x @ params["w"]).abs())
+        say = fzero.predict(step, lambda params, x: x @ params["w"])
+        batches = list(fzero.data.once(Own(range(2 * mesh.size + 1)), mesh, global_batch=2 * mesh.size))
+        mean = fzero.data.mean(measure(params, *pair) for pair in batches)
+        return mean, torch.cat([say(params, batch)[: int(rows)] for batch, rows in batches]).tolist()
+
+    mean, said = of(mesh)
+    expected = [0.5 * i - 3 for i in range(2 * mesh.size + 1)]
+    assert said == of(alike)[1] == expected
+    assert abs(mean - sum(map(abs, expected)) / len(expected)) < 1e-6
 
 
 if __name__ == "__main__":

@@ -1,7 +1,39 @@
 """Faults, one line each, that the tests must catch: a table for each folder of fzero."""
 
-from tests.mutants import collectives, graph, layout, nn, optim, others, random, ranks, stages, transforms
+from tests.mutants import (
+    checkpoint,
+    collectives,
+    dcp,
+    debug,
+    graph,
+    hf,
+    layout,
+    nn,
+    optim,
+    others,
+    random,
+    ranks,
+    road,
+    stages,
+    transforms,
+)
 from tests.mutants.mutant import Mutant
 
-TABLES = (layout, collectives, transforms, optim, graph, random, ranks, nn, stages, others)
+TABLES = (
+    layout,
+    collectives,
+    transforms,
+    optim,
+    graph,
+    random,
+    ranks,
+    nn,
+    stages,
+    checkpoint,
+    hf,
+    dcp,
+    debug,
+    road,
+    others,
+)
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

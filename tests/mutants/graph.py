@@ -4,15 +4,46 @@ from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, 
 
 RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
+ARRIVING = ("tests/graph/run/test_loop.py",)
 CARRY, ON_GLOO = ("tests/graph/test_carry.py",), ("tests/distributed/test_gloo.py", "-k", "jit-2")
 BUFFERS = ("tests/_torch/test_buffers.py",)
 COMPILE = ("tests/graph/test_compile.py",)
+PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
+WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
+    Mutant(
+        "reductions cast nothing",
+        "graph/plan/_workspace.py",
+        "return 0 if dtype is x.dtype else",
+        "return 0 and",
+        WORKSPACE,
+    ),
+    Mutant(
+        "a mean of halves is one of halves",
+        "graph/plan/_workspace.py",
+        "aten.mean and dtype.itemsize == 2",
+        "aten.mean and dtype.itemsize == 1",
+        WORKSPACE,
+    ),
+    Mutant(
+        "a GPU's kernels cast like a CPU's",
+        "graph/plan/_workspace.py",
+        'any(x.device.type != "cpu" for x in given)',
+        "not given",
+        WORKSPACE,
+    ),
+    Mutant(
+        "a convolution lays nothing out anew",
+        "graph/plan/_workspace.py",
+        "return max(nbytes(*given[:2]), nbytes(*values(node)))",
+        "return 0",
+        WORKSPACE,
+    ),
     Mutant(
         "prefetch one more",
         "graph/passes/_schedule/_ahead.py",
@@ -119,6 +150,8 @@ MUTANTS = [
         ON_GLOO,
     ),
     Mutant("the first turn finds ones", "graph/run/_loop.py", "shape, -0.0,", "shape, 1.0,", ON_GLOO),
+    Mutant("the first turn finds zeros", "graph/run/_loop.py", "shape, -0.0,", "shape, 0.0,", ARRIVING),
+    Mutant("the first turn finds float32", "graph/run/_loop.py", "-0.0, dtype=dtype,", "-0.0,", ARRIVING),
     Mutant(
         "operands of other turns take nothing",
         "graph/plan/_liveness.py",
@@ -138,6 +171,16 @@ MUTANTS = [
         "graph/plan/_liveness.py",
         ' if node.op == "output" else []',
         " if False else []",
+        CARRY,
+    ),
+    Mutant(
+        "what is carried takes no time", "graph/plan/_cost.py", "if is_carried(node) and not first:", "if False:", CARRY
+    ),
+    Mutant(
+        "the first turn waits for another",
+        "graph/plan/_cost.py",
+        "if is_carried(node) and not first:",
+        "if is_carried(node):",
         CARRY,
     ),
     Mutant("all schedules carry, it is said", "graph/_choose.py", "if _carries(c.graph)]", "]", CARRY),
@@ -657,7 +700,31 @@ MUTANTS = [
         "any(is_reduction(n) for n in graph.nodes)",
         LOOPS,
     ),
-    Mutant("a summary counts one turn", "graph/plan/_plan.py", "c.bytes * c.times", "c.bytes", LOOPS),
+    Mutant(
+        "a plan takes the backward pass for the forward",
+        "_torch/recorder.py",
+        "_current_graph_task_id() != -1",
+        "_current_graph_task_id() == -2",
+        PLAN,
+    ),
+    Mutant("updates are of the backward pass", "graph/plan/_phases.py", ' if n in needed else "update"', "", PLAN),
+    Mutant(
+        "a next micro-batch is backward", "graph/plan/_phases.py", "elif n in needed and flops(n):", "elif False:", PLAN
+    ),
+    Mutant(
+        "blocks are not folded",
+        "graph/plan/_text.py",
+        "pattern if len(found) > 1 else",
+        "pattern if len(found) > 99 else",
+        PLAN,
+    ),
+    Mutant(
+        "a summary counts one turn",
+        "graph/plan/_text.py",
+        "sum(c.bytes * c.times for c in found)",
+        "sum(c.bytes for c in found)",
+        LOOPS,
+    ),
     Mutant(
         "what the first micro-batch leaves behind is every one's",
         "graph/trace/_loops.py",

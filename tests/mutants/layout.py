@@ -5,6 +5,27 @@ from tests.mutants.mutant import AXES, GRAPH, HALF, WRITES, Mutant
 FLAT, RECORDER = ("tests/layout/test_flat.py",), ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
+    Mutant(
+        "a slot is the unit's first leaf",
+        "layout/boxes.py",
+        "self.spec.whole_shapes[self.index]",
+        "self.spec.whole_shapes[0]",
+        ("tests/layout/test_answers.py",),
+    ),
+    Mutant(
+        "a moment has its parameter's dtype",
+        "layout/boxes.py",
+        "        return self.data.dtype",
+        "        return self.spec.dtype",
+        ("tests/layout/test_answers.py",),
+    ),
+    Mutant(
+        "a part of a leaf is the leaf",
+        "layout/boxes.py",
+        "for shape in self.spec.whole_shapes)",
+        "for shape in self.spec.shapes)",
+        ("tests/layout/test_answers.py",),
+    ),
     # a unit as one buffer
     Mutant("a pack leaves its padding out", "layout/flat.py", "    if padding:", "    if False:", FLAT),
     Mutant("padding is what the memory held", "layout/flat.py", "at, padding).zero_()", "at, padding).fill_(7)", FLAT),

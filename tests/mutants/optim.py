@@ -1,6 +1,6 @@
 """Faults in fzero/optim."""
 
-from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, Mutant
+from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, WHOLE, Mutant
 
 MUTANTS = [
     Mutant(
@@ -20,6 +20,40 @@ MUTANTS = [
         "totals = psum(torch.cat(list(own.values())), axes)",
         "totals = torch.cat(list(own.values()))",
         PAIRS,
+    ),
+    Mutant(
+        "an owner gets another's matrix",
+        "layout/deals.py",
+        "for p in parts[rank]:\n            found",
+        "for p in parts[0]:\n            found",
+        WHOLE,
+    ),
+    Mutant(
+        "pieces go back to the wrong place",
+        "layout/deals.py",
+        "narrow(-1, done[p.matrix], p.size)",
+        "narrow(-1, 0, p.size)",
+        WHOLE,
+    ),
+    Mutant("all matrices meet on rank 0", "layout/deals.py", "% self.ranks][s]", "* 0][s]", WHOLE),
+    Mutant("padding of a shard is sent", "layout/deals.py", "if at > end:", "if False:", WHOLE),
+    Mutant(
+        "the state of a whole pair is kept whole",
+        "optim/_whole.py",
+        "known.unit if leaf.ndim else None",
+        "None",
+        WHOLE,
+    ),
+    Mutant(
+        "a split matrix is taken for whole",
+        "optim/_owners.py",
+        "for axis, dim in reversed(kind):",
+        "for axis, dim in ():",
+        WHOLE,
+    ),
+    Mutant("Muon's rate is not scaled", "optim/_muon.py", "math.sqrt(max(1, rows / columns))", "1.0", WHOLE),
+    Mutant(
+        "tied leaves part at a table of numbers", "layout/segments.py", "out[position] = out[tied]", "pass", OPTIM_LAWS
     ),
     Mutant("a trust ratio of zero", "optim/_lamb.py", "(norm == 0) | (step_norm == 0)", "step_norm == 0", PAIRS),
     Mutant("a mask of whole units", "optim/_masked.py", "return torch.where(mask != 0, x, y)", "return x", PAIRS),

@@ -3,6 +3,20 @@
 from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Mutant
 
 MUTANTS = [
+    Mutant(
+        "Dynamo is imported with fzero",
+        "_torch/dynamo.py",
+        "import importlib.abc\n",
+        "import importlib.abc\nimport torch._dynamo\n",
+        ("tests/test_import.py",),
+    ),
+    Mutant(
+        "Dynamo is not told",
+        "_torch/dynamo.py",
+        "            module.allow_in_graph(f)",
+        "            pass",
+        ("tests/test_import.py",),
+    ),
     Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
     Mutant("an axis leaks", "axes/scope.py", "_SCOPES.stack.pop()", "pass"),
     Mutant("results need no check", "axes/replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),

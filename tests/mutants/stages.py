@@ -67,7 +67,13 @@ MUTANTS = [
     Mutant("results have a graph", STEP, "(False), torch.no_grad():", "(False):", GIVEN),
     Mutant("results of inference mode", STEP, "with torch.inference_mode(False), ", "with ", GIVEN),
     Mutant("a unit on two devices", "init/_build.py", "if device != devices[0]:", "if False:", GIVEN),
-    Mutant("a state without memory", "stages/_optimizer.py", "if real else ()", "if False else ()", GIVEN),
+    Mutant(
+        "a state without memory",
+        "stages/_optimizer.py",
+        "    if not any(x.is_meta for x in tree.tensors(params)):\n",
+        "    if False:\n",
+        GIVEN,
+    ),
     # partition
     Mutant("like= is not compared", "init/_like.py", "(tuple(x.shape), x.dtype) != wanted", "False", PARTITION),
     Mutant("tied leaves may differ", "init/_like.py", "if x is not y and tensors", "if False and tensors", PARTITION),

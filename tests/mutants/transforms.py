@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "lose the remembered gradient",
-        "transforms/_gather.py",
+        "layout/gathering.py",
         "return (None, None, shard,",
         "return (None, None, shard * 0,",
     ),

@@ -1,0 +1,221 @@
+"""The command `python -m fzero.checkpoint`: list, verify, compare and export checkpoints."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fzero.checkpoint._diff import differences
+from fzero.checkpoint._error import CheckpointError
+from fzero.checkpoint._export import export
+from fzero.checkpoint._files import Files, files_at
+from fzero.checkpoint._folder import read_whole, step_name, step_numbers
+from fzero.checkpoint._look import verify
+from fzero.checkpoint._manifest import MANIFEST, Manifest
+
+__all__ = ["main"]
+
+DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these words, those of the process if None, and return its exit code."""
+    words = _parser().parse_args(argv)
+    try:
+        return words.run(words)
+    except (CheckpointError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fzero.checkpoint", description="List, verify, compare and export.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any], int], text: str, *paths: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=text)
+        for path in paths:
+            found.add_argument(path, metavar=path.upper())
+        found.set_defaults(run=run)
+        return found
+
+    ls = command("ls", _ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
+    ls.add_argument("--limit", type=_count, metavar="N", help="list the first N leaves")
+    command("verify", _verify, "Read a checkpoint, or all of a run's folder, and compare each checksum.", "path")
+    command("diff", _diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
+    text = "Write the leaves, whole, to a file of safetensors, to model.safetensors in a folder, or as torch.save does."
+    out = command("export", _export, text, "path", "out")
+    out.add_argument("--prefix", default="", help="write what lies below this path, such as params, named from there")
+    out.add_argument("--dtype", choices=DTYPES, help="cast floating point leaves")
+    out.add_argument("--torch", action="store_true", help="write a file for torch.load; it takes memory for all leaves")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of leaves: give 0 or more")
+    return int(text)
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def _print(table: Table) -> None:
+    """Print a table: as wide as the terminal, or as it is into a file."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=10_000)
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("step", "size", "ranks", "leaves", "bytes") else "left")
+    return table
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, and yield what is called with the bytes that are done and those of all."""
+    console = Console(stderr=True)
+    columns = [TextColumn(what, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _mesh(manifest: Manifest) -> str:
+    return ", ".join([f"{name}={size}" for name, size in manifest.cut.mesh])
+
+
+def _date(manifest: Manifest) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written))
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def _steps(path: str) -> list[int]:
+    """List the steps of a run's folder; none if it is one checkpoint.
+
+    Raises:
+        CheckpointError: if it is neither.
+    """
+    files = files_at(path)
+    if files.size(MANIFEST) is not None:
+        return []
+    steps = step_numbers(files)
+    if not steps:
+        raise CheckpointError(f"{files.path!r} is no checkpoint, and no run's: it has no {MANIFEST}, and no step-*")
+    return steps
+
+
+def _one(path: str) -> str:
+    """Return the path of one checkpoint.
+
+    Raises:
+        CheckpointError: if it is a run's.
+    """
+    steps = _steps(path)
+    if steps:
+        raise CheckpointError(f"{path!r} has the checkpoints of a run: give one, such as its {step_name(steps[-1])}")
+    return path
+
+
+def _ls(words: Any) -> int:
+    files, steps = files_at(words.path), _steps(words.path)
+    if not steps:
+        _ls_one(files, words.limit)
+        return 0
+    table = _table("step", "date", "size", "ranks", "mesh", "leaves", "state")
+    for step in steps:
+        try:
+            manifest = read_whole(files.at(step_name(step)))
+        except CheckpointError as error:
+            table.add_row(str(step), "", "", "", "", "", Text(str(error)))
+            continue
+        cut = manifest.cut
+        row = decimal(manifest.nbytes), str(cut.ranks), _mesh(manifest), str(len(cut.number)), "whole"
+        table.add_row(str(step), _date(manifest), *row)
+    _print(table)
+    return 0
+
+
+def _ls_one(files: Files, limit: int | None) -> None:
+    manifest = read_whole(files)
+    cut = manifest.cut
+    table = _table("path", "dtype", "shape", "bytes", "")
+    rows = []
+    for path, i in cut.number.items():
+        leaf = cut.leaves[i]
+        note = f"is {cut.ties[path]}" if path in cut.ties else "differs by rank" if leaf.per_rank else ""
+        rows.append((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape)), f"{leaf.nbytes:,}", note))
+    rows += [(path, "value", "", "", repr(value)[:80]) for path, value in cut.values.items()]
+    rows.sort()
+    for row in rows[:limit]:
+        table.add_row(*[Text(x) for x in row])
+    ranks = f"{cut.ranks} ranks ({_mesh(manifest)})" if cut.mesh else "1 process"
+    what = f"{len(cut.number)} leaves and {len(cut.values)} values"
+    print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {what}, whole")
+    _print(table)
+    if limit is not None and limit < len(rows):
+        print(f"and {len(rows) - limit} more")
+
+
+def _verify(words: Any) -> int:
+    files, steps = files_at(words.path), _steps(words.path)
+    failed = 0
+    for step in steps or [None]:
+        here = files if step is None else files.at(step_name(step))
+        try:
+            with _bar(here.path) as progress:
+                done = verify(here.path, progress)
+            print(f"{here.path}: whole, {done:,} bytes")
+        except CheckpointError as error:
+            if step is not None and step not in step_numbers(files):
+                print(f"{here.path}: let go meanwhile")
+                continue
+            failed += 1
+            print(" ".join(str(error).split()), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _diff(words: Any) -> int:
+    one, other = _one(words.a), _one(words.b)
+    table = _table("path", "a", "b", "elements that differ", "largest difference")
+    with _bar("diff") as progress:
+        for d in differences(one, other, progress):
+            count = "" if d.count is None else f"{d.count:,}"
+            largest = "" if d.largest is None else f"{d.largest:.6g}"
+            table.add_row(*[Text(x) for x in (d.path, d.one or "missing", d.other or "missing", count, largest)])
+    if not table.row_count:
+        print("the same leaves and values, bit for bit")
+        return 0
+    _print(table)
+    return 1
+
+
+def _export(words: Any) -> int:
+    dtype = DTYPES[words.dtype] if words.dtype else None
+    with _bar("export") as progress:
+        file, names = export(
+            _one(words.path), words.out, prefix=words.prefix, dtype=dtype, as_torch=words.torch, progress=progress
+        )
+    print(f"{file}: {len(names)} leaves")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

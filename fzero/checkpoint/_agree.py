@@ -1,0 +1,222 @@
+"""How the ranks of a save or a load agree: one small collective on the caller's thread, and then reports by the store.
+
+Nothing after `agree` is a collective, so a save may go on in a thread beside a step that has collectives of its own.
+A rank that fails says so, and all ranks raise. Keys have a nonce: torchrun's store outlives its processes.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import DistError
+
+from fzero._torch import default_store
+from fzero.checkpoint._error import CheckpointError, DamagedError
+from fzero.checkpoint._manifest import File
+from fzero.ranks.agreement import numbers_of_all, texts_of_all
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["Reports", "agree", "all_or_none", "check_same"]
+
+T = TypeVar("T")
+_POLL = 0.005  # seconds
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def all_or_none(what: str, run: Callable[[], T], mesh: Mesh | None) -> T:
+    """Run something on all ranks, which raises on all if it does on one.
+
+    Raises:
+        CheckpointError: if it raised on another rank; a `DamagedError` if it did on each rank where it raised. On a
+            rank where it raised, its own error.
+    """
+    result, error = _tried(run)
+    if mesh is not None and mesh.distributed:
+        kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
+        kinds = [kind for (kind,) in numbers_of_all(torch.tensor([kind]), mesh)]
+        if any(kinds):
+            _raise_together(what, error, kinds, mesh)
+    if error is not None:
+        raise error
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _raise_together(what: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
+    """Raise an error of one kind on all ranks: what its text says on the first that has it, or the own one."""
+    texts = texts_of_all("" if error is None else _line(error), mesh)
+    first = kinds.index(max(kinds))
+    if error is None or kinds[mesh.rank] < max(kinds):
+        kind = DamagedError if max(kinds) == 1 else CheckpointError
+        raise kind(f"{what}: rank {first} failed: {texts[first]}") from error
+
+
+def check_same(what: str, text: bytes, mesh: Mesh | None) -> None:
+    """Check that all ranks ask for the same.
+
+    Raises:
+        CheckpointError: on all ranks, if one does not. Names it.
+    """
+    if mesh is None or not mesh.distributed:
+        return
+    sums = [n for (n,) in numbers_of_all(torch.tensor([zlib.crc32(text)]), mesh)]
+    other = [r for r, n in enumerate(sums) if n != sums[0]]
+    if other:
+        raise CheckpointError(f"{what}: rank {other[0]} gives another tree, or other names, than rank 0")
+
+
+def _tried(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return run(), None
+    except Exception as error:
+        return None, error
+
+
+def agree(what: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "Reports":
+    """Find out whether all ranks do the same, and agree on a nonce: rank 0's.
+
+    Args:
+        what: what they do, for messages.
+        describe: returns what must be the same on all; what it raises is raised, and told to the others.
+        nonce: 16 hexadecimal digits.
+        mesh: the ranks.
+        timeout: how long to wait for another rank's report, in seconds.
+
+    Raises:
+        CheckpointError: if it differs, or `describe` raised on another rank.
+    """
+    text = all_or_none(what, describe, mesh)
+    if mesh is None or not mesh.distributed:
+        return Reports(nonce, 0, 1, None, timeout)
+    halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # since there are int64 only
+    everyones = numbers_of_all(torch.tensor([zlib.crc32(text), *halves]), mesh)
+    nonce = "".join([f"{half:08x}" for half in everyones[0][1:]])
+    reports = Reports(nonce, mesh.rank, mesh.size, default_store(), timeout)
+    other = [r for r, numbers in enumerate(everyones) if numbers[0] != everyones[0][0]]
+    if other:
+        reports.tell("tree", text.decode())
+        one, another = [reports.heard("tree", r) for r in (0, other[0])]
+        raise CheckpointError(
+            f"{what}: rank {other[0]} gives another tree, or another folder, than rank 0: "
+            f"{_named(one, another, other[0]) or _difference(one, another)}"
+        )
+    return reports
+
+
+def _named(one: str, other: str, rank: int) -> str:
+    """Say which value or leaf differs, if the texts are a folder's name and a manifest each; else nothing."""
+    if not all("\n{" in x for x in (one, other)):
+        return ""
+    (folder, one), (folder_of_other, other) = [x.split("\n", 1) for x in (one, other)]
+    if folder != folder_of_other:
+        return f"{folder!r} on rank 0 and {folder_of_other!r} on rank {rank}"
+    manifests = [json.loads(x) for x in (one, other)]
+    for kind, word in (("leaves", "leaf"), ("values", "value")):
+        a, b = [_by_path(manifest, kind) for manifest in manifests]
+        path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
+        if path is not None:
+            on = [str(x[path]) if path in x else "missing" for x in (a, b)]
+            return f"{word} {path!r} is {on[0][:80]} on rank 0 and {on[1][:80]} on rank {rank}"
+    return ""
+
+
+def _by_path(manifest: Any, kind: str) -> dict[str, str]:
+    """Return a manifest's leaves, or its values, as text."""
+    if kind == "values":
+        return {path: repr(x) for path, x in manifest["values"].items()}
+    return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in manifest["leaves"]}
+
+
+def _difference(one: str, other: str) -> str:
+    """Show where two texts begin to differ."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(at - 40, 0)
+    return f"...{one[start : at + 40]!r}... and ...{other[start : at + 40]!r}..."
+
+
+class Reports:
+    """What the ranks tell one another by the store, under keys that nobody else has.
+
+    Attributes:
+        nonce: of these ranks' common work.
+    """
+
+    def __init__(self, nonce: str, rank: int, ranks: int, store: Any, timeout: float) -> None:
+        self.nonce = nonce
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+        # a connection of its own: one that waits would keep the process groups from theirs
+        self._store = store.clone() if hasattr(store, "clone") else store
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which commits."""
+        return self._rank == 0
+
+    def tell(self, topic: str, text: str) -> None:
+        """Publish something for the others."""
+        if self._store is not None:
+            self._store.set(self._key(topic, self._rank), text)
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"fzero/{self.nonce}/{topic}/{rank}"
+
+    def heard(self, topic: str, rank: int, end: float | None = None) -> str:
+        """Wait for what a rank tells, and return it.
+
+        Raises:
+            CheckpointError: if it tells nothing in time.
+        """
+        key = self._key(topic, rank)
+        end = time.monotonic() + self._timeout if end is None else end
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() > end:
+                    raise CheckpointError(f"rank {rank} was not heard of within {self._timeout:g} s")
+                time.sleep(_POLL)
+            return self._store.get(key).decode()
+        except DistError as error:
+            raise CheckpointError(f"the world's store is gone: rank 0 ended ({_line(error)[:80]})") from error
+
+    def lead(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
+        """Work, hear from all others, and commit if nobody failed; tell them how it went, and return that."""
+        done, error = _tried(work)
+        errors = [] if error is None else [f"rank 0: {_line(error)}"]
+        end = time.monotonic() + self._timeout
+        for r in range(1, self._ranks):
+            told, silent = _tried(lambda r=r: json.loads(self.heard("done", r, end)))
+            errors += [_line(silent)] if silent is not None else []
+            errors += [f"rank {r}: {told['error']}"] if told and told["error"] else []
+            if told and done is not None:
+                done.update({int(k): File(*v) for k, v in told["files"].items()})
+        if done is not None and not errors:
+            _, error = _tried(lambda: commit(done))
+            errors = [] if error is None else [f"rank 0: {_line(error)}"]
+        self.tell("committed", "; ".join(errors))
+        self._wait_until_heard()
+        return "; ".join(errors)
+
+    def _wait_until_heard(self) -> None:
+        """Wait until all others have read how it went: this process may keep the store, and end now."""
+        keys = [self._key("heard", r) for r in range(1, self._ranks)]
+        end = time.monotonic() + min(self._timeout, 10)
+        while keys and not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(_POLL)
+
+    def follow(self, work: Callable[[], dict[int, File]]) -> str:
+        """Work, tell rank 0 what was done, and return how it went.
+
+        Raises:
+            CheckpointError: if rank 0 does not say.
+        """
+        done, error = _tried(work)
+        told = {"error": "" if error is None else _line(error), "files": {k: list(v) for k, v in (done or {}).items()}}
+        self.tell("done", json.dumps(told))
+        text = self.heard("committed", 0, time.monotonic() + self._timeout + 30)
+        self.tell("heard", "")
+        return text

@@ -1,0 +1,278 @@
+"""How a tree lies on the ranks of a mesh, in numbers alone: what a manifest says, and what a rank reads and writes.
+
+A cut tree keeps its structure, so a leaf has one path at every stage and on every mesh. A unit is flat, so what a rank
+holds of a leaf is one range of it. So a cut is a rule: a few numbers for each unit, whatever the number of ranks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.checkpoint._blocks import Block, Range, whole
+from fzero.layout.spec import Split
+
+__all__ = ["ALIGNMENT", "Cut", "Group", "Leaf", "Piece"]
+
+ALIGNMENT = 64  # bytes; data begins at a multiple of it in a file
+
+
+class Leaf(NamedTuple):
+    """A leaf as the user knows it.
+
+    Attributes:
+        path: its keys, joined by dots.
+        shape: of all of it.
+        dtype: of its elements.
+        per_rank: whether it is a `PerRank` value: row r is that of rank r.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_rank: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of it."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class Group(NamedTuple):
+    """Leaves that are concatenated, and cut in equal parts.
+
+    Attributes:
+        leaves: their numbers.
+        axes: over whose ranks the parts are; none if each rank holds all.
+        shard: elements of a part, padding included.
+        split: the axes along which ranks have parts of the leaves, before these are concatenated.
+    """
+
+    leaves: tuple[int, ...]
+    axes: tuple[str, ...]
+    shard: int
+    split: tuple[Split, ...] = ()
+
+
+class Piece(NamedTuple):
+    """What a rank holds of a leaf.
+
+    Attributes:
+        leaf: its number.
+        group: the number of its group.
+        range: of its elements.
+        at: where it begins in the rank's part of the group, in elements.
+    """
+
+    leaf: int
+    group: int
+    range: Range
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return self.range.stop - self.range.start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tree lies on the ranks of a mesh.
+
+    Attributes:
+        mesh: the name and size of each axis, the first the slowest.
+        leaves: the distinct ones.
+        groups: each leaf is in one of them.
+        ties: the path of each further place of a leaf, and the leaf's own.
+        values: the path of what is no tensor, and what it is: JSON.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    ties: dict[str, str]
+    values: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod([size for _, size in self.mesh])
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """The number of the leaf at each path."""
+        own = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        return {**own, **{path: own[first] for path, first in self.ties.items()}}
+
+    @cached_property
+    def home(self) -> dict[int, tuple[int, int]]:
+        """The group of each leaf, and its place there."""
+        return {i: (g, place) for g, group in enumerate(self.groups) for place, i in enumerate(group.leaves)}
+
+    def part_shape(self, g: int, place: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of the leaf at a place in a group: all of it, but for `split`."""
+        shape = list(self.leaves[self.groups[g].leaves[place]].shape)
+        for s in self.groups[g].split:
+            shape[s.dims[place]] //= s.size
+        return tuple(shape)
+
+    @cached_property
+    def offsets(self) -> list[list[int]]:
+        """Where the parts of each group's leaves begin, in elements; then where the last one ends."""
+        found = []
+        for g, group in enumerate(self.groups):
+            sizes = [math.prod(self.part_shape(g, place)) for place in range(len(group.leaves))]
+            found.append(list(itertools.accumulate(sizes, initial=0)))
+        return found
+
+    def index(self, axes: tuple[str, ...], rank: int) -> int:
+        """Return a rank's place along some axes, the first the slowest."""
+        places: dict[str, int] = {}
+        for name, size in reversed(self.mesh):
+            rank, places[name] = divmod(rank, size)
+        at = 0
+        for name in axes:
+            at = at * self._sizes[name] + places[name]
+        return at
+
+    def rank(self, *where: tuple[tuple[str, ...], int]) -> int:
+        """Return the rank at a place along some axes, and along others: the inverse of `index`."""
+        places: dict[str, int] = {}
+        for axes, index in where:
+            for name in reversed(axes):
+                index, places[name] = divmod(index, self._sizes[name])
+        at = 0
+        for name, size in self.mesh:
+            at = at * size + places[name]
+        return at
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Return the number of ranks along some axes."""
+        return math.prod([self._sizes[name] for name in axes])
+
+    def replicas(self, g: int) -> tuple[str, ...]:
+        """Return the axes whose ranks hold the same of a group."""
+        group = self.groups[g]
+        known = (*group.axes, *[s.axis for s in group.split])
+        return tuple([name for name, _ in self.mesh if name not in known])
+
+    def held_span(self, g: int, rank: int) -> tuple[int, int]:
+        """Return the elements of a group, concatenated, that a rank holds, without padding."""
+        group, end = self.groups[g], self.offsets[g][-1]
+        start = self.index(group.axes, rank) * group.shard
+        return min(start, end), min(start + group.shard, end)
+
+    def owned_span(self, g: int, rank: int) -> tuple[int, int]:
+        """Return the elements of a group that a rank writes: of what several hold, each writes an equal part."""
+        start, stop = self.held_span(g, rank)
+        others = self.replicas(g)
+        k = -(-(stop - start) // self.size(others))
+        first = min(start + self.index(others, rank) * k, stop)
+        return first, min(first + k, stop)
+
+    def block(self, g: int, place: int, rank: int) -> Block:
+        """Return a rank's part of the leaf at a place in a group."""
+        block = list(whole(self.part_shape(g, place)))
+        for s in self.groups[g].split:  # several axes may cut one dimension, the first the slowest
+            offset, size = block[s.dims[place]]
+            block[s.dims[place]] = (offset * s.size + self.index((s.axis,), rank), size)
+        return tuple([(index * size, size) for index, size in block])
+
+    def held(self, rank: int) -> Iterator[Piece]:
+        """List what a rank holds."""
+        for g in range(len(self.groups)):
+            yield from self._pieces(g, rank, *self.held_span(g, rank))
+
+    def owned(self, rank: int) -> Iterator[Piece]:
+        """List what a rank writes, in the order of its file: the larger elements first, so that all are aligned."""
+        for g in self.order:
+            yield from self._pieces(g, rank, *self.owned_span(g, rank))
+
+    def _pieces(self, g: int, rank: int, start: int, stop: int) -> Iterator[Piece]:
+        """List the parts of leaves that a range of a group has, for a rank."""
+        base, _ = self.held_span(g, rank)
+        offsets = self.offsets[g]
+        for place, i in enumerate(self.groups[g].leaves):
+            a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
+            if a < b:
+                here = Range(self.block(g, place, rank), a - offsets[place], b - offsets[place])
+                yield Piece(i, g, here, a - base)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The groups in the order of a file."""
+        return sorted(range(len(self.groups)), key=lambda g: -self.itemsize(g))
+
+    def itemsize(self, g: int) -> int:
+        """Return the bytes of an element of a group."""
+        return self.leaves[self.groups[g].leaves[0]].dtype.itemsize
+
+    @cached_property
+    def _starts(self) -> dict[int, list[int]]:
+        return {}
+
+    def starts(self, rank: int) -> list[int]:
+        """List where each group begins in the data of a rank's file, in bytes; then where the last one ends."""
+        if rank not in self._starts:
+            self._starts[rank] = self._starts_of(rank)
+        return self._starts[rank]
+
+    def _starts_of(self, rank: int) -> list[int]:
+        found, at = [0] * (len(self.groups) + 1), 0
+        for g in self.order:
+            start, stop = self.owned_span(g, rank)
+            found[g], at = at, at + (stop - start) * self.itemsize(g)
+        found[-1] = at
+        return found
+
+    def writers(self, i: int, wanted: Range) -> Iterator[tuple[int, int, Range]]:
+        """Find who writes the elements of a range of a leaf.
+
+        Yields:
+            A rank that writes some, the place in its file's data where they begin in bytes, and their range.
+        """
+        g, place = self.home[i]
+        group, others = self.groups[g], self.replicas(g)
+        offset, numel = self.offsets[g][place], self.offsets[g][place + 1] - self.offsets[g][place]
+        splits = tuple([s.axis for s in group.split])
+        for part in range(self.size(splits)):
+            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (others, 0)))
+            low, high = (wanted.start, wanted.stop) if block == wanted.block else (0, numel)
+            if not _meet(block, wanted.block):
+                continue
+            for shard in _between(offset + low, offset + high, group.shard):
+                first = self.rank((splits, part), (group.axes, shard), (others, 0))
+                start, stop = self.held_span(g, first)
+                k = -(-(stop - start) // self.size(others))
+                for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
+                    rank = self.rank((splits, part), (group.axes, shard), (others, j))
+                    a, b = self.owned_span(g, rank)
+                    here = max(a, offset), min(b, offset + numel)
+                    at = self.starts(rank)[g] + (here[0] - a) * self.itemsize(g)
+                    yield rank, at, Range(block, here[0] - offset, here[1] - offset)
+
+
+def _between(start: int, stop: int, size: int) -> range:
+    """List which of consecutive intervals of one size have elements from `start` to before `stop`."""
+    return range(start // size, -(-stop // size)) if start < stop else range(0)
+
+
+def _meet(one: Block, other: Block) -> bool:
+    """Return whether two blocks of a tensor have an element in common."""
+    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))

@@ -1,0 +1,25 @@
+"""What goes wrong with a checkpoint."""
+
+__all__ = ["CheckpointError", "DamagedError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read: the message names the file or the leaf, and says what to do.
+
+    It is raised on all ranks. What was saved before is untouched.
+
+    Example:
+        >>> import fzero
+        >>> try:
+        ...     fzero.load("nowhere", like={})
+        ... except fzero.CheckpointError as error:
+        ...     print(str(error)[-28:])
+        it has no file manifest.json
+    """
+
+
+CheckpointError.__module__ = "fzero"
+
+
+class DamagedError(CheckpointError):
+    """Files of a checkpoint are missing, or do not hold what was written: an older one may be whole."""

@@ -1,0 +1,285 @@
+"""A folder of checkpoints: which is the newest whole one, which are kept, and saves that go on beside the training."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from fzero._notice import notice
+from fzero.checkpoint._agree import all_or_none
+from fzero.checkpoint._error import CheckpointError, DamagedError
+from fzero.checkpoint._files import Files, files_at
+from fzero.checkpoint._load import load_files
+from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
+from fzero.checkpoint._memory import Machines, Shared
+from fzero.checkpoint._save import TIMEOUT, Saving, Staging, start_save
+from fzero.ranks.agreement import numbers_of_all, texts_of_all
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["Checkpoints", "checkpoints", "read_whole", "step_name", "step_numbers"]
+
+_DIGITS = 15  # of a step's number
+
+
+def checkpoints(
+    root: Any,
+    mesh: Mesh | None = None,
+    *,
+    keep: int = 3,
+    every: int | None = None,
+    memory: str | None = None,
+    timeout: float = TIMEOUT,
+) -> "Checkpoints":
+    """Keep a run's checkpoints in a folder, one for each step that is saved: `root/step-00000100` and so on.
+
+    Args:
+        root: the folder; or a URL that fsspec knows. It is made by the first save.
+        mesh: the ranks; None for trees without boxes in one process.
+        keep: how many of the newest to keep.
+        every: keep those of steps that it divides for ever, too.
+        memory: a folder of shared memory, such as `"/dev/shm"`, for `remember`. All ranks call this function then.
+        timeout: how long a save waits for another rank, in seconds.
+
+    Returns:
+        `Checkpoints`, with `save`, `remember`, `restore` and `wait`.
+
+    Raises:
+        ValueError: if `keep` or `every` is below 1.
+
+    Example:
+        >>> import fzero, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> for start in ("a first run", "the same after a kill"):
+        ...     runs = fzero.checkpoints(folder, keep=2)
+        ...     state = runs.restore(like={"w": torch.zeros(2), "step": 0})
+        ...     for i in range(state["step"], state["step"] + 3):
+        ...         state = {"w": state["w"] + 1, "step": i + 1}
+        ...         saving = runs.save(i + 1, state)
+        ...     runs.wait()
+        >>> runs.steps(), state
+        ([5, 6], {'w': tensor([6., 6.]), 'step': 6})
+    """
+    for name, n in (("keep", keep), ("every", every)):
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError(f"{name}={n!r}: expected a whole number, 1 or more")
+    files = files_at(root)
+    shared = None if memory is None else Shared.of(memory, _run_of(files, mesh), Machines(mesh, timeout))
+    return Checkpoints(files, mesh, keep, every, timeout, shared)
+
+
+def _run_of(files: Files, mesh: Mesh | None) -> str:
+    """Return what tells this run from others, also from one whose folder was removed: it stands in the folder."""
+
+    def known() -> str:
+        if mesh is not None and mesh.rank:
+            return ""
+        if files.size("run") is None:
+            files.put("run", secrets.token_hex(8).encode())
+        # a copy of the folder is another run
+        return hashlib.sha256(files.get("run") + files.path.encode()).hexdigest()[:16]
+
+    run = all_or_none(f"looking into {files.path!r}", known, mesh)
+    return texts_of_all(run, mesh)[0] if mesh is not None and mesh.distributed else run
+
+
+class Checkpoints:
+    """The checkpoints of a run. Make it with `fzero.checkpoints`; used in a `with` statement it waits at the end."""
+
+    def __init__(
+        self,
+        files: Files,
+        mesh: Mesh | None,
+        keep: int,
+        every: int | None,
+        timeout: float,
+        shared: Shared | None = None,
+    ) -> None:
+        self._files, self._mesh, self._keep, self._every, self._timeout = files, mesh, keep, every, timeout
+        self._shared, self._staging, self._saving = shared, Staging(), None
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({self._files.path!r}, keep={self._keep}, every={self._every})"
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.wait()
+
+    def save(self, step: int, values: Any, *, background: bool = True) -> Saving:
+        """Save a tree as that of a step, and let go of the checkpoints that need not be kept.
+
+        It returns when the tree is copied, and may be changed or donated. The next save waits for this one.
+
+        Args:
+            step: the number of steps that were done.
+            values: the tree, as `fzero.save` takes it.
+            background: whether to return before it is committed.
+
+        Raises:
+            CheckpointError: if this save or the one before failed.
+            ValueError: if the step is no number from 0 on.
+        """
+        return self._start(self._files, step, values, background, lambda: self._let_go(step))
+
+    def remember(self, step: int, values: Any, *, background: bool = True) -> Saving:
+        """Save a tree as that of a step in memory, which outlives the processes, until the next such save.
+
+        Each rank writes on its own machine, and a rank of another machine gets a copy, if there are several. It takes
+        the memory of what a rank writes, twice with a copy, and twice that while a save is under way.
+
+        Args:
+            step: the number of steps that were done.
+            values: the tree, as `fzero.save` takes it.
+            background: whether to return before it is committed.
+
+        Raises:
+            CheckpointError: if this save or the one before failed.
+            ValueError: if the step is no number from 0 on, or no `memory` was given.
+        """
+        shared = self._shared
+        if shared is None:
+            raise ValueError('remember needs a folder of shared memory: fzero.checkpoints(..., memory="/dev/shm")')
+
+        def then() -> None:
+            for old in step_numbers(shared):
+                if old != step:
+                    shared.at(step_name(old)).remove_all()
+
+        return self._start(shared, step, values, background, then)
+
+    def _start(self, files: Files, step: int, values: Any, background: bool, then: Callable[[], None]) -> Saving:
+        if type(step) is not int or not 0 <= step < 10**_DIGITS:
+            raise ValueError(f"step={step!r}: expected a whole number, 0 or more, of at most {_DIGITS} digits")
+        self.wait()
+        if files is self._files:
+            self._look_ahead(step)
+        place = files.at(step_name(step))
+        self._saving = start_save(place, values, self._mesh, background, self._timeout, self._staging, then)
+        return self._saving
+
+    def _look_ahead(self, step: int) -> None:
+        """Say so if there are newer steps: those of a run that went on from an older one by hand."""
+        leads = self._mesh is None or self._mesh.rank == 0
+        if leads and (newer := [n for n in step_numbers(self._files) if n > step]):
+            notice(
+                f"fzero: {self._files.path!r} holds step {newer[-1]}, and saves step {step}: restore takes the newest. "
+                "Remove what the run does not go on from, or give it a folder of its own"
+            )
+
+    def wait(self) -> None:
+        """Return when the last save is committed.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def steps(self) -> list[int]:
+        """List the steps of which there is a manifest, oldest first."""
+        return [n for n in step_numbers(self._files) if self._files.at(step_name(n)).size(MANIFEST) is not None]
+
+    def restore(self, like: Any, *, partial: bool = False) -> Any:
+        """Read the newest whole checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
+
+        What was remembered is looked at first. One that was not committed, or is damaged, is passed over with a notice,
+        and the one before is read.
+
+        Args:
+            like: what to read it into, as `fzero.load` takes it.
+            partial: whether the checkpoint may have leaves that `like` has not.
+
+        Raises:
+            CheckpointError: on all ranks, if it is of another tree, or all that are there are damaged.
+        """
+        damaged: dict[int, str] = {}
+        unread = ""
+        remembered = self._remembered()
+        while True:
+            step = self._newest(damaged)
+            if remembered is not None and (step is None or remembered >= step):
+                place, step, remembered = self._shared, remembered, None
+            elif step is None:
+                break
+            else:
+                place = self._files
+            try:
+                return load_files(place.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+            except DamagedError as error:
+                damaged |= {step: str(error)} if place is self._files else {}
+                unread = unread or str(error)
+                notice(f"fzero: passed over: {error}")
+        if unread:  # and `like` may hold parts of it
+            raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {unread}")
+        return like
+
+    def _remembered(self) -> int | None:
+        """Return the newest step that is whole in memory."""
+        return None if self._shared is None else self._shared.newest(step_numbers(self._shared), step_name)
+
+    def _newest(self, damaged: Container[int]) -> int | None:
+        """Return the newest step that is whole: rank 0 finds it, for all."""
+        found = all_or_none(f"looking into {self._files.path!r}", lambda: self._find(damaged), self._mesh)
+        if self._mesh is not None and self._mesh.distributed:
+            found = numbers_of_all(torch.tensor([found]), self._mesh)[0][0]
+        return None if found < 0 else found
+
+    def newest(self) -> int | None:
+        """Return the newest step whose files are there with their sizes, in memory, too; else None. All ranks call it.
+
+        A state to `restore` into may then be one without memory, as `step.init` of a module on the meta device gives.
+
+        Raises:
+            CheckpointError: if rank 0 cannot look into the folder.
+        """
+        return max([n for n in (self._newest(()), self._remembered()) if n is not None], default=None)
+
+    def _find(self, damaged: Container[int]) -> int:
+        for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
+            try:
+                read_whole(self._files.at(step_name(step)))
+            except CheckpointError as error:
+                notice(f"fzero: passed over: {error}")
+                continue
+            if step not in damaged:
+                return step
+        return -1
+
+    def _let_go(self, newest: int) -> None:
+        """Remove what need not be kept, once a newer one is committed."""
+        whole = self.steps()
+        kept = {*whole[-self._keep :], *[n for n in whole if self._every and n % self._every == 0]}
+        for step in step_numbers(self._files):
+            if step < newest and step not in kept:
+                self._files.at(step_name(step)).remove_all(first=MANIFEST)  # half removed is no checkpoint
+
+
+def step_numbers(files: Files) -> list[int]:
+    """List the steps that a run's folder has folders of, oldest first, whole or not."""
+    return sorted([int(m[1]) for name in files.folders() if (m := re.fullmatch(rf"step-(\d{{8,{_DIGITS}}})", name))])
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def read_whole(files: Files) -> Manifest:
+    """Read a manifest, and check that its files are there with their sizes.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    manifest, _ = read_manifest(files)
+    for name, file in zip(manifest.names, manifest.files, strict=True):
+        size = files.size(name)
+        if size != file.size:
+            what = "is missing" if size is None else f"has {size:,} bytes of {file.size:,}"
+            raise DamagedError(f"{files.path!r}: {name} {what}")
+    return manifest

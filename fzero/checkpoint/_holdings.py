@@ -1,0 +1,209 @@
+"""What this process holds of a tree: how the tree is cut, and in whose memory each part of a leaf lies."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint._cut import Cut, Group, Leaf, Piece
+from fzero.checkpoint._manifest import NAMES, is_json
+from fzero.layout.boxes import PerRank, Shard, is_box
+from fzero.layout.spec import Spec, check_cut_for
+from fzero.layout.units import cut_units
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["Holdings", "Plain", "holdings", "is_whole"]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds of a tree.
+
+    Attributes:
+        cut: how the tree is cut.
+        ranks: those that live in this process: one, or all of a simulation.
+        memory: of each group the memory of its parts: of a box `[rows, k]`, a row for each place along `rows`, of plain
+            leaves the leaves themselves.
+    """
+
+    cut: Cut
+    ranks: range
+    memory: tuple["Boxed | Plain", ...]
+
+    def lies_in(self, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
+        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
+        return self.memory[piece.group].lies_in(self.cut, piece, rank)
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """A shard; in a simulation all ranks'.
+
+    Attributes:
+        data: `[rows, k]`, or of `PerRank` values `[rows, ...]`.
+        axes: along which the rows differ, in the mesh's order; none on processes.
+    """
+
+    data: torch.Tensor
+    axes: tuple[str, ...]
+
+    def lies_in(self, cut: Cut, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
+        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
+        return self.data[cut.index(self.axes, rank)], piece.at
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List its tensors."""
+        return [self.data]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Leaves that are whole on each rank."""
+
+    leaves: dict[int, torch.Tensor]
+
+    def lies_in(self, cut: Cut, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
+        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
+        return self.leaves[piece.leaf], piece.range.start
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List its tensors."""
+        return list(self.leaves.values())
+
+
+def is_whole(x: Any) -> bool:
+    """Return whether a checkpoint takes a node of a tree whole: a box, or a value that is JSON."""
+    return is_box(x) or (type(x) in (dict, list) and is_json(x))
+
+
+def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
+    """List what this process holds of a tree.
+
+    Args:
+        what: what the tree is called in messages.
+        values: the tree, in any layout.
+        mesh: the ranks; None for a tree without boxes, in one process.
+
+    Raises:
+        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
+        TypeError: if a leaf can be no part of a checkpoint. Names its path.
+    """
+    shape = () if mesh is None else mesh.shape
+    found = _Found(what, shape, mesh is None or mesh.simulated)
+    paths, entries, _ = tree.flatten_with_paths(values, is_whole)
+    for unit in cut_units(paths, entries):
+        _check_mesh(what, paths[unit.members[0][0]], unit.uid, shape)
+        found.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, PerRank):
+            found.add_per_rank(path, x)
+        elif isinstance(x, torch.Tensor):
+            found.add_plain(path, x)
+        elif not is_box(x):
+            if not is_json(x):
+                raise TypeError(
+                    f"{what} leaf {path!r} is {str(x)[:80]!r} of {type(x).__name__}, which no checkpoint holds: "
+                    "expected a tensor, or a value of JSON (a number, text, None, dicts and lists of these)"
+                )
+            found.add_value(path, x)
+    ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(found.size)
+    return found.holdings(ranks)
+
+
+def _check_mesh(what: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
+    if not shape:
+        raise ValueError(f"{what} leaf {path!r} is in a box: give the mesh that it was cut for, mesh=step.mesh")
+    check_cut_for(uid, f"{what} leaf {path!r}", shape)
+
+
+class _Found:
+    """Leaves and groups as they are found."""
+
+    def __init__(self, what: str, mesh: tuple[tuple[str, int], ...], together: bool) -> None:
+        self.what, self.mesh, self.together = what, mesh, together
+        self.leaves: list[Leaf] = []
+        self.groups: list[Group] = []
+        self.memory: list[Boxed | Plain] = []
+        self.ties: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self.paths: set[str] = set()
+        self.own: dict[int, str] = {}  # id of a plain leaf -> its first path
+        self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+        self.size = Cut(mesh, (), (), {}, {}).ranks
+
+    def _add(self, path: str, shape: Sequence[int], dtype: torch.dtype, per_rank: bool = False) -> int:
+        if dtype not in NAMES:
+            raise TypeError(f"{self.what} leaf {path!r} is of {dtype}, which no checkpoint holds")
+        self._take(path)
+        self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
+        return len(self.leaves) - 1
+
+    def _take(self, path: str) -> None:
+        if path in self.paths:
+            raise ValueError(
+                f"{self.what} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
+                "without"
+            )
+        self.paths.add(path)
+
+    def _tie(self, path: str, first: str) -> None:
+        self._take(path)
+        self.ties[path] = first
+
+    def add_value(self, path: str, value: Any) -> None:
+        self._take(path)
+        self.values[path] = copy.deepcopy(value)  # it may change while a save is under way
+
+    def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
+        spec: Spec = shard.spec
+        at: dict[int, int] = {}
+        for path, index in members:
+            if index in at:
+                self._tie(path, self.leaves[at[index]].path)
+            else:
+                at[index] = self._add(path, spec.whole_shapes[index], shard.data.dtype)
+        missing = [spec.paths[index] for index in range(len(spec.shapes)) if index not in at]
+        if missing:
+            raise ValueError(
+                f"{self.what} has a part of unit {spec.unit!r}, without leaf {missing[0]!r}: give whole units"
+            )
+        numbers = tuple([at[index] for index in range(len(spec.shapes))])
+        self.groups.append(Group(numbers, spec.axes, spec.shard_numel, spec.split))
+        axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.together else ()
+        self.memory.append(Boxed(shard.data if self.together else shard.data[None], axes))
+
+    def add_per_rank(self, path: str, box: PerRank) -> None:
+        names = [name for name, _ in self.mesh]
+        axes = tuple(names) if box.axes is None else tuple([name for name in names if name in box.axes])
+        n = Cut(self.mesh, (), (), {}, {}).size(axes)
+        paths, values, _ = tree.flatten_with_paths(box.value)
+        for sub, x in zip(paths, values, strict=True):
+            name = f"{path}.{sub}" if sub else path
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{self.what} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
+            shape = x.shape if self.together else (n, *x.shape)
+            numel = x.numel() // n if self.together else x.numel()
+            i = self._add(name, shape, x.dtype, per_rank=True)
+            self.groups.append(Group((i,), axes, numel))
+            self.memory.append(Boxed(x, axes) if self.together else Boxed(x[None], ()))
+
+    def add_plain(self, path: str, x: torch.Tensor) -> None:
+        if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
+            raise TypeError(f"{self.what} leaf {path!r} is a {type(x).__name__}, expected a dense tensor")
+        if id(x) in self.own:
+            self._tie(path, self.own[id(x)])
+            return
+        self.own[id(x)] = path
+        i = self._add(path, x.shape, x.dtype)
+        self.plain.setdefault(x.dtype, {})[i] = x
+
+    def holdings(self, ranks: range) -> Holdings:
+        for leaves in self.plain.values():  # one after the other, so that each rank writes one long range of them
+            numel = sum(x.numel() for x in leaves.values())
+            self.groups.append(Group(tuple(leaves), (), numel))
+            self.memory.append(Plain(leaves))
+        cut = Cut(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        return Holdings(cut, ranks, tuple(self.memory))

@@ -1,0 +1,320 @@
+"""The manifest: the file that makes a folder a checkpoint. It says how the tree was cut, and what each file sums up to.
+
+The cut is a rule, a line for each unit, so the manifest does not grow with the number of ranks. Nothing is believed:
+a name that leads out of the folder, a size that no file has, another kind of JSON are errors.
+"""
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from fzero.checkpoint._cut import ALIGNMENT, Cut, Group, Leaf
+from fzero.checkpoint._error import CheckpointError, DamagedError
+from fzero.checkpoint._files import Files
+from fzero.layout.spec import Split
+
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "MANIFEST",
+    "NAMES",
+    "File",
+    "Manifest",
+    "data_name",
+    "header",
+    "is_json",
+    "parsed",
+    "read_manifest",
+    "sum_of",
+]
+
+MANIFEST = "manifest.json"
+BLOCK = 1 << 22  # bytes of a file that one checksum is of
+FORMAT, VERSION = "fzero checkpoint", 1
+_MOST = 1 << 48  # elements, bytes, ranks: no number of a manifest is larger
+
+NAMES = {  # safetensors' own
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # which safetensors has not: written as pairs of F64
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class File(NamedTuple):
+    """A file of a checkpoint.
+
+    Attributes:
+        size: in bytes.
+        sums: the XXH3 of each block of it, 16 hexadecimal digits each.
+    """
+
+    size: int
+    sums: str
+
+    def sum(self, block: int) -> str:
+        """Return the checksum of a block."""
+        return self.sums[16 * block : 16 * block + 16]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says.
+
+    Attributes:
+        nonce: 16 hexadecimal digits that the names of its files begin with.
+        cut: how the tree was cut on the ranks that wrote it.
+        files: one of each rank.
+        written: when, in seconds since 1970.
+    """
+
+    nonce: str
+    cut: Cut
+    files: tuple[File, ...]
+    written: float
+
+    @classmethod
+    def of(cls, nonce: str, cut: Cut, files: Sequence[File]) -> "Manifest":
+        """Make the manifest of files that were written now."""
+        return cls(nonce, cut, tuple(files), time.time())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its files."""
+        return tuple([data_name(self.nonce, r, self.cut.ranks) for r in range(self.cut.ranks)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.size for f in self.files)
+
+    def base(self, rank: int) -> int:
+        """Return where the data begins in a rank's file, in bytes.
+
+        Raises:
+            DamagedError: if the file cannot be as large as it is.
+        """
+        if rank not in self._bases:
+            base = len(header(self.cut, rank))
+            if base + self.cut.starts(rank)[-1] != self.files[rank].size:
+                raise DamagedError(f"{MANIFEST} is damaged: {self.names[rank]} is not as large as its leaves")
+            self._bases[rank] = base
+        return self._bases[rank]
+
+    @cached_property
+    def _bases(self) -> dict[int, int]:
+        return {}
+
+    def encoded(self) -> bytes:
+        """Write it down, with a checksum of all that follows."""
+        text = self.text()
+        return b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
+
+    def text(self) -> bytes:
+        """Write it down as JSON."""
+        cut = self.cut
+        groups = []
+        for g in cut.groups:
+            split = [[s.axis, s.size, list(s.dims)] for s in g.split]
+            groups.append([list(g.leaves), list(g.axes), g.shard, *([split] if split else [])])
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "written": self.written,
+            "nonce": self.nonce,
+            "mesh": [list(axis) for axis in cut.mesh],
+            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in cut.leaves],
+            "groups": groups,
+            "ties": cut.ties,
+            "values": cut.values,
+            "block": BLOCK,
+            "files": [list(f) for f in self.files],
+        }
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+_FRAME = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":(.*)\}\n', re.DOTALL)
+
+
+def sum_of(views: Iterable[memoryview]) -> str:
+    """Return the checksum of bytes, 16 hexadecimal digits: XXH3, which reads as fast as memory does.
+
+    Against accidents, not against forgers: https://github.com/Cyan4973/xxHash
+    """
+    total = xxhash.xxh3_64()
+    for view in views:
+        total.update(view)
+    return total.hexdigest()
+
+
+def data_name(nonce: str, rank: int, ranks: int) -> str:
+    """Return the name of a rank's file."""
+    return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def is_json(x: Any) -> bool:
+    """Return whether a value comes back from JSON as it is: dicts with keys of text, lists, numbers, text, None."""
+    if type(x) is dict:
+        return all(type(k) is str for k in x) and all(map(is_json, x.values()))
+    return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
+
+
+def header(cut: Cut, rank: int) -> bytes:
+    """Make the header of a rank's file: safetensors', so that any reader of these reads the ranges of leaves."""
+    entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
+    at = 0
+    for piece in cut.owned(rank):
+        leaf = cut.leaves[piece.leaf]
+        end = at + piece.numel * leaf.dtype.itemsize
+        pairs = leaf.dtype == torch.complex128
+        name, numel = ("F64", 2 * piece.numel) if pairs else (NAMES[leaf.dtype], piece.numel)
+        entries[leaf.path] = {"dtype": name, "shape": [numel], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_manifest(files: Files) -> tuple[Manifest, int]:
+    """Read the manifest of a folder, and return it with the checksum of its file.
+
+    Raises:
+        CheckpointError: if there is none, or it is of a later version.
+        DamagedError: if it is not what was written.
+    """
+    try:
+        data = files.get(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise CheckpointError(f"{files.path!r} is no checkpoint: it has no file {MANIFEST}") from None
+    try:
+        return parsed(data), zlib.crc32(data)
+    except FormatError as error:
+        raise DamagedError(f"{files.path!r}: {MANIFEST} is damaged: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.path!r}: {error}") from None
+
+
+class FormatError(CheckpointError):
+    """What a manifest says cannot be."""
+
+
+def parsed(data: bytes) -> Manifest:
+    """Read a manifest from its file's bytes.
+
+    Raises:
+        CheckpointError: if it is of a later version.
+        FormatError: if it is not what was written.
+    """
+    frame = _FRAME.fullmatch(data)
+    if not frame or int(frame[1], 16) != zlib.crc32(frame[2]):
+        raise FormatError("its checksum differs")
+    try:
+        body = json.loads(frame[2])
+    except (ValueError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise FormatError(f"it does not say {FORMAT!r}")
+    if body.get("version") != VERSION or body.get("block") != BLOCK:
+        raise CheckpointError(f"version {body.get('version')!r} is not known to this fzero, which reads {VERSION}")
+    try:
+        return _manifest(body)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FormatError(f"{type(error).__name__}: {error}") from None
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise FormatError(what)
+
+
+def _int(x: Any) -> int:
+    _check(type(x) is int and 0 <= x < _MOST, f"{str(x)[:40]!r} is no size")
+    return x
+
+
+def _text(x: Any) -> str:
+    _check(type(x) is str, f"{str(x)[:40]!r} is no text")
+    return x
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    nonce = _text(body["nonce"])
+    _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is no nonce")
+    mesh = tuple([(_text(name), _int(size)) for name, size in body["mesh"]])
+    _check(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is none")
+    leaves = tuple([_leaf(*x) for x in body["leaves"]])
+    ties = {_text(path): _text(first) for path, first in body["ties"].items()}
+    values = {_text(path): value for path, value in body["values"].items()}
+    paths = [x.path for x in leaves]
+    _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
+    _check(set(ties.values()) <= set(paths), "a leaf is tied to none")
+    cut = Cut(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    _check(sorted([i for g in cut.groups for i in g.leaves]) == [*range(len(leaves))], "leaves are in no group, or two")
+    files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
+    _check(len(files) == cut.ranks, f"it has {len(files)} files of {cut.ranks}")
+    for r, f in enumerate(files):
+        _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
+        _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
+    # so that no leaf is larger than what is on the disk; each file is compared when it is read
+    _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
+    written = body["written"]
+    _check(type(written) in (int, float) and 0 <= written < 1e12, "it has no date")
+    return Manifest(nonce, cut, files, float(written))
+
+
+def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
+    _check(_text(dtype) in DTYPES, f"{dtype[:40]!r} is no dtype")
+    leaf = Leaf(_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
+    _int(leaf.nbytes)
+    return leaf
+
+
+def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, split: Any = ()) -> Group:
+    group = Group(
+        tuple(map(_int, members)),
+        tuple(map(_text, axes)),
+        _int(shard),
+        tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
+    )
+    names = [*group.axes, *[s.axis for s in group.split]]
+    _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is cut along axes that are none")
+    _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no dtype")
+    numel = sum(leaves[i].numel for i in group.leaves)
+    for s in group.split:
+        _check(s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split is none")
+        numel //= s.size
+    for place, i in enumerate(group.leaves):
+        shape = list(leaves[i].shape)
+        for s in group.split:
+            _check(shape[s.dims[place]] % s.size == 0, f"leaf {leaves[i].path!r} cannot be split")
+            shape[s.dims[place]] //= s.size
+    ranks = 1
+    for name in group.axes:
+        ranks *= mesh[name]
+    _check(group.shard * ranks >= numel and (group.shard > 0 or not numel), "a group has too few shards")
+    return group

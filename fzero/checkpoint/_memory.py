@@ -1,0 +1,210 @@
+"""A tier in memory: a folder of each machine's shared memory, which outlives the processes, and a neighbour's copy.
+
+The format is that of the disk. A rank writes its file on its own machine, and hands it to a rank of another one. So the
+death of all processes loses nothing, nor does that of one machine.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.checkpoint._bytes import bytes_of
+from fzero.checkpoint._error import CheckpointError, DamagedError
+from fzero.checkpoint._files import Local
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parsed
+from fzero.ranks.agreement import numbers_of_all, texts_of_all
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["Machines", "Shared"]
+
+
+def host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+class Machines:
+    """Which rank is on which machine, and a process group of their own: a save sends beside a step's collectives."""
+
+    def __init__(self, mesh: Mesh | None, timeout: float) -> None:
+        self.mesh, self.rank, self.hosts = mesh, 0, [host()]
+        self.group: Any = None
+        if mesh is not None and mesh.distributed:
+            self.rank, self.hosts = mesh.rank, texts_of_all(host(), mesh)
+        if len(set(self.hosts)) > 1:  # alike on all ranks
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def neighbour(self, rank: int) -> int | None:
+        """Return the next rank that is on another machine; None if there is one machine."""
+        n = len(self.hosts)
+        return next((r % n for r in range(rank + 1, rank + n) if self.hosts[r % n] != self.hosts[rank]), None)
+
+    def givers(self) -> list[int]:
+        """List the ranks whose neighbour this one is."""
+        return [r for r in range(len(self.hosts)) if self.neighbour(r) == self.rank]
+
+    def leader(self, name: str) -> int:
+        """Return the lowest rank on a machine."""
+        return self.hosts.index(name)
+
+    def numbers(self, mine: Sequence[int]) -> list[list[int]]:
+        """Exchange numbers, as many on all ranks: each rank's, in rank order."""
+        return [list(mine)] if len(self.hosts) == 1 else numbers_of_all(torch.tensor(list(mine)), self._mesh())
+
+    def _mesh(self) -> Mesh:
+        assert self.mesh is not None
+        return self.mesh
+
+    def shared(self, data: bytes, source: int) -> bytes:
+        """Return what a rank has, on all."""
+        if self.group is None:
+            if len(self.hosts) == 1:
+                return data
+            (size,) = self.numbers([len(data)])[source]
+            words = [int.from_bytes(data[i : i + 4], "big") for i in range(0, size, 4)] if self.rank == source else []
+            words += [0] * (-(-size // 4) - len(words))
+            theirs = self.numbers(words)[source]
+            tail = size % 4 or 4
+            return b"".join([n.to_bytes(4, "big") for n in theirs[:-1]]) + theirs[-1].to_bytes(tail, "big")
+        (size,) = self.numbers([len(data)])[source]
+        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else torch.empty(size).byte()
+        dist.broadcast(x, source, group=self.group)
+        return bytes(bytes_of(x))
+
+
+class Shared(Local):
+    """A folder of each machine's shared memory: `memory/fzero/MACHINE/RUN/...`."""
+
+    sees_all = False
+
+    def __init__(self, path: str, machines: Machines) -> None:
+        super().__init__(path)
+        self.machines = machines
+        self.known_as = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its machine, and writes the manifest there."""
+        return self.machines.leader(self.machines.hosts[self.machines.rank]) == self.machines.rank
+
+    @classmethod
+    def of(cls, memory: str, run: str, machines: Machines) -> "Shared":
+        """Return the folder of a run."""
+        return cls(os.path.join(memory, "fzero", machines.hosts[machines.rank], run), machines)
+
+    def at(self, name: str) -> "Shared":
+        """Return the files of a folder in this one."""
+        return Shared(self._at(name), self.machines)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: nobody else knows the folder."""
+        return contextlib.nullcontext()
+
+    def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
+        """Write a new file, hand it to the neighbour, and take what is handed here."""
+        error: Exception | None = None
+        try:
+            super().write(name, parts)
+        except Exception as e:  # the neighbour waits for it
+            error = e
+        if self.machines.group is not None:
+            self._hand_on(name, whole=error is None)
+        if error is not None:
+            raise error
+
+    def _hand_on(self, name: str, whole: bool) -> None:
+        rank, nonce, ranks = self.machines.rank, name.split("-")[0], len(self.machines.hosts)
+        neighbour = self.machines.neighbour(rank)
+        sending = [] if neighbour is None else self._send(name if whole else None, neighbour)
+        for giver in self.machines.givers():
+            self._receive(data_name(nonce, giver, ranks), giver)
+        for work, _ in sending:
+            work.wait()
+
+    def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
+        """Send a file to a rank, its size first; None sends nothing but that."""
+        size = 0 if name is None else os.path.getsize(self._at(name))
+        messages = [torch.tensor([size])]
+        if size and name is not None:
+            messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(BLOCK)
+        return [(dist.isend(x, to, group=self.machines.group), x) for x in messages]
+
+    def _receive(self, name: str, source: int) -> None:
+        """Take a file from a rank."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, source, group=self.machines.group)
+        self.make()
+        with open(self._at(f".{name}.tmp"), "wb") as f:
+            for at in range(0, int(size), BLOCK):
+                block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8)
+                dist.recv(block, source, group=self.machines.group)
+                f.write(bytes_of(block))
+        if int(size):
+            os.rename(self._at(f".{name}.tmp"), self._at(name))
+
+    # ------------------------------------------------------------ looking for what is left
+
+    def newest(self, steps: Sequence[int], name: Any) -> int | None:
+        """Return the newest step of which all files are on some machine. All ranks call it.
+
+        Args:
+            steps: those of which this machine has a folder.
+            name: returns the name of a step's folder.
+        """
+        latest = sorted(steps)[-4:]
+        everyones = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
+        known = sorted({n for numbers in everyones for n in numbers if n >= 0}, reverse=True)
+        return next((n for n in known if self.at(name(n)).manifest() is not None), None)
+
+    def manifest(self) -> bytes | None:
+        """Return the manifest that some machine has of this folder, if all its files are on some. All ranks call it."""
+        try:
+            data = super().get(MANIFEST)
+            parsed(data)
+        except (OSError, CheckpointError):
+            data = b""
+        have = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
+        if not have:
+            return None
+        data = self.machines.shared(data, have[0])
+        there = [any(x) for x in zip(*self._present(parsed(data)), strict=True)]
+        return data if all(there) else None
+
+    def _present(self, manifest: Manifest) -> list[list[int]]:
+        """Return of each rank which files its machine has."""
+        pairs = zip(manifest.names, manifest.files, strict=True)
+        return self.machines.numbers([int(self.size(name) == file.size) for name, file in pairs])
+
+    def get(self, name: str) -> bytes:
+        """Read a small file; the manifest from whichever machine has it. All ranks call it."""
+        data = self.manifest() if name == MANIFEST else super().get(name)
+        if data is None:
+            raise DamagedError(f"{self.path!r}: no machine has {name}, or files of it are on none")
+        return data
+
+    def fetch(self, manifest: Manifest, wanted: Iterable[int]) -> None:
+        """Bring the files that this machine's ranks read to it, from machines that have them. All ranks call it."""
+        if self.machines.group is None:
+            return
+        mine = set(wanted)
+        wants = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
+        present = self._present(manifest)
+        for i, name in enumerate(manifest.names):
+            source = next(r for r, there in enumerate(present) if there[i])
+            for place in dict.fromkeys(self.machines.hosts):
+                leader = self.machines.leader(place)
+                ranks = [r for r, h in enumerate(self.machines.hosts) if h == place]
+                if present[leader][i] or not any(wants[r][i] for r in ranks):
+                    continue
+                if self.machines.rank == source:
+                    for work, _ in self._send(name, leader):
+                        work.wait()
+                if self.machines.rank == leader:
+                    self._receive(name, source)
+        self.machines.numbers([0])  # all are there

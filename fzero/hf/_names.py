@@ -1,0 +1,69 @@
+"""Which leaves a tree has, in its own order, and what they are called in a folder of Hugging Face."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fzero import tree
+from fzero.checkpoint._cut import Leaf
+from fzero.checkpoint._holdings import Holdings, is_whole
+
+__all__ = ["Named", "named_leaves"]
+
+
+class Named(NamedTuple):
+    """A leaf, and what it is called.
+
+    Attributes:
+        number: of the leaf in the cut.
+        leaf: the leaf.
+        paths: all its places in the tree; several if it is tied.
+        names: what `name` makes of each.
+    """
+
+    number: int
+    leaf: Leaf
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], str]) -> list[Named]:
+    """List the leaves of a tree in its order, which no layout changes.
+
+    Raises:
+        TypeError: if a leaf is no tensor, or differs by rank, or `name` gives no text. Names its path.
+    """
+    cut = held.cut
+    for path, x in cut.values.items():
+        if not _is_nothing(x):
+            raise TypeError(
+                f"{what} leaf {path!r} is {str(x)[:80]!r}, and a folder of safetensors holds tensors only: "
+                "leave it out of the tree"
+            )
+    for leaf in cut.leaves:
+        if leaf.per_rank:
+            raise TypeError(
+                f"{what} leaf {leaf.path!r} is a PerRank value, and a folder of safetensors has one for all ranks: "
+                "make it replicated, such as by fzero.pmean in a step"
+            )
+    places: dict[int, list[str]] = {}
+    for path in tree.flatten_with_paths(values, is_whole)[0]:
+        if path in cut.number:
+            places.setdefault(cut.number[path], []).append(path)
+    return [
+        Named(i, cut.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
+        for i, paths in places.items()
+    ]
+
+
+def _name(path: str, name: Callable[[str], str]) -> str:
+    given = name(path)
+    if not isinstance(given, str) or given in ("", "__metadata__"):
+        raise TypeError(f"name({path!r}) gave {given!r}: expected the name of a tensor, such as 'lm_head.weight'")
+    return given
+
+
+def _is_nothing(x: Any) -> bool:
+    """Return whether a value is `None`, or a container with nothing else."""
+    if isinstance(x, dict | list):
+        return all(map(_is_nothing, x.values() if isinstance(x, dict) else x))
+    return x is None

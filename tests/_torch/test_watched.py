@@ -1,0 +1,58 @@
+"""The private torch API that shows operations with their values: what fails here says what broke when torch changed."""
+
+from typing import Any
+
+import torch
+
+from fzero._torch import watched
+from fzero._torch.watched import Operation, Place, is_real, lines_of_nodes, memory_of, place_now, watching
+
+
+def shown(f: Any, *args: Any) -> list[tuple[Operation, Place]]:
+    found: list[tuple[Operation, Place]] = []
+    # code that is generated is nobody's, so that the line is that of `f`
+    after = eval(
+        "lambda operation, *_: found.append((operation, place_now()))", {"found": found, "place_now": place_now}
+    )
+    with lines_of_nodes(), watching(lambda operation: None, after):
+        f(*args)
+    assert not torch.is_anomaly_enabled()
+    return found
+
+
+def test_operations_are_shown_with_what_they_write_and_their_numbers():
+    def f(x: torch.Tensor) -> None:
+        y = x.masked_fill(x > 0, -1.5)
+        y.add_(x)
+        torch._foreach_mul_([x, y], 2.0)
+        torch.mul(x, y, out=y)
+
+    x = torch.ones(2)
+    found = {operation.name: operation for operation, _ in shown(f, x)}
+    assert found["aten::masked_fill"].numbers == [-1.5] and not found["aten::masked_fill"].written
+    assert len(found["aten::add_"].written) == 1 and len(found["aten::_foreach_mul_"].written) == 2
+    assert len(found["aten::mul"].written) == 1 and len(found["aten::mul"].given) == 3
+
+
+def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt().sum()
+
+    places = {place for _, place in shown(torch.func.grad(loss), torch.ones(2))}
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
+    assert Place(line, "SqrtBackward0", False) in places and Place(line, "", False) in places
+
+
+def test_memory_is_told_apart_by_bytes_and_not_kept():
+    x = torch.zeros(4, 3)
+    whole, row = memory_of(x), memory_of(x[1])
+    assert whole.storage == row.storage and (whole.first, whole.stop, row.first, row.stop) == (0, 48, 12, 24)
+    assert memory_of(x.t())[:3] == whole[:3] and memory_of(x[:, 1])[1:3] == (4, 44)
+    del x
+    assert whole.gone and row.gone
+
+
+def test_what_has_no_values_is_not_real():
+    assert is_real(torch.ones(2)) and not is_real(torch.ones(0)) and not is_real(torch.ones(2, device="meta"))
+    assert not is_real(torch.ones(2).to_sparse())
+    assert watched.__doc__

@@ -1,0 +1,63 @@
+"""Flat ranges as rectangles, and what two ranges of differently cut blocks share."""
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fzero.checkpoint._blocks import Range, rectangles, runs, whole
+
+SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@given(shape=SHAPES, data=st.data())
+def test_rectangles_are_a_range_in_its_order(shape, data):
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    found = list(rectangles(shape, start, stop))
+    x, elements = torch.arange(math.prod(shape)).view(shape), []
+    for r in found:
+        part = x
+        for dim, (offset, size) in enumerate(zip(r.offsets, r.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        assert part.reshape(-1)[0] == r.flat and part.reshape(-1).diff().eq(1).all(), "not contiguous"
+        elements += part.reshape(-1).tolist()
+    assert elements == [*range(start, stop)] and len(found) <= max(2 * len(shape) - 1, 1)
+
+
+@st.composite
+def ranges(draw: Any, shape: tuple[int, ...]) -> Range:
+    """A flat range of a part of a tensor, which is cut evenly along some dimensions."""
+    block = []
+    for size in shape:
+        parts = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        block.append((draw(st.integers(0, parts - 1)) * (size // parts), size // parts))
+    numel = math.prod([size for _, size in block])
+    some = st.tuples(*[st.integers(0, numel)] * 2).map(sorted)
+    return Range(tuple(block), *draw(st.just((0, numel)) | some))
+
+
+def elements(x: torch.Tensor, r: Range) -> list[int]:
+    for dim, (offset, size) in enumerate(r.block):
+        x = x.narrow(dim, offset, size)
+    return x.reshape(-1)[r.start : r.stop].tolist()
+
+
+@settings(max_examples=200)
+@given(shape=st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4).map(tuple), data=st.data())
+def test_runs_are_what_two_ranges_share(shape, data):
+    x = torch.arange(math.prod(shape)).view(shape)
+    source, target = data.draw(ranges(shape)), data.draw(ranges(shape))
+    mine, theirs, copied = elements(x, source), elements(x, target), []
+    for run in runs(source, target):
+        assert run.numel > 0 and mine[run.at : run.at + run.numel] == theirs[run.to : run.to + run.numel]
+        copied += mine[run.at : run.at + run.numel]
+    assert sorted(copied) == sorted(set(mine) & set(theirs)), "something is missing, or comes twice"
+
+
+def test_ranges_of_one_block_share_one_run():
+    block = whole((300, 7))
+    assert len(list(runs(Range(block, 3, 900), Range(block, 10, 2000)))) == 1
+    columns = Range(((0, 300), (0, 7)), 0, 2100), Range(((0, 150), (0, 7)), 0, 1050)
+    assert len(list(runs(*columns))) == 1, "whole rows are one run"

@@ -1,0 +1,14 @@
+"""A short form of `make faults`: training on real processes that are killed, starved and damaged goes on."""
+
+import json
+
+from tests.distributed.launch import python
+
+
+def test_faults_lose_nothing_that_was_committed():
+    done = python("-m", "tests.faults", "--cycles", "7", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["cycles"] == 7 and min(found["faults"].values()) > 0
+    assert (found["hangs"], found["wrong"], found["bitwise"]) == (0, [], True)
+    assert found["resumed"] >= 3 and found["reached"] > 15

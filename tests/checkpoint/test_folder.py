@@ -1,0 +1,405 @@
+"""A run's folder of checkpoints: the newest whole one, what is kept, and saves beside the training."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import tree
+from fzero.checkpoint import __main__ as command
+from fzero.checkpoint import _files
+from fzero.checkpoint._manifest import MANIFEST
+from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.distributed.launch import world
+
+
+def numbered(i: int) -> dict[str, Any]:
+    return {"w": torch.full((5,), float(i)), "step": i}
+
+
+KEPT = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*range(7)])]
+
+
+@pytest.mark.parametrize("keep,every,kept", KEPT)
+def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
+    runs = fzero.checkpoints(tmp_path, keep=keep, every=every)
+    for i in range(7):
+        runs.save(i, numbered(i))
+    runs.wait()
+    assert runs.steps() == kept and sorted(os.listdir(tmp_path)) == [f"step-{i:08d}" for i in kept]
+    assert runs.restore(numbered(99))["step"] == 6
+
+
+def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch):
+    runs, seen = fzero.checkpoints(tmp_path, keep=1), []
+    runs.save(1, numbered(1)).wait()
+    put = _files.Local.put
+
+    def looking(files: Any, name: str, data: bytes) -> None:
+        seen.append(runs.steps())
+        put(files, name, data)
+
+    monkeypatch.setattr(_files.Local, "put", looking)
+    runs.save(2, numbered(2)).wait()
+    assert seen == [[1]] and runs.steps() == [2]
+
+
+def test_without_a_checkpoint_the_state_is_what_was_given(tmp_path):
+    state = numbered(0)
+    assert fzero.checkpoints(tmp_path / "none").restore(state) is state
+
+
+def spoil(path: Any, how: str) -> None:
+    names = sorted(os.listdir(path))
+    data = next(n for n in names if n.endswith(".safetensors"))
+    if how == "no manifest":
+        (path / MANIFEST).unlink()
+    elif how == "a torn manifest":
+        (path / MANIFEST).write_bytes((path / MANIFEST).read_bytes()[:-9])
+    elif how == "no data":
+        (path / data).unlink()
+    elif how == "short data":
+        (path / data).write_bytes((path / data).read_bytes()[:-1])
+    else:
+        content = bytearray((path / data).read_bytes())
+        content[-1] ^= 1
+        (path / data).write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["no manifest", "a torn manifest", "no data", "short data", "a flipped bit"])
+def test_what_is_not_whole_is_passed_over(how, tmp_path, caplog):
+    runs = fzero.checkpoints(tmp_path, keep=9)
+    for i in (8, 9, 10):
+        runs.save(i, numbered(i)).wait()
+    spoil(tmp_path / "step-00000010", how)
+    with caplog.at_level(logging.WARNING, logger="fzero"):
+        assert tree.map(lambda x: x, runs.restore(numbered(0)))["step"] == 9
+    assert "passed over: " in caplog.text and "step-00000010" in caplog.text
+    spoil(tmp_path / "step-00000009", "a flipped bit")
+    loaded = runs.restore(numbered(0))
+    assert loaded["step"] == 8 and loaded["w"].tolist() == [8.0] * 5
+
+
+def test_when_none_is_whole_training_does_not_begin_anew(tmp_path):
+    runs = fzero.checkpoints(tmp_path)
+    runs.save(1, numbered(1)).wait()
+    spoil(tmp_path / "step-00000001", "a flipped bit")
+    with pytest.raises(fzero.CheckpointError, match=r"no checkpoint is whole: .*safetensors is damaged"):
+        runs.restore(numbered(0))
+
+
+def test_another_tree_is_an_error_and_no_older_one_is_taken(tmp_path):
+    runs = fzero.checkpoints(tmp_path)
+    runs.save(1, {"w": torch.zeros(3), "step": 1}).wait()
+    runs.save(2, numbered(2)).wait()
+    with pytest.raises(fzero.CheckpointError, match=r"'w' is float32 \[5\] there, and float32 \[3\] here"):
+        runs.restore({"w": torch.zeros(3), "step": 0})
+
+
+def test_leftovers_of_saves_that_died_go_with_the_next(tmp_path):
+    runs = fzero.checkpoints(tmp_path, keep=2)
+    runs.save(1, numbered(1)).wait()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "0123456789abcdef-00000-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "step-00000009").mkdir()  # newer: it may be under way
+    (tmp_path / "notes.txt").write_text("mine")
+    runs.save(4, numbered(4)).wait()
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000001", "step-00000004", "step-00000009"]
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_what_is_saved_is_what_was_given_and_not_what_became_of_it(tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = _files.Local.write
+
+    def waiting(files: Any, name: str, parts: Any) -> None:
+        assert gate.wait(10)
+        write(files, name, parts)
+
+    monkeypatch.setattr(_files.Local, "write", waiting)
+    step, state = state_in(Layout({"dp": 3}, 3), {"w": torch.zeros(7, 3), "n": torch.arange(5)})
+    state, whole = filled(step, state)
+    runs = fzero.checkpoints(tmp_path, step.mesh)
+    saving = runs.save(1, state)
+    with torch.no_grad():
+        for x in tree.tensors(state):
+            x.zero_()
+    assert not saving.done() and "under way" in repr(saving) and runs.steps() == []
+    assert not any(t.daemon for t in threading.enumerate() if "fzero.save" in t.name), "a script's end would end it"
+    gate.set()
+    runs.wait()
+    assert saving.done() and "committed" in repr(saving)
+    assert same_bits(whole_of(step, runs.restore(state)), whole)
+
+
+def test_what_is_saved_may_be_donated_at_once(tmp_path):
+    """Nobody holds on to it, in the background or after a save."""
+    f = fzero.jit(lambda s: tree.map(lambda x: x + 1, s), donate=0, backend="fx")
+    state = {"w": torch.zeros(5), "v": torch.zeros(3).t()}
+    runs = fzero.checkpoints(tmp_path, keep=99)
+    for i in range(4):
+        runs.save(i, state, background=i % 2 == 0)
+        state = f(state)
+    runs.wait()
+    for i in range(4):
+        assert fzero.checkpoint.read(tmp_path / f"step-{i:08d}", "w").tolist() == [float(i)] * 5
+
+
+def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise OSError(5, "planted")
+
+    text = r"nothing was saved to '.*step-0000000\d': rank 0: OSError: \[Errno 5\] planted"
+    with monkeypatch.context() as patch:
+        patch.setattr(_files.Local, "write", broken)
+        runs = fzero.checkpoints(tmp_path)
+        runs.save(1, numbered(1))
+        with pytest.raises(fzero.CheckpointError, match=text):
+            runs.save(2, numbered(2))
+        with pytest.raises(fzero.CheckpointError, match=text), fzero.checkpoints(tmp_path) as runs:
+            saving = runs.save(3, numbered(3))
+        assert saving.done() and "failed" in repr(saving)
+    runs.save(4, numbered(4))
+    runs.wait()
+    assert runs.steps() == [4]
+
+
+def test_buffers_live_from_save_to_save(tmp_path):
+    runs = fzero.checkpoints(tmp_path)
+    places = set()
+    for i in range(3):
+        runs.save(i, numbered(i)).wait()
+        places.add(runs._staging.room(1).data_ptr())
+    assert len(places) == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_waits_for_its_save(tmp_path):
+    script = f"""
+import time, torch, fzero
+from fzero.checkpoint import __main__ as command
+from fzero.checkpoint import _files
+write = _files.Local.write
+_files.Local.write = lambda *args: (time.sleep(0.5), write(*args))
+fzero.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert fzero.checkpoints(tmp_path).steps() == [1]
+
+
+def test_what_is_remembered_is_looked_at_first(tmp_path):
+    root, memory = tmp_path / "runs", str(tmp_path / "memory")
+    runs = fzero.checkpoints(root, memory=memory)
+    runs.save(2, numbered(2))
+    for i in (3, 4, 5):
+        runs.remember(i, numbered(i))
+    runs.wait()
+    again = fzero.checkpoints(root, memory=memory)  # after the death of the process
+    assert again.newest() == 5 and again.restore(numbered(0))["w"].tolist() == [5.0] * 5
+    (step,) = (tmp_path / "memory").rglob("step-*")
+    assert step.name == "step-00000005" and again.steps() == [2]
+    again.save(6, numbered(6)).wait()
+    assert again.newest() == 6 and again.restore(numbered(0))["step"] == 6
+    spoil(step, "a flipped bit")
+    spoil(root / "step-00000006", "no data")
+    assert again.restore(numbered(0))["step"] == 2
+    shutil.rmtree(root)  # another run has another memory
+    assert fzero.checkpoints(root, memory=memory).newest() is None
+    with pytest.raises(ValueError, match=r"remember needs a folder of shared memory: fzero.checkpoints\(..., memory="):
+        fzero.checkpoints(root).remember(1, {})
+
+
+def test_two_processes_do_not_save_to_one_folder(tmp_path):
+    with _files.Local(str(tmp_path)).alone():
+        start = time.monotonic()
+        with pytest.raises(fzero.CheckpointError, match=r"another process saves here; give each a folder"):
+            fzero.save(tmp_path, numbered(1))
+        assert time.monotonic() - start < 5
+    fzero.save(tmp_path, numbered(1))
+
+
+def test_a_rank_that_keeps_the_store_ends_after_the_others_have_heard(tmp_path):
+    """Without torchrun rank 0 keeps it; the last rank looks rarely."""
+    script = f"""
+import time, torch, fzero
+from fzero.checkpoint import _agree
+mesh = fzero.mesh(dp=2)
+_agree._POLL = mesh.rank or 0.001
+fzero.save({str(tmp_path)!r}, {{"w": torch.ones(3)}}, mesh)
+print("committed")
+"""
+    done = world(2, "-c", script)
+    assert done.returncode == 0 and done.stdout.count("committed") == 2, done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
+def test_counts_are_whole_numbers(wrong, tmp_path):
+    for name in ("keep", "every"):
+        with pytest.raises(ValueError, match=f"{name}=.*: expected a whole number, 1 or more"):
+            fzero.checkpoints(tmp_path, **{name: wrong})
+    if wrong not in (0, True):
+        with pytest.raises(ValueError, match=r"step=.*: expected a whole number, 0 or more"):
+            fzero.checkpoints(tmp_path).save(wrong, {})
+
+
+@pytest.mark.parametrize("how", ["save", "remember"])
+def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
+    gate, write = threading.Event(), _files.Local.write
+
+    def late(*args: Any) -> None:
+        gate.wait(20)
+        write(*args)
+
+    monkeypatch.setattr(_files.Local, "write", late)
+    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    state = {"w": torch.zeros(2), "at": {"epoch": 1, "seen": [1]}}
+    saving = getattr(runs, how)(1, state)
+    state["at"]["epoch"] = 2
+    state["at"]["seen"].append(2)
+    gate.set()
+    saving.wait()
+    assert runs.restore({"w": torch.ones(2), "at": None})["at"] == {"epoch": 1, "seen": [1]}
+
+
+def test_what_was_damaged_in_memory_is_not_taken_for_a_beginning(tmp_path):
+    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs.remember(5, numbered(5)).wait()
+    (data,) = (tmp_path / "memory").rglob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1] + b"!")
+    with pytest.raises(fzero.CheckpointError, match=r"no checkpoint is whole: .* is damaged"):
+        runs.restore(numbered(0))
+    runs.save(4, numbered(4)).wait()
+    assert runs.restore(numbered(0))["step"] == 4
+
+
+def test_a_link_to_a_checkpoint_is_let_go_without_it(tmp_path):
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
+    fzero.save(elsewhere, numbered(1))
+    root.mkdir()
+    (root / "step-00000001").symlink_to(elsewhere)
+    runs = fzero.checkpoints(root, keep=1)
+    assert runs.restore(numbered(0))["step"] == 1
+    runs.save(2, numbered(2)).wait()
+    assert runs.steps() == [2] and fzero.load(elsewhere, numbered(0))["step"] == 1
+
+
+def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, monkeypatch):
+    fzero.save(tmp_path, numbered(1))
+    read, saved = _files.Local.read_into, []
+
+    def after_another(*args: Any) -> None:
+        if not saved:
+            saved.append(True)
+            fzero.save(tmp_path, numbered(2))
+        read(*args)
+
+    monkeypatch.setattr(_files.Local, "read_into", after_another)
+    assert fzero.load(tmp_path, numbered(0))["w"].tolist() == [2.0] * 5
+
+
+def test_a_run_that_goes_back_is_told_of_the_newer_steps(tmp_path, caplog):
+    runs = fzero.checkpoints(tmp_path)
+    for step in (5, 9, 6):
+        runs.save(step, numbered(step)).wait()
+    assert [r.message.split(": ")[1] for r in caplog.records] == [f"{str(tmp_path)!r} holds step 9, and saves step 6"]
+
+
+def test_a_save_that_fails_beside_the_training_is_told_even_if_nobody_waits(tmp_path, caplog, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    runs = fzero.checkpoints(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(_files.Local, "write", full)
+        saving = runs.save(1, numbered(1))
+        while not saving.done():
+            time.sleep(0.01)
+    assert any("nothing was saved" in r.message and "No space left" in r.message for r in caplog.records)
+    with pytest.raises(fzero.CheckpointError, match="No space left"):
+        runs.wait()
+
+
+def test_of_equal_steps_the_one_in_memory_is_read(tmp_path):
+    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs.save(5, {"w": torch.zeros(1)}).wait()
+    runs.remember(5, {"w": torch.ones(1)}).wait()
+    assert runs.restore({"w": torch.zeros(1)})["w"] == 1
+
+
+def test_memory_holds_one_step_also_of_a_run_that_goes_back(tmp_path):
+    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    for step in (5, 7, 3):
+        runs.remember(step, numbered(step)).wait()
+    assert len(list((tmp_path / "memory").rglob("manifest.json"))) == 1
+    assert runs.restore(numbered(0))["step"] == 3
+
+
+def test_a_copy_of_a_run_has_memory_of_its_own(tmp_path):
+    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs.save(1, numbered(1)).wait()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    runs.remember(2, numbered(2)).wait()
+    copy = fzero.checkpoints(tmp_path / "copy", memory=str(tmp_path / "memory"))
+    assert copy.restore(numbered(0))["step"] == 1
+    copy.remember(3, numbered(3)).wait()
+    assert runs.restore(numbered(0))["step"] == 2
+
+
+def test_of_what_is_let_go_the_manifest_goes_first(tmp_path, monkeypatch):
+    runs = fzero.checkpoints(tmp_path, keep=1)
+    runs.save(1, numbered(1)).wait()
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # a kill
+    runs.save(2, numbered(2)).wait()
+    assert runs.steps() == [2] and os.path.isdir(tmp_path / "step-00000001")
+
+
+def test_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, caplog):
+    def refuse(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_files.Local, "remove", refuse)
+    fzero.save(tmp_path, numbered(1))
+    assert fzero.load(tmp_path, numbered(0))["step"] == 1
+    assert any("older files could not be removed" in r.message for r in caplog.records)
+
+
+def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path):
+    ready, go = os.pipe(), os.pipe()
+    with _files.files_at(tmp_path).alone():
+        child = os.fork()
+        if child == 0:
+            os.write(ready[1], b".")
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+    fzero.save(tmp_path, numbered(1))
+    os.write(go[1], b".")
+    os.waitpid(child, 0)
+
+
+def test_checkpoints_that_are_let_go_meanwhile_are_no_damage(tmp_path, monkeypatch, capsys):
+    runs = fzero.checkpoints(tmp_path)
+    for step in (1, 2):
+        runs.save(step, numbered(step)).wait()
+
+    def pruned(path: str, progress: Any) -> int:
+        if path.endswith("1"):
+            shutil.rmtree(path)
+        return fzero.checkpoint.verify(path, progress)
+
+    monkeypatch.setattr(command, "verify", pruned)
+    assert command.main(["verify", str(tmp_path)]) == 0
+    assert "let go meanwhile" in capsys.readouterr().out

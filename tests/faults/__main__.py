@@ -1,0 +1,234 @@
+"""Kill, starve and damage a run on real processes, start it again, and count what was lost.
+
+    python -m tests.faults --cycles 1000 [--seconds 600] [--seed 0] [--json]
+
+Each cycle draws the number of processes, the stage, and what goes wrong. A cycle is wrong if the run resumes with other
+bits than were saved, or before the newest whole checkpoint that was committed, or hangs. Exits with 1 if any did.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tests.distributed.launch import free_port, rank_variables
+from tests.faults.trainer import EVERY, Fault, Start, train
+
+KINDS = (
+    "killed",
+    "killed in a save",
+    "disk full",
+    "disk full by a limit",
+    "a flipped bit",
+    "slow rank",
+    "a rank raises",
+)
+HANGS = 40.0  # seconds without any news
+FORK = multiprocessing.get_context("fork")
+
+
+def drawn(rng: random.Random, kind: str) -> Start:
+    simulated = rng.choice((0, 0, 0, 3))
+    processes = 1 if simulated else rng.choice((1, 2, 2, 3))
+    fault = Fault(kind, rng.randrange(processes), rng.randrange(1, 4), rng.randrange(7))
+    return Start(processes, simulated, rng.randrange(4), rng.random() < 0.7, 10**6, fault)
+
+
+def child(rank: int, port: int, start: Start, root: Path) -> None:
+    """Be a rank."""
+    os.setsid()
+    out = os.open(root / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    warnings.filterwarnings("ignore")
+    variables = {} if start.simulated else rank_variables(rank, start.processes, port)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        end = train(start, root)
+        (root / f"end.{rank}").write_text(end)
+        code = 0
+    except BaseException as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+    os._exit(code)
+
+
+def world(start: Start, root: Path) -> list[Any]:
+    port = free_port()
+    ranks = [FORK.Process(target=child, args=(r, port, start, root)) for r in range(start.processes)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def news(root: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in (root / "log").read_text().splitlines() if (root / "log").exists() else []:
+        with contextlib.suppress(ValueError):  # rank 0 was killed in the middle of a line
+            found.append(json.loads(line))
+    return found
+
+
+def run(start: Start, root: Path, rng: random.Random, seen: int) -> bool:
+    """Run a world until a rank has ended, and end the others, as torchrun does; return whether it hung."""
+    ranks, first, last, count = world(start, root), 0.0, time.monotonic(), seen
+    limit = rng.uniform(0.1, 1.0) if start.fault.kind in ("killed", "a flipped bit", "slow rank") else 1.5
+    hung = False
+    while all(r.is_alive() for r in ranks) and not hung:
+        time.sleep(0.01)
+        now = len(news(root))
+        if now != count:
+            first, last, count = first or time.monotonic(), time.monotonic(), now
+        if first and time.monotonic() > first + limit:
+            os.kill(rng.choice(ranks).pid, signal.SIGKILL)
+            break
+        hung = time.monotonic() > last + HANGS
+    end = time.monotonic() + 0.05
+    while any(r.is_alive() for r in ranks) and time.monotonic() < end:
+        time.sleep(0.005)
+    for r in ranks:
+        r.kill()
+        r.join()
+    return hung
+
+
+def flip_a_bit(root: Path, rng: random.Random) -> int | None:
+    """Damage the newest checkpoint; return its step."""
+    steps = sorted(p for p in (root / "run").glob("step-*") if (p / "manifest.json").exists())
+    if not steps:
+        return None
+    file = rng.choice([p for p in steps[-1].iterdir() if p.stat().st_size])
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+    return int(steps[-1].name.removeprefix("step-"))
+
+
+class Tally:
+    """What happened, and what should not have."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, set[str]] = {}
+        self.committed: set[int] = set()
+        self.reached = 0
+        self.wrong: list[str] = []
+        self.again: list[int] = []
+
+    def take(self, events: list[dict[str, Any]], what: str) -> None:
+        for e in events:
+            newest = max(self.committed, default=0)
+            if e["event"] == "saving":
+                self.digests.setdefault(e["step"], set()).add(e["digest"])
+            elif e["event"] == "committed" and e["step"]:
+                self.committed.add(e["step"])
+            elif e["event"] == "step":
+                self.reached = e["step"]
+            elif e["event"] == "fresh" and newest:
+                self.wrong.append(f"{what}: began anew, and step {newest} was committed")
+            elif e["event"] == "resumed":
+                if e["digest"] not in self.digests.get(e["step"], ()):
+                    self.wrong.append(f"{what}: other bits at step {e['step']}")
+                if e["step"] < newest:
+                    self.wrong.append(f"{what}: went back to step {e['step']} from {newest}")
+                self.again.append(self.reached - e["step"])
+                self.committed = {n for n in self.committed if n <= e["step"]} | {e["step"]}
+
+
+def same_end(root: Path, rng: random.Random, kills: int) -> bool:
+    """Whether 30 steps on 2 processes end with the same bits with some kills and without any."""
+    ends = []
+    for name, n in (("without", 0), ("with", kills)):
+        (root / name).mkdir()
+        for k in range(n):
+            fault = Fault("killed in a save", k % 2, 2, rng.randrange(6))
+            run(Start(2, 0, 3, True, 30, fault), root / name, random.Random(k), len(news(root / name)))
+        ranks = world(Start(2, 0, 3, True, 30, Fault("none")), root / name)
+        for r in ranks:
+            r.join(60)
+        files = [root / name / f"end.{r}" for r in range(2)]
+        ends.append([f.read_text() if f.exists() else f"no end of {f}" for f in files])
+    return ends[0] == ends[1] and len(set(ends[0])) == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no cycle after them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print what was counted, for programs")
+    args = parser.parse_args()
+    rng, tally, begin = random.Random(args.seed), Tally(), time.monotonic()
+    counts, hangs, cycles = dict.fromkeys(KINDS, 0), 0, []
+    root = Path(tempfile.mkdtemp(prefix="faults-"))
+    for i in track(range(args.cycles), "faults", disable=args.json, console=Console(stderr=True)):
+        if time.monotonic() - begin > args.seconds:
+            break
+        kind = KINDS[i % len(KINDS)] if i < len(KINDS) else rng.choice(KINDS)
+        start, seen, t = drawn(rng, kind), len(news(root)), time.monotonic()
+        if kind == "a flipped bit" and (damaged := flip_a_bit(root, rng)) is not None:
+            tally.committed.discard(damaged)
+        hangs += run(start, root, rng, seen)
+        tally.take(news(root)[seen:], f"cycle {i}, {start}")
+        counts[kind] += 1
+        cycles.append(time.monotonic() - t)
+    same = same_end(root, rng, 3)
+    found = {
+        "cycles": len(cycles),
+        "faults": counts,
+        "hangs": hangs,
+        "wrong": tally.wrong,
+        "reached": tally.reached,
+        "saves": len(tally.digests),
+        "resumed": len(tally.again),
+        "done again": [statistics.median(tally.again or [0]), max(tally.again, default=0)],
+        "seconds": [round(time.monotonic() - begin, 1), round(statistics.median(cycles), 2), round(max(cycles), 2)],
+        "bitwise": same,
+    }
+    failed = bool(hangs or tally.wrong or not same) or len(tally.again) < len(cycles) // 2
+    if args.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+        print((root / "errors").read_text()[-3000:] if failed else "", end="")
+    if not failed:
+        shutil.rmtree(root)
+    return int(failed)
+
+
+def show(found: dict[str, Any]) -> None:
+    table = Table("fault", "cycles")
+    for kind, n in found["faults"].items():
+        table.add_row(kind, str(n))
+    console = Console()
+    console.print(table)
+    total, median, most = found["seconds"]
+    again, worst = found["done again"]
+    console.print(
+        f"{found['cycles']} cycles in {total:.0f} s ({median} s each, at most {most}): {found['hangs']} hangs, "
+        f"{len(found['wrong'])} wrong resumes of {found['resumed']}; step {found['reached']} reached; {again:g} steps "
+        f"done again (median; at most {worst}, a save is each {EVERY} steps).\n"
+        f"30 steps with 3 kills are those without, bit for bit: {found['bitwise']}."
+    )
+    for line in found["wrong"][:20]:
+        console.print(line, style="red", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
