@@ -4,6 +4,7 @@
     python examples/finetune_hf.py --model path/to/checkpoint --save tuned   # a local folder, into another
     python examples/finetune_hf.py --lora 8                            # the base frozen, and sharded as well
     python examples/finetune_hf.py --precision float16 --global-batch 64 --micro-batch 4
+    python examples/finetune_hf.py --checkpoints runs/tuned            # stopped, the same command goes on
     torchrun --nproc-per-node 2 examples/finetune_hf.py                # the same script on 2 processes
 
 Nothing is downloaded. The text is the Python standard library's own source code, cut into documents of unequal length:
@@ -11,11 +12,12 @@ put your own in the place of `load_documents`. Needs `pip install fzero[finetune
 """
 
 import argparse
+import contextlib
 import functools
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,14 +54,30 @@ class LoRA(nn.Linear):
         return super().forward(x) + F.linear(low, self.b) * self.scale
 
 
+@contextlib.contextmanager
+def without_parameters() -> Iterator[None]:
+    """Each parameter of a module that is made here goes to the meta device at once; buffers stay."""
+
+    def to_meta(module: nn.Module, name: str, p: Any) -> Any:
+        return None if p is None or p.is_meta else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def build(args: Any) -> tuple[Any, Any]:
-    """The model, with adapters if asked for, and its tokenizer, if it has one."""
+    """The model, with adapters if asked for, and its tokenizer, if it has one. Weights of a folder are read later."""
     tokenizer = None
     if args.model is None:
         config = AutoConfig.for_model("llama", **TINY, attention_dropout=args.dropout)
         model: Any = AutoModelForCausalLM.from_config(config)
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+        with without_parameters():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if (args.model / "tokenizer_config.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     if args.lora:
@@ -146,7 +164,8 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
     record = recorder(args.tensorboard if mesh.rank == 0 else None)
     torch.manual_seed(0)  # the same model on every rank
     model, tokenizer = build(args)
-    apply, params, frozen = fzero.nn.functional(on_device(model).train(), remat=args.remat)
+    apply, params, frozen = fzero.nn.functional(model.train(), remat=args.remat)
+    params, frozen = fzero.tree.map(lambda x: x if x.is_meta else on_device(x), (params, frozen))
     apply_eval = fzero.nn.functional(model.eval(), remat=args.remat).apply  # without dropout
     buffers = {name: frozen.pop(name) for name, _ in model.named_buffers()}  # what is left is the base
     del model  # `apply` has no memory of its own; a rank is to hold its shards alone
@@ -175,9 +194,22 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
         return fzero.psum(token_loss(apply_eval, params, frozen, buffers, batch))
 
     step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh)
-    params, opt_state = step.init(params, opt)
+    empty = args.model is not None and not args.lora
+    params, opt_state = step.init(
+        (lambda: {k: on_device(torch.zeros(x.shape)) for k, x in params.items()}) if empty else params, opt
+    )
     frozen = step.partition(policy.cast(frozen))  # in the same layout
+    if args.model is not None:  # each rank reads its own bytes, straight into its shards
+        unread = [params, optim.master_params(params, opt_state)] if empty else []
+        for like in unread:  # which are filled where they lie
+            fzero.hf.read(args.model, like, mesh, partial=True)
+        frozen = fzero.hf.read(args.model, frozen, mesh, partial=True)
     totals = step.program(rank_totals)
+    done, skipped = 0, 0
+    runs = None if args.checkpoints is None else fzero.checkpoints(args.checkpoints, mesh)
+    if runs is not None:  # the frozen ones are not in it: they are the folder's
+        state = {"params": params, "opt_state": opt_state, "step": done, "skipped": skipped}
+        params, opt_state, done, skipped = runs.restore(like=state).values()
     held = [step.state_bytes(x) for x in (params, opt_state, frozen)]
     say("a rank holds {:,} bytes of parameters, {:,} of optimizer state, {:,} of frozen ones".format(*held))
 
@@ -204,8 +236,7 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
         plan = of_rank(params, opt_state, frozen, buffers, mesh.split(train_batch(0)), key)
         memory = f"{plan.peak_bytes / 1e6:.1f} MB at the peak"
     say(f"{mesh!r}, stage {args.stage}; {sizes}; validation loss before: {validate():.4f}")
-    skipped = 0
-    for i in range(args.steps):
+    for i in range(done, args.steps):
         start, batch = time.perf_counter(), train_batch(i)
         rate = float(schedule(torch.tensor(i - skipped)))  # a skipped step counts for nothing
         params, opt_state, metrics = step(params, opt_state, frozen, buffers, mesh.split(batch), random.fold_in(key, i))
@@ -219,13 +250,19 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
         if (i + 1) % args.eval_every == 0 or i + 1 == args.steps:
             shown["validation loss"] = validate()
             say(f"step {i + 1}: validation loss {shown['validation loss']:.4f}")
+            if runs is not None:  # written while training goes on
+                runs.save(i + 1, {"params": params, "opt_state": opt_state, "step": i + 1, "skipped": skipped})
         for name, x in shown.items():
             record(name, x, i + 1)
-    if args.save:  # all ranks gather, one writes
-        whole = step.gather({**frozen, **optim.master_params(params, opt_state)})
+    if runs is not None:
+        runs.wait()
+    if args.save:  # each rank writes its own bytes; adapters are merged into whole weights
+        shell: Any = apply.module  # the model without storage
+        tuned = {**frozen, **optim.master_params(params, opt_state)}
+        fzero.hf.write(args.save, merge(shell, step.gather(tuned)) if args.lora else tuned, mesh, dtype=torch.float32)
         if mesh.rank == 0:
-            shell: Any = apply.module  # the model without storage
-            shell.save_pretrained(args.save, state_dict=merge(shell, whole))
+            shell.config.save_pretrained(args.save)
+            shell.generation_config.save_pretrained(args.save)
             if tokenizer is not None:
                 tokenizer.save_pretrained(args.save)
 
@@ -253,6 +290,7 @@ def main() -> None:
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the numbers of each step there")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the model there, adapters merged into it")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="go on from the newest one there, if any")
     args = parser.parse_args()
 
     mesh = fzero.mesh(dp=-1, alone=args.ranks)

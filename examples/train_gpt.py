@@ -5,11 +5,13 @@
     python examples/train_gpt.py --stage 3 --plan              # one rank's memory and collectives; no training
     python examples/train_gpt.py --precision bfloat16 --accumulate 4 --remat  # as large models are trained
     torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
+    python examples/train_gpt.py --checkpoints runs/gpt        # stop it, kill it; the same command goes on
 
 The text is the Python standard library's own source code, unless `--text FILE` names another.
 """
 
 import argparse
+import contextlib
 import functools
 import shutil
 import sysconfig
@@ -127,14 +129,20 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
         return params, []
     title = (f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded") + f", {held / 1e6:.1f} MB a rank"
     losses: list[float] = []
-    start = 0.0
-    with Progress(console=console) as progress:
-        task = progress.add_task(title, total=args.steps)
-        for i in range(args.steps):
+    runs = fzero.checkpoints(args.checkpoints, mesh, keep=2) if args.checkpoints and mesh else None
+    if runs:  # the newest one, whatever ranks and stage wrote it
+        state = runs.restore(like={"params": params, "opt_state": opt_state, "losses": losses})
+        params, opt_state, losses = state["params"], state["opt_state"], state["losses"]
+    first, start = len(losses), 0.0
+    with Progress(console=console) as progress, runs or contextlib.nullcontext():
+        task = progress.add_task(title, total=args.steps, completed=first)
+        for i in range(first, args.steps):
             params, opt_state, loss = step(params, opt_state, split(get_batch(text, args.batch, seed=i)))
             losses.append(loss.item())
-            start = time.perf_counter() if i == 0 else start  # the first step compiles
-            speed = i * args.batch * CONFIG["context"] / max(time.perf_counter() - start, 1e-9)
+            if runs and ((i + 1) % args.save_every == 0 or i + 1 == args.steps):
+                runs.save(i + 1, {"params": params, "opt_state": opt_state, "losses": losses})
+            start = time.perf_counter() if i == first else start  # the first step compiles
+            speed = (i - first) * args.batch * CONFIG["context"] / max(time.perf_counter() - start, 1e-9)
             progress.update(task, advance=1, description=f"{title}, loss {losses[-1]:.3f}, {speed:,.0f} bytes/s")
             if i % max(args.steps // 10, 1) == 0 or i + 1 == args.steps:
                 progress.print(f"step {i + 1:>5}: loss {losses[-1]:.3f}, {speed:,.0f} bytes/s, {title}")
@@ -178,6 +186,8 @@ def main() -> None:
     parser.add_argument("--jit", action=argparse.BooleanOptionalAction, default=True, help="compile the step")
     parser.add_argument("--plan", action="store_true", help="print and plot one rank's plan, and stop")
     parser.add_argument("--compare", action="store_true", help="also train unsharded, from the same start")
+    parser.add_argument("--checkpoints", metavar="DIR", help="save there, and go on from the newest checkpoint in it")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="where the loss curve goes")
     args = parser.parse_args()
     torch.set_num_threads(1)  # with matrices this small more threads only wait for one another

@@ -1,14 +1,16 @@
 """fzero: ZeRO, sharded data-parallel training, as pure functions on torch.func."""
 
+import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fzero import nn, optim, random, transforms, tree
+from fzero import checkpoint, data, debug, hf, metrics, nn, optim, random, transforms, tree
 from fzero._donated import DonatedError
 from fzero._profile import Profile, profile
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
 from fzero.axes.scope import axis_index, axis_names, axis_size
+from fzero.checkpoint import CheckpointError, Checkpoints, Saving, checkpoints, load, save
 from fzero.collectives._record import Log, record
 from fzero.collectives.exchange import all_to_all, broadcast, ppermute
 from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
@@ -22,6 +24,7 @@ from fzero.layout.units import default_units
 from fzero.precision import Precision
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
 from fzero.ranks.mesh import Mesh, mesh
+from fzero.stages._evaluate import evaluate, predict
 from fzero.stages._layouts import StageLayouts
 from fzero.stages._shard import shard
 from fzero.stages._sharded_step import ShardedStep
@@ -36,8 +39,15 @@ from fzero.transforms import (
     value_and_grad,
 )
 
+if TYPE_CHECKING:
+    from fzero import dcp
+
+__version__ = "0.2.0.dev0"
+
 __all__ = [
     "BatchPlan",
+    "CheckpointError",
+    "Checkpoints",
     "DivergedError",
     "DonatedError",
     "Jitted",
@@ -47,6 +57,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Profile",
+    "Saving",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -62,16 +73,26 @@ __all__ = [
     "axis_size",
     "batch_plan",
     "broadcast",
+    "checkpoint",
+    "checkpoints",
+    "data",
+    "dcp",
+    "debug",
     "default_units",
+    "evaluate",
     "gather",
+    "hf",
     "jit",
+    "load",
     "mesh",
+    "metrics",
     "nn",
     "optim",
     "partition",
     "plan",
     "pmean",
     "ppermute",
+    "predict",
     "profile",
     "psum",
     "psum_invariant",
@@ -81,6 +102,7 @@ __all__ = [
     "record",
     "reduce_scatter",
     "remat",
+    "save",
     "scaled_value_and_grad",
     "shard",
     "state_bytes",
@@ -92,7 +114,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what has another name now, with a warning, until version 0.3."""
+    """Import what takes long when it is used; return what has another name now, with a warning, until version 0.3."""
+    if name == "dcp":
+        return importlib.import_module("fzero.dcp")
     if name == "Layout":
         warnings.warn("fzero.Layout is fzero.StageLayouts now", DeprecationWarning, stacklevel=2)
         return StageLayouts

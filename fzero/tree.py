@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fzero._donated import check_not_donated
-from fzero._torch import pytree
+from fzero._torch import children_without_names, pytree
 
-__all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "tensors", "unflatten"]
+__all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
 Tree = Any
 """A pytree: nested containers with tensors, boxes or other values at the leaves. Python's types cannot say more."""
@@ -50,14 +50,29 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
     try:
         pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:  # a node registered without names for its children
-        leaves, structure = flatten(tree, is_leaf)
-        return [str(i) for i in range(len(leaves))], leaves, structure
+        pairs, (_, structure) = _numbered(tree, is_leaf), flatten(tree, is_leaf)
     _check_alive([x for _, x in pairs])
     return (
         [".".join([_name(k) for k in keys]) for keys, _ in pairs],
         [x for _, x in pairs],
         structure,
     )
+
+
+def _numbered(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[tuple[Any, ...], Any]]:
+    """Flatten a tree into its leaves with the keys that lead there: numbers, where a node has no names."""
+
+    def stops(x: Any) -> bool:
+        return (is_leaf is not None and is_leaf(x)) or children_without_names(x) is not None
+
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    for keys, x in pytree.tree_flatten_with_path(tree, stops)[0]:
+        children = None if is_leaf is not None and is_leaf(x) else children_without_names(x)
+        if children is None:
+            found.append((keys, x))
+        for i, child in enumerate(children or []):
+            found += [((*keys, pytree.SequenceKey(i), *below), y) for below, y in _numbered(child, is_leaf)]
+    return found
 
 
 def identity(x: Any) -> Any:
@@ -68,6 +83,20 @@ def identity(x: Any) -> Any:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """List the tensors of a tree."""
     return [x for x in flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def numel(tree: Any) -> int:
+    """Count the elements of a tree's leaves, of each as it is whole: at every stage as many. Tied leaves count once.
+
+    Example:
+        >>> import fzero, torch
+        >>> step = fzero.shard(lambda params, opt_state, batch: (params, opt_state), stage=3, mesh=fzero.mesh(dp=4))
+        >>> params, _ = step.init({"w": torch.ones(3, 5), "b": torch.ones(3)}, fzero.optim.sgd(0.1))
+        >>> fzero.tree.numel(params)
+        18
+    """
+    leaves = {id(x): x for x in flatten(tree, is_box)[0]}
+    return sum(x.whole_numel() if is_box(x) else x.numel() for x in leaves.values() if hasattr(x, "numel") or is_box(x))
 
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -22,11 +22,13 @@ FLOORS = [
     ["collectives", "random"],
     ["layout"],
     ["ranks", "precision"],
-    ["optim", "graph"],
-    ["_profile"],
+    ["optim", "graph", "data", "metrics"],
+    ["_profile", "debug"],
     ["init"],
     ["transforms"],
     ["stages"],
+    ["checkpoint"],
+    ["hf", "dcp"],
     ["nn"],
     ["testing"],
 ]
@@ -66,7 +68,21 @@ def test_private_torch_is_used_in_one_folder():
 
 def public() -> list[tuple[str, object]]:
     names = []
-    folders = ("optim", "optim.schedules", "transforms", "nn", "random", "testing", "tree")
+    folders = (
+        "checkpoint",
+        "data",
+        "metrics",
+        "hf",
+        "dcp",
+        "debug",
+        "optim",
+        "optim.schedules",
+        "transforms",
+        "nn",
+        "random",
+        "testing",
+        "tree",
+    )
     modules = ("fzero", *[f"fzero.{name}" for name in folders])
     for module in modules:
         m = importlib.import_module(module)

@@ -6,17 +6,17 @@ All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say w
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero._torch.autograd import (
-    allow_in_graph,
-    assume_constant_result,
     in_transform,
     is_tracing,
     profiling,
     quiet_vmap_fallback,
     raise_priority,
 )
-from fzero._torch.boxes import pytree, register_box
+from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
-from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, packed, preparing, unpacked
+from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, pickled, preparing, unpickled
+from fzero._torch.dcp import unpickled_metadata
+from fzero._torch.dynamo import allow_in_graph, assume_constant_result
 from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
 from fzero._torch.recorder import OneNode
@@ -27,6 +27,7 @@ from fzero._torch.tracing import (
     fake_like,
     functional,
     holders,
+    is_backward,
     is_fake,
     line_of,
     recorded,
@@ -45,6 +46,7 @@ __all__ = [
     "assume_constant_result",
     "buffers_of",
     "c10d",
+    "children_without_names",
     "compile_threads",
     "default_store",
     "fake_like",
@@ -57,10 +59,11 @@ __all__ = [
     "in_transform",
     "inductor",
     "inductor_folder",
+    "is_backward",
     "is_fake",
     "is_tracing",
     "line_of",
-    "packed",
+    "pickled",
     "preparing",
     "profiling",
     "pytree",
@@ -70,7 +73,8 @@ __all__ = [
     "register_box",
     "storage_id",
     "trace",
-    "unpacked",
+    "unpickled",
+    "unpickled_metadata",
     "user_line",
     "view_of",
 ]

@@ -8,12 +8,9 @@ from contextlib import contextmanager
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._dynamo import allow_in_graph, assume_constant_result  # pyright: ignore[reportPrivateImportUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 __all__ = [
-    "allow_in_graph",
-    "assume_constant_result",
     "in_transform",
     "is_tracing",
     "profiling",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-__all__ = ["pytree", "register_box"]
+__all__ = ["children_without_names", "pytree", "register_box"]
 
 
 def register_box(
@@ -34,3 +34,9 @@ def register_box(
         serialized_type_name=f"fzero.{cls.__name__}",
     )
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # pyright: ignore
+
+
+def children_without_names(x: Any) -> list[Any] | None:
+    """Return the children of a node whose kind was registered without names for them; None for all else."""
+    kind = pytree.SUPPORTED_NODES.get(pytree._get_node_type(x))
+    return list(kind.flatten_fn(x)[0]) if kind is not None and kind.flatten_with_keys_fn is None else None

@@ -34,7 +34,7 @@ def buffers_of(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
     """Find the buffers that two or more of these tensors, each contiguous, fill without gaps and overlaps."""
     by_storage: dict[int, list[int]] = {}
     for i, x in enumerate(tensors):
-        by_storage.setdefault(x.untyped_storage()._cdata, []).append(i)
+        by_storage.setdefault(storage_id(x), []).append(i)
     if len(by_storage) == len(tensors):
         return ()
     found = [_buffer(tensors, members) for members in by_storage.values() if len(members) > 1]

@@ -1,4 +1,7 @@
-"""Inductor: a flat graph compiled, and what another process needs to compile the same one into the same cache."""
+"""Inductor: a flat graph compiled, and what another process needs to compile the same one into the same cache.
+
+Inductor takes seconds to import, so each function imports what it needs of it.
+"""
 
 import copyreg
 import functools
@@ -12,14 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext, tracing
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
@@ -29,7 +28,7 @@ from fzero._torch.tracing import fake_like
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
 
-__all__ = ["compile_threads", "importing", "inductor", "inductor_folder", "packed", "preparing", "unpacked"]
+__all__ = ["compile_threads", "importing", "inductor", "inductor_folder", "pickled", "preparing", "unpickled"]
 
 
 def _memory_format(name: str) -> torch.memory_format:
@@ -46,6 +45,8 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     """
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     preparing().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
@@ -73,6 +74,8 @@ def preparing() -> threading.Thread:
 
 def _prepare() -> None:
     with suppress(Exception):  # Inductor meets the error itself, if it needs to know
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
         pick_vec_isa()
 
 
@@ -97,6 +100,8 @@ def inductor_folder() -> Path:
     Raises:
         OSError: if there is no cache.
     """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     return Path(cache_dir(), "fzero", f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
@@ -107,7 +112,7 @@ def compile_threads() -> int:
     return config.compile_threads or 1
 
 
-def packed(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
+def pickled(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
     """Write graphs and the shapes of their arguments down for another process, and how this one compiles.
 
     Raises:
@@ -120,7 +125,7 @@ def packed(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
     return pickle.dumps((how, described))
 
 
-def unpacked(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tensor]]]]:
+def unpickled(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tensor]]]]:
     """Set this process up as the one that wrote graphs down, and return functions that make them.
 
     A graph with an operation of the user's own, which is not registered here, raises when it is made.

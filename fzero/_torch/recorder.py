@@ -3,7 +3,6 @@
 They were seen on torch 2.11 and 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
 """
 
-import contextlib
 import functools
 import operator
 import os
@@ -31,12 +30,15 @@ __all__ = ["OneNode", "Recorder", "is_users", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")])
 _DEVICE = torch.ops.prim.device.default
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's nor fzero's nor contextlib, and code in it is not generated."""
-    return not file.startswith((_TORCH, _FZERO, "<")) and file != contextlib.__file__
+    """Return whether a file is neither torch's nor fzero's nor Python's own, and code in it is not generated."""
+    own = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+    return not own and not file.startswith((_TORCH, _FZERO, "<"))
 
 
 def user_line() -> str:
@@ -48,6 +50,11 @@ def user_line() -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _place() -> dict[str, Any]:
+    """Say where an operation runs now: on which line, and whether autograd's engine runs it."""
+    return {"line": user_line(), "backward": torch._C._current_graph_task_id() != -1}
 
 
 class Recorder(TorchDispatchMode):
@@ -76,7 +83,7 @@ class Recorder(TorchDispatchMode):
                 return _record(mode.tracer, func, args, kwargs, nodes)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate({"line": user_line()}):
+        with annotate(_place()):
             return func(*args, **kwargs)
 
 
@@ -172,7 +179,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
     """Run an operation, or a function, on stand-ins, and make it a node."""
     with disable_proxy_modes_tracing():
         out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
-    meta = {**get_current_meta().get("custom", {}), "line": user_line()}
+    meta = {**get_current_meta().get("custom", {}), **_place()}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

@@ -35,6 +35,7 @@ __all__ = [
     "fake_like",
     "functional",
     "holders",
+    "is_backward",
     "is_fake",
     "line_of",
     "recorded",
@@ -65,6 +66,11 @@ TRACING = threading.RLock()
 def line_of(node: torch.fx.Node) -> str:
     """Return the source line that a node was traced from, "file:line", or ""."""
     return (node.meta.get("custom") or {}).get("line", "")
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Return whether autograd's engine ran an operation when it was traced."""
+    return (node.meta.get("custom") or {}).get("backward", False)
 
 
 def fake_like(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._notice import see
 from fzero._torch import is_tracing, user_line
 from fzero._torch.state import OwnSettings, thread_state
 from fzero.axes._threads import threads_here
@@ -40,7 +41,7 @@ class DivergedError(RuntimeError):
         >>> try:
         ...     mesh.spmd(program)(torch.ones(2))
         ... except fzero.DivergedError as error:
-        ...     print(str(error).split(" (")[0])
+        ...     print(str(error).split(". ")[0])
         ranks diverged: rank 1 ended, and ranks 0, 2 wait in psum over 'dp' of float32 [2]
     """
 
@@ -142,7 +143,7 @@ class _Run:
         said = [_said(place, ranks) for place, ranks in sorted(self.places().items(), key=lambda item: len(item[1]))]
         return (
             f"ranks diverged: {', and '.join(said)}. All ranks of an axis call the same collectives in the same "
-            "order, with the same shapes and dtypes"
+            f"order, with the same shapes and dtypes{see('a-hang')}"
         )
 
 

@@ -24,6 +24,7 @@ from fzero.collectives import _record
 __all__ = [
     "ALONE",
     "Along",
+    "OfDeal",
     "OfUnit",
     "Options",
     "Pairs",
@@ -75,7 +76,13 @@ class OfUnit(NamedTuple):
     uid: int
 
 
-Options = Whole | Along | Source | Pairs | OfUnit
+class OfDeal(NamedTuple):
+    """The options of a map of several units' matrices to the ranks that own them: the number of the deal."""
+
+    number: int
+
+
+Options = Whole | Along | Source | Pairs | OfUnit | OfDeal
 
 
 class Row(NamedTuple):

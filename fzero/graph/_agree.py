@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fzero._notice import see
 from fzero._torch import line_of
 from fzero.graph._choose import Candidate
 from fzero.graph.ir import is_collective, shown
@@ -127,7 +128,8 @@ def _everyones(mine: list[Any], mesh: Mesh, name: str) -> list[Any]:
     except MissingRank as error:
         raise RuntimeError(
             f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {texts.SECONDS:g} s: "
-            "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal shapes"
+            "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal "
+            f"shapes{see('a-hang')}"
         ) from error
 
 
@@ -138,5 +140,5 @@ def _raise_first_difference(everyones: list[list[str]], name: str) -> None:
                 raise RuntimeError(
                     f"fzero.jit: {name} is not the same step on all ranks. Operation {i} is on rank 0 {a}, and on rank "
                     f"{rank} {b}. Ranks trace the same code with the same shapes; what differs by rank is data "
-                    "(mesh.local, axis_index), never a branch or a number in Python"
+                    f"(mesh.local, axis_index), never a branch or a number in Python{see('a-hang')}"
                 )

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph, Node
 
+from fzero._notice import see
 from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
@@ -136,7 +137,7 @@ def choose(found: Sequence[Candidate], budget: float | None, name: str) -> int:
         warnings.warn(
             f"fzero.jit: {name} needs {smallest:,} bytes at its peak with the smallest of {len(found)} schedules, "
             f"{smallest - limit:,.0f} more than memory_budget={budget:,}; that one is kept. A higher stage, more "
-            "ranks, more micro-batches or smaller units need less",
+            f"ranks, more micro-batches or smaller units need less{see('out-of-memory')}",
             stacklevel=2,
         )
         fits = [i for i, c in enumerate(found) if c.peak_bytes == smallest]

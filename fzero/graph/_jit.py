@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from fzero import _torch
-from fzero._notice import notice
+from fzero._notice import notice, see
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
@@ -29,13 +29,13 @@ def jit(
     step: Callable[..., Any],
     *,
     donate: int | Sequence[int] | None = None,
-    backend: str = "inductor",
+    backend: Literal["inductor", "auto", "fx", "inductor-whole"] = "inductor",
     memory_budget: float | None = None,
-    prefetch: int | str = "auto",
-    in_flight: int | str = "auto",
-    bucket_bytes: int | str = "auto",
-    max_reuse_bytes: float | str = "auto",
-    recompute: bool | str = "auto",
+    prefetch: int | Literal["auto", "fitting"] = "auto",
+    in_flight: int | Literal["auto"] = "auto",
+    bucket_bytes: int | Literal["auto"] = "auto",
+    max_reuse_bytes: float | Literal["auto"] = "auto",
+    recompute: bool | Literal["auto"] = "auto",
     dump: str | os.PathLike[str] | None = None,
     loop: bool = True,
 ) -> "Jitted":
@@ -218,7 +218,8 @@ class Jitted:
             log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
-        log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, changed(last, arguments))
+        why = changed(last, arguments) + see("recompilation")
+        log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, why)
 
     def _log_donation(self, entry: Entry) -> None:
         if entry.positions:

@@ -16,9 +16,11 @@ from fzero.optim._lion import LionState, lion, scale_by_lion
 from fzero.optim._loss_scale import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
 from fzero.optim._masked import masked
 from fzero.optim._master import MasterState, master_params, master_weights
+from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
 from fzero.optim._sgd import SgdState, sgd
+from fzero.optim._whole import whole
 from fzero.optim.schedules import (
     Schedule,
     constant,
@@ -40,6 +42,7 @@ __all__ = [
     "LossScaleState",
     "Mask",
     "MasterState",
+    "MuonState",
     "OptState",
     "Optimizer",
     "Pair",
@@ -75,6 +78,7 @@ __all__ = [
     "masked",
     "master_params",
     "master_weights",
+    "muon",
     "params_ema",
     "piecewise_constant",
     "scale",
@@ -89,4 +93,5 @@ __all__ = [
     "static_loss_scale",
     "warmup_cosine",
     "warmup_linear",
+    "whole",
 ]

@@ -13,6 +13,7 @@ from fzero.optim._factored import Sums, column_shape, row_shape, spread, sums_of
 from fzero.optim._hyper import Number, at_least_float32, is_zero, nonnegative, positive
 from fzero.optim._norms import leaf_rms
 from fzero.optim._rate import check_rate, rate_at
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -30,6 +31,7 @@ class AdafactorState(NamedTuple):
     columns: Tree
 
 
+@answers
 def adafactor(
     learning_rate: Number | Schedule = 1e-2,
     decay_rate: Number = 0.8,

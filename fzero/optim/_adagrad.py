@@ -8,6 +8,7 @@ from fzero import tree
 from fzero.optim._base import Optimizer, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, nonnegative
 from fzero.optim._rate import check_rate, rate_at
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -21,6 +22,7 @@ class AdagradState(NamedTuple):
     sum_of_squares: Tree
 
 
+@answers
 def adagrad(
     learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
 ) -> Optimizer:

@@ -9,6 +9,7 @@ from fzero.layout.segments import per_leaf
 from fzero.optim._base import Mask, Optimizer, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, fraction, is_zero, nonnegative
 from fzero.optim._rate import check_rate, rate_at
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -23,6 +24,7 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
+@answers
 def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
     """Adam (arXiv:1412.6980): `torch.optim.Adam`'s numbers.
 
@@ -37,6 +39,7 @@ def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999,
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
 
 
+@answers
 def adamw(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -90,6 +93,7 @@ def adamw(
     return Optimizer(_init, update, elementwise=True)
 
 
+@answers
 def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
     """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
 

@@ -9,10 +9,12 @@ from fzero.layout.segments import global_norm
 from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyper import Number, at_least_float32, positive
 from fzero.optim._norms import leaf_rms
+from fzero.optim._words import answers
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
 
 
+@answers
 def clip(max_delta: Number) -> Optimizer:
     """Clip each element of the gradients to `[-max_delta, max_delta]`.
 
@@ -38,6 +40,7 @@ def clip(max_delta: Number) -> Optimizer:
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
+@answers
 def clip_by_global_norm(max_norm: Number) -> Optimizer:
     """Scale all gradients by `min(1, max_norm / norm)`, where norm is over the whole tree on all ranks.
 

@@ -9,11 +9,13 @@ from fzero.optim._decay import add_decayed_weights
 from fzero.optim._hyper import Number
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import scale_by_learning_rate
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 
 __all__ = ["lamb", "scale_by_trust_ratio"]
 
 
+@answers
 def lamb(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,

@@ -9,6 +9,7 @@ from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._hyper import Number, fraction
 from fzero.optim._scale import scale_by_learning_rate
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -21,6 +22,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
+@answers
 def lion(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -60,6 +62,7 @@ def lion(
     )
 
 
+@answers
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
     """Replace gradients by Lion's direction, 1 or -1 an element (0 where the average is): see `lion`.
 

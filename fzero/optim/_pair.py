@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["check_pair", "of_torch"]
 
-_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor")  # of the same name in torch.optim
+_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # of the same name in torch.optim
 
 
 def check_pair(opt: Any, needed: str) -> None:

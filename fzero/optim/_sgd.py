@@ -8,6 +8,7 @@ from fzero import tree
 from fzero.optim._base import Optimizer, Params, Updates
 from fzero.optim._hyper import Number, is_zero, nonnegative
 from fzero.optim._rate import check_rate, rate_at
+from fzero.optim._words import answers
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -21,6 +22,7 @@ class SgdState(NamedTuple):
     momentum: Tree
 
 
+@answers
 def sgd(learning_rate: Number | Schedule, momentum: Number = 0.0, nesterov: bool = False) -> Optimizer:
     """Descend along the gradient, with momentum if asked: `torch.optim.SGD`'s numbers.
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._notice import see
 from fzero.layout.boxes import PerRank, axes_of, is_box
 from fzero.layout.elements import elements
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["check_alike", "check_equal", "checksum"]
+__all__ = ["check_alike", "check_equal", "checksum", "numbers_of_all", "texts_of_all"]
 
 # A tensor is read in blocks of this many int32 words, 256 KiB, which a core's cache holds. It is 4 times a prime, so
 # a regular pattern, such as a column, does not fall on one word of each block, and elements of 16 bytes fill a block.
@@ -70,7 +71,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-def _of_all_ranks(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
+def numbers_of_all(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, the same m on all ranks: each rank's, in rank order."""
     mine = mine.to(mesh.device_mesh.device_type)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
@@ -109,7 +110,7 @@ def check_equal(what: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor]
         return
     device = mesh.device_mesh.device_type
     mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(device) for i in compared]
-    everyones = _of_all_ranks(torch.stack(mine), mesh)
+    everyones = numbers_of_all(torch.stack(mine), mesh)
     for n, i in enumerate(compared):
         first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
         for rank in range(mesh.size):
@@ -130,7 +131,7 @@ def check_alike(what: str, values: Any, mesh: Mesh) -> None:
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     lines = [f"{tree.place(what, path)} is {_shown(x)}" for path, x in zip(paths, entries, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    prints = _of_all_ranks(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
+    prints = numbers_of_all(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(p != prints[0] for p in prints):
         everyones: list[Any] = [None] * mesh.size
         torch.distributed.all_gather_object(everyones, lines)
@@ -146,7 +147,7 @@ def _message(where: str, one: int, other: int, axes: tuple[str, ...]) -> str:
     return (
         f"{where} differs between rank {one} and rank {other}, and a plain tensor must be "
         "equal on all ranks: reduce it with fzero.pmean, seed every rank alike before making it, or box it "
-        "with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
+        f"with mesh.local (in a rank program fzero.PerRank) if it is meant to differ{see('a-loss-that-differs')}"
     )
 
 
@@ -158,3 +159,14 @@ def _raise_first_difference(everyones: list[list[str]]) -> None:
                     f"the ranks hold different trees: on rank 0 {mine}, and on rank {rank} {theirs}; build them alike, "
                     "dicts in one order"
                 )
+
+
+_LONGEST = 1024  # bytes of a text that is told
+
+
+def texts_of_all(text: str, mesh: Mesh) -> list[str]:
+    """Exchange short texts between all ranks, as numbers: nothing is pickled."""
+    padded = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _LONGEST, 4)])
+    everyones = numbers_of_all(mine, mesh)
+    return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in everyones]

@@ -19,6 +19,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from fzero._notice import see
 from fzero.ranks.handshake import AbsentError, shake_hands
 
 __all__ = ["TIMEOUT", "World", "check_device", "check_timeout", "join", "world_at_hand"]
@@ -159,7 +160,7 @@ def _met(world: World, timeout: float) -> Store:
     What is written in it later, by process groups too, has the prefix that this world has for itself.
     """
     count = f"{world.size} process{'es' * (world.size > 1)}"
-    meeting = f"{count} should meet at {world.place}; launch them together, or free the port"
+    meeting = f"{count} should meet at {world.place}; launch them together, or free the port{see('a-hang')}"
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), AGAIN)

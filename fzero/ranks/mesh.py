@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
+from fzero._notice import see
 from fzero.axes.axis import Axis, AxisName
 from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks._sizes import check_axes, filled
@@ -23,7 +24,7 @@ SIMULATIONS = ("vmap", "lockstep")
 
 def mesh(
     *,
-    simulate: bool | str | None = None,
+    simulate: bool | Literal["vmap", "lockstep"] | None = None,
     alone: int | None = None,
     device: str | None = None,
     timeout: float = TIMEOUT,
@@ -231,7 +232,7 @@ class Mesh:
             if x.ndim == 0 or x.shape[0] % n:
                 raise ValueError(
                     f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must divide by the {n} ranks of {self!r}; "
-                    "drop or pad the last batch"
+                    f"drop or pad the last batch{see('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return stacked if self.simulated else stacked[mine]
@@ -321,6 +322,6 @@ def _stack(parts: list[Any]) -> Any:
             if tree.show(x) != tree.show(xs[0]):
                 raise ValueError(
                     f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, and rank 0's is {tree.show(xs[0])}: "
-                    "all ranks hold tensors of one shape; pad or drop the rest"
+                    f"all ranks hold tensors of one shape; pad or drop the rest{see('shapes-that-change')}"
                 )
     return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])

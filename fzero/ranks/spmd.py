@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._notice import see
 from fzero._torch import in_transform, quiet_vmap_fallback, storage_id
 from fzero._torch.levels import unwrapped, vmaps
 from fzero.axes import lockstep
@@ -205,7 +206,10 @@ def _together(mesh: Any, ranks: list[Any]) -> Any:
         values = [y for _, (_, y) in sorted(found.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
             shown = ", ".join([tree.show(y) for y in values])
-            raise ValueError(f"{tree.place('result', path)} has another shape on each rank: {shown}; pad it to one")
+            raise ValueError(
+                f"{tree.place('result', path)} has another shape on each rank: {shown}; pad it to one"
+                f"{see('shapes-that-change')}"
+            )
         out.append(torch.stack(values) if a and isinstance(x, torch.Tensor) else x)
     return tree.unflatten(structure, out)
 

@@ -318,7 +318,7 @@ def test_a_divergence_names_ranks_collectives_shapes_and_lines():
     assert str(caught.value) == (
         f"ranks diverged: rank 2 waits in all_gather(0) over 'dp' of float32 [2, 3] ({__file__}:{line + 2}), and "
         f"ranks 0, 1, 3 wait in psum over 'dp' of float32 [2, 3] ({__file__}:{line + 3}). All ranks of an axis call "
-        "the same collectives in the same order, with the same shapes and dtypes"
+        "the same collectives in the same order, with the same shapes and dtypes; see docs/trouble.md#a-hang"
     )
 
 

@@ -96,6 +96,7 @@ def world(tmp_path, monkeypatch):
     torch.set_default_dtype(dtype)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's word for one process
 @pytest.mark.parametrize(
     "page", [p for p in [*TUTORIAL, *GUIDES] if any(b.runs for b in blocks(p))], ids=lambda p: p.stem
 )

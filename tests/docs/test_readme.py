@@ -33,5 +33,22 @@ def test_the_table_is_what_is_measured():
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_it_is_short_and_plain():
+    assert len(README.splitlines()) <= 120
+    prose = re.sub(r"```.*?```|^\|.*?$|^#.*?$|^!.*?$", "", README, flags=re.DOTALL | re.MULTILINE)
+    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)|`", "", prose)):
+        assert len(sentence.split()) <= 30, sentence
+
+
+def test_the_lines_that_are_compared_are_those_of_the_scripts():
+    page = (ROOT / "docs" / "compare.md").read_text()
+    bodies = [(ROOT / "examples" / "finetune.py").read_text(), *re.findall(r"\.py\"}\n(.*?)```", page, re.DOTALL)]
+    counts = [len([line for line in body.splitlines() if line.strip()]) for body in bodies]
+    row = next(line for line in page.splitlines() if line.startswith("| fine-tune"))
+    assert [int(n) for n in re.findall(r"\| (\d+), ", row)] == counts
+    for body in bodies:
+        compile(body, "script", "exec")

@@ -1,9 +1,14 @@
 """The examples run, as a user runs them, and say what they promise."""
 
+import importlib.util
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fzero
 from tests.distributed.launch import ROOT, python, world
 
 WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning")  # the latter are torch's own, when it imports Inductor
@@ -57,6 +62,41 @@ def test_train_gpt(words, limit, variables, tmp_path):
     assert "sample:\ndef main(" in out and "a unigram model's" in out
 
 
+KILLED = """
+import os, runpy
+from fzero.checkpoint import Checkpoints
+
+def save(self, step, values, save=Checkpoints.save):
+    save(self, step, values).wait()
+    if step == 6:
+        os.kill(os.getpid(), 9)
+
+Checkpoints.save = save
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_train_gpt_goes_on_where_it_was_killed(tmp_path):
+    """On the same ranks to the same bits, from another stage; on other ranks to the same losses up to rounding."""
+    short = ["--no-jit", "--batch", "6", "--text", str(ROOT / "README.md"), "--out", str(tmp_path / "curve.png")]
+    words = ["examples/train_gpt.py", *short, "--steps", "10", "--save-every", "3", "--ranks", "2"]
+    undisturbed = run(*words, "--stage", "3", "--checkpoints", str(tmp_path / "one"))
+    argv = [*words, "--stage", "1", "--checkpoints", str(tmp_path / "two")]
+    assert python("-c", f"import sys; sys.argv = {argv}\n{KILLED}").returncode == -9
+    again = run(*words, "--stage", "3", "--checkpoints", str(tmp_path / "two"))
+    assert re.findall(r"step +\d+: loss \S+", again) == re.findall(r"step +\d+: loss \S+", undisturbed)[-4:]
+    assert fzero_read(tmp_path / "one") == fzero_read(tmp_path / "two")
+    other = run(*words[:-1], "3", "--steps", "12", "--stage", "3", "--checkpoints", str(tmp_path / "two"))
+    assert re.findall(r"step +(\d+): loss", other) == ["11", "12"]
+
+
+def fzero_read(folder: Path) -> tuple[Any, ...]:
+    """All bits of the newest checkpoint of a folder."""
+    newest = sorted(folder.iterdir())[-1]
+    leaves = fzero.checkpoint.leaves(newest)
+    return fzero.checkpoint.read(newest, "losses"), {k: fzero.checkpoint.read(newest, k).tolist() for k in leaves}
+
+
 def test_train_gpt_plans(tmp_path):
     out = run("examples/train_gpt.py", "--plan", "--stage", "3", "--out", str(tmp_path / "curve.png"))
     assert "train_step: peak" in out and "reduce_scatter" in out and "blocks.1" in out and "step " not in out
@@ -80,3 +120,20 @@ def test_hf_model_on_two_processes_prints_the_same():
     launched, alone = (run("examples/hf_model.py", *words, ranks=ranks) for ranks in (2, 1))
     steps = re.compile(r"step .*")
     assert steps.findall(launched) == steps.findall(alone) != []
+
+
+def test_the_notebook_shows_what_its_cells_give():
+    spec = importlib.util.spec_from_file_location("tour", ROOT / "docs" / "_tour.py")
+    assert spec is not None and spec.loader is not None
+    tour = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tour)
+    stored = json.loads(tour.PATH.read_text())
+
+    def texts(notebook):
+        outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
+        shown = ["".join(o.get("text") or o["data"]["text/plain"]) for o in outputs]
+        return [re.sub(r"[\d.e-]+ s by the cost model", "", text) for text in shown], [
+            list(o.get("data", {})) for o in outputs
+        ]
+
+    assert texts(tour.executed(stored)) == texts(stored), "python docs/_tour.py"

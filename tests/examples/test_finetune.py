@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.distributed.launch import world
 from tests.examples.test_examples import run
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "finetune_hf.py"
@@ -62,6 +64,56 @@ def test_adapters_are_saved_merged(tmp_path, example):
     loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
     before, *after = [float(x) for x in re.findall(r"validation loss(?: before:)? (\S+)", out)]
     assert after[-1] == pytest.approx(loss.item(), abs=2e-4) and after[-1] < before - 0.1
+
+
+def test_a_run_that_was_stopped_goes_on_and_starts_from_a_folder(tmp_path):
+    """The same command again, at another stage; and what is saved is the folder that the next run reads."""
+    words = [str(PATH), *SMALL, "--lr", "0.01", "--precision", "float32"]
+    whole = run(*words, "--checkpoints", str(tmp_path / "whole"), "--save", str(tmp_path / "tuned"))
+    (tmp_path / "stopped").mkdir()
+    (tmp_path / "whole" / "step-00000002").rename(tmp_path / "stopped" / "step-00000002")
+    rest = run(*words, "--checkpoints", str(tmp_path / "stopped"), "--stage", "1")
+    assert len(losses(rest)) == 2 and losses(rest) == pytest.approx(losses(whole)[2:], abs=1e-4)
+    last = re.findall(r"validation loss (\S+)", whole)[-1]
+    (tmp_path / "tuned" / "tokenizer_config.json").unlink(missing_ok=True)
+    again = run(*words, "--model", str(tmp_path / "tuned"), "--steps", "1")
+    assert float(re.findall(r"loss before: (\S+)", again)[0]) == pytest.approx(float(last), abs=2e-4)
+    assert held(again) == held(whole)
+
+
+@pytest.mark.slow
+def test_the_short_one_is_killed_goes_on_and_is_read_by_transformers(tmp_path):
+    """examples/finetune.py, of at most 40 lines, on two processes and then on one."""
+    body = PATH.with_name("finetune.py").read_text()
+    assert len([line for line in body.splitlines() if line.strip()]) <= 40
+    body = (
+        body.replace("stage=3, mesh=mesh))", 'stage=3, mesh=mesh), backend="fx")')
+        .replace("200", "20")
+        .replace("50", "10")
+    )
+    (tmp_path / "killed.py").write_text(
+        body.replace("        log(i + 1, found)\n", "        log(i + 1, found)\n        assert i < 14\n")
+    )
+    (tmp_path / "finetune.py").write_text(body)
+    lines = [f"the {a} {b} the {c}" for a in ("cat", "dog") for b in ("sees", "hears") for c in ("bird", "fish")] * 8
+    (tmp_path / "text").write_text("\n".join(lines))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.train_from_iterator(lines, tokenizers.trainers.WordLevelTrainer(special_tokens=["?", "."]))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token=".").save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=16
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert "AssertionError" in world(2, "killed.py", "model", "text", "out", cwd=tmp_path).stderr
+    done = world(1, "finetune.py", "model", "text", "out", cwd=tmp_path)
+    assert done.returncode == 0 and re.findall(r"step (\d+) of 20", done.stdout) == ["20"], done.stderr
+
+    def loss(folder: pathlib.Path) -> float:
+        tokens = AutoTokenizer.from_pretrained(folder)(lines[:8], return_tensors="pt").input_ids
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens, labels=tokens).loss.item()
+
+    assert loss(tmp_path / "out") < loss(tmp_path / "model")
 
 
 @pytest.mark.slow

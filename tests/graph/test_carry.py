@@ -12,6 +12,8 @@ from fzero.graph import _absent, _choose
 from fzero.graph._pipeline import Choice, Given, Pipeline
 from fzero.graph.ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
 from fzero.graph.loops import Loop, loop_of
+from fzero.graph.passes import _carry
+from fzero.graph.plan import _cost
 from fzero.graph.plan._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, ranges_of_a_turn
 from tests.helpers import train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
@@ -19,12 +21,15 @@ from tests.tiny_gpt import gpt_loss, gpt_params
 ADAMW = optim.adamw(1e-3)
 
 
-def entry(train_step: Any, stage: int, ranks: int = 2, vocab: int = 37, **knobs: Any) -> Any:
+def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over: Any = None, **knobs: Any) -> Any:
     """Trace a step of one rank of a world that is not at hand."""
-    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2), check=False)
-    args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(torch.randint(37, (8, 9))))
-    args = _absent.as_one_rank_holds(args, {"dp": ranks}, stacked=True)
-    jitted = fzero.jit(step._on(_absent.absent((("dp", ranks),))), **knobs)
+    sizes = sizes or {"dp": 2}
+    small = dict.fromkeys(sizes, 2)
+    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**small), over=over, check=False)
+    tokens = torch.randint(37, (4 * step.mesh.size, 9))
+    args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
+    args = _absent.as_one_rank_holds(args, sizes, stacked=True)
+    jitted = fzero.jit(step._on(_absent.absent(tuple(sizes.items()))), **knobs)
     jitted.plan(*args)
     (found,) = jitted._entries.values()
     return found
@@ -96,7 +101,7 @@ def test_a_plan_counts_what_is_on_its_way():
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_with_more_ranks_their_parts_are_counted_too(ranks):
-    graph = scheduled(entry(plain(), 2, ranks=ranks).traced.graph, 1)
+    graph = scheduled(entry(plain(), 2, sizes={"dp": ranks}).traced.graph, 1)
     (loop,) = loops(graph)
     pending = next(n for n in loop.body.nodes if is_carried(n))
     shard = pending.meta["val"].numel() * 4
@@ -109,15 +114,49 @@ def test_what_is_reduced_behind_the_loop_is_not_carried(stage):
     assert [loop.carried for loop in loops(scheduled(entry(plain(), stage).traced.graph, 1))] == [0]
 
 
-def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn():
-    traced = entry(plain(), 2).traced.graph
-    (node,) = [n for n in traced.nodes if loop_of(n)]
-    body = loop_of(node).body  # type: ignore[union-attr]
-    *_, last = [n for n in body.nodes if is_wait(n)]
-    output = next(n for n in body.nodes if n.op == "output")
-    output.args = ((*results(body), last),)  # as a row: what a user sees of each micro-batch
-    node.meta["val"] = (*node.meta["val"], last.meta["val"].new_empty((4, *last.meta["val"].shape)))
-    assert [loop.carried for loop in loops(scheduled(traced, 1))] == [0]
+def test_sums_over_replicas_follow_the_loop():
+    graph = scheduled(entry(plain(), 3, sizes={"replica": 2, "shard": 2}, over="shard").traced.graph, 1)
+    (loop,) = loops(graph)
+    kinds = [
+        {str(n.target).split(".")[1] for n in nodes if is_reduction(n)} for nodes in (loop.body.nodes, graph.nodes)
+    ]
+    assert loop.carried == 1 and kinds == [{"reduce_scatter_tensor"}, {"all_reduce_"}]
+
+
+def as_a_row(body: Any, chain: Any) -> Any:
+    """Show a user the reduced gradient of each micro-batch."""
+    return chain.wait
+
+
+def scaled(body: Any, chain: Any) -> None:
+    """Scale a reduced gradient before it is added."""
+    with body.inserting_before(chain.add):
+        double = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[1], 2.0))
+    double.meta = dict(chain.add.args[1].meta)
+    chain.add.args = (chain.add.args[0], double)
+
+
+def read_before(body: Any, chain: Any) -> Any:
+    """Show a user the sum before each micro-batch."""
+    with body.inserting_before(chain.add):
+        seen = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[0], 2.0))
+    seen.meta = dict(chain.add.args[0].meta)
+    return seen
+
+
+@pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
+def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_turn(change):
+    graph = scheduled(entry(plain(), 2).traced.graph, 1, across_turns=False)
+    (node,) = [n for n in graph.nodes if loop_of(n)]
+    loop: Any = loop_of(node)
+    *_, start = [n for n in loop.body.nodes if is_reduction(n)]
+    (chain,) = _carry._chains(start, loop.body, loop)
+    assert [loop.carried for loop in loops(_carry.carry(graph, 1))] == [1]
+    if (row := change(loop.body, chain)) is not None:
+        output = next(n for n in loop.body.nodes if n.op == "output")
+        output.args = ((*results(loop.body), row),)
+        node.meta["val"] = (*node.meta["val"], row.meta["val"].new_empty((4, *row.meta["val"].shape)))
+    assert [loop.carried for loop in loops(_carry.carry(graph, 1))] == [0]
 
 
 def test_the_faster_of_those_that_fit_is_kept():
@@ -127,6 +166,19 @@ def test_the_faster_of_those_that_fit_is_kept():
     without = {k: v for k, v in fast.settings.items() if k != "across_turns"}
     (twin,) = [r for r in fast.rejected if r.settings == without]
     assert fast.seconds < twin.seconds and fast.peak_bytes > twin.peak_bytes
+
+
+def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
+    peak = entry(plain(), 2, vocab=20_000, memory_budget=10**9).plan.peak_bytes
+    fits, lean = [entry(plain(), 2, vocab=20_000, memory_budget=peak - less).plan for less in (0, 1)]
+    assert fits.peak_bytes == peak and fits.settings["across_turns"] and lean.peak_bytes < peak
+
+
+def test_what_is_carried_takes_its_time_all_the_same(monkeypatch):
+    traced = entry(plain(), 2, vocab=20_000).traced.graph
+    monkeypatch.setitem(_cost.DEVICES, "cpu", _cost.DEVICES["cpu"]._replace(link=1e5))  # hardly anything but messages
+    carried, waited = [_cost.seconds(scheduled(traced, 1, across_turns=x)) for x in (True, False)]
+    assert carried == pytest.approx(waited, rel=0.05)
 
 
 def test_nothing_is_carried_where_nothing_may_be_on_its_way():

@@ -161,7 +161,7 @@ def test_a_graph_is_the_same_in_another_process():
         return [a.sum((0, 1), keepdim=True), torch.stack([b.to(torch.float16).max(1)[0], b[:, 0]]), z, y.argmax()]
 
     code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
-    (make,) = _torch.unpacked(_torch.packed([(code.graph, code.fakes)]))
+    (make,) = _torch.unpickled(_torch.pickled([(code.graph, code.fakes)]))
     graph, fakes = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x
@@ -231,7 +231,7 @@ def test_no_worker_is_started_in_vain(monkeypatch):
     monkeypatch.setattr(_workers, "compile_threads", lambda: 2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert spare_cores() == 1
-    monkeypatch.setattr(_workers, "packed", lambda graphs: 1 / 0)  # what cannot be pickled
+    monkeypatch.setattr(_workers, "pickled", lambda graphs: 1 / 0)  # what cannot be pickled
     assert _workers.start(codes(1), 2) == Workers()
 
 
@@ -386,7 +386,7 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_bar_appears_on_a_terminal_only(monkeypatch, terminal):
     out = io.StringIO()
-    monkeypatch.setattr(progressing, "Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
+    monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
     monkeypatch.setattr(progressing, "PATIENCE", 0.0)
     found = []
     for item in progressing.progress(range(3), 3):
@@ -398,7 +398,7 @@ def test_a_bar_appears_on_a_terminal_only(monkeypatch, terminal):
 
 def test_no_bar_appears_for_what_is_quick_or_on_other_ranks(monkeypatch):
     out = io.StringIO()
-    monkeypatch.setattr(progressing, "Console", lambda **kw: Console(file=out, force_terminal=True))
+    monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=True))
     assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(progressing, "PATIENCE", 0.0)

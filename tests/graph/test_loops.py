@@ -16,6 +16,7 @@ from fzero import optim, random, tree
 from fzero._notice import notice
 from fzero.graph import _absent, _agree, _entry, turns
 from fzero.graph.loops import loop_of
+from fzero.graph.plan._text import size
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.test_jit import bitwise, copied, train_both
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -682,7 +683,10 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     assert many.added_bytes == few.added_bytes
     assert {o.times for o in many.operations} == {1, 48} and "a loop of 48 turns" in {o.target for o in many.operations}
     assert [c.times for c in many.collectives] == [16 * c.times if c.times > 1 else 1 for c in few.collectives]
-    assert (" times)" in str(many)) == any(c.times > 1 for c in many.collectives)
+    assert (" times)" in many.details()) == any(c.times > 1 for c in many.collectives)
+    reduced = [c for c in many.collectives if c.kind == "reduce_scatter"]
+    moved = size(sum(c.bytes * c.times for c in reduced))
+    assert f"{sum(c.times for c in reduced):>4} x reduce_scatter  {moved:>10}" in str(many) or not reduced
     moved = sum(c.bytes * c.times for c in many.collectives)
     assert f"{sum(c.times for c in many.collectives)} collectives move {moved / 1000:,.1f} kB" in str(many)
 

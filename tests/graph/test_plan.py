@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
+from fzero.graph.plan._text import size
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
@@ -135,7 +137,7 @@ def test_a_budget_buys_speed_and_a_small_one_warns(model):
 @pytest.mark.parametrize("model", BOTH)
 def test_where_there_is_room_a_gather_starts_ahead(model):
     kept, plain = planned(model, 3), planned(model, 3, prefetch=0)
-    assert kept.settings["prefetch"] == "fitting" and "prefetch fitting" in str(kept)
+    assert kept.settings["prefetch"] == "fitting" and "prefetch fitting" in kept.details()
     assert kept.peak_bytes == plain.peak_bytes and kept.seconds < plain.seconds
     asked = planned(model, 3, prefetch="fitting")
     assert (asked.settings, asked.seconds) == (kept.settings, kept.seconds)
@@ -190,9 +192,9 @@ def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
     assert plan.collectives == () and plan.flops > 0
     with pytest.raises(ValueError, match="world_size=8: jit\\(train_step\\) has no mesh"):
         fzero.plan(step, params, ADAMW.init(params), mlp_batch(4), world_size=8)
-    for size in (0, True, 2.5):
-        with pytest.raises(ValueError, match=f"world_size={size}: expected a number of ranks"):
-            planned("A", 3, world_size=size)
+    for n in (0, True, 2.5):
+        with pytest.raises(ValueError, match=f"world_size={n}: expected a number of ranks"):
+            planned("A", 3, world_size=n)
 
 
 def test_a_plan_of_a_rank_program_in_another_world():
@@ -213,10 +215,9 @@ def test_planning_runs_nothing():
 
 def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
     plan = planned("A", 3)
-    text = str(plan)
     for expected in ("train_step: peak", "all_gather", "blocks.3", "argument 0, unit 'blocks.0'", "tiny_gpt.py:"):
-        assert expected in text
-    assert max(map(len, text.splitlines())) < 140
+        assert expected in plan.details()
+    assert max(map(len, plan.details().splitlines())) < 140
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # matplotlib's own
         plan.plot(tmp_path / "memory.png")
@@ -228,6 +229,49 @@ def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
     kinds = {r.kind for r in plan.ranges}
     assert kinds == {"parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers"}
     assert [sum(xs) for xs in zip(*[plan.live_of(k) for k in kinds], strict=True)] == plan.live
+
+
+def test_a_plan_says_the_answer_first_and_folds_blocks():
+    plan = planned("A", 3)
+    lines = str(plan).splitlines()
+    assert len(lines) <= 15 and max(map(len, lines)) < 140
+    assert lines[0] == f"train_step: peak {size(plan.peak_bytes)} = 19.9 MB of arguments + {size(plan.added_bytes)}"
+    assert lines[1].startswith("alive at the peak, in the backward pass (aten.mm.default, ")
+    kinds = {line.split("B  ")[1].split(",")[0]: line.split("B  ")[0].strip() for line in lines[2:9]}
+    alive = {kind: sum(r.bytes for r in plan.alive(plan.peak_at) if r.kind == kind) for kind in kinds}
+    assert kinds == {kind: size(count)[:-1] for kind, count in alive.items()}
+    assert sum(alive.values()) == plan.peak_bytes
+    gathers = [c for c in plan.collectives if c.kind == "all_gather"]
+    again = [c for c in gathers if plan.operations[c.position].phase == "backward"]
+    assert f"forward  {len(gathers) - len(again):>5} x all_gather" in lines[10] and "blocks.*" in lines[10]
+    assert f"backward {len(again):>5} x all_gather" in str(plan) and "1 x all_reduce             8 B  (metric)" in str(
+        plan
+    )
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
+    """As they are when the step is traced: the last product of the loss is forward, and the first of a gradient not."""
+    plan = planned("A", stage, micro_batches)
+    of = [o.phase for o in plan.operations]
+    products = [o.phase for o in plan.operations if o.target == "aten.mm.default"]
+    assert products[0] == "forward" and products[-1] == "backward"
+    assert products.count("backward") == 2 * products.count("forward")
+    assert {o.phase for o in plan.operations if o.target.startswith(("aten.sqrt", "aten.addcdiv"))} == {"update"}
+    sums = [c for c in plan.collectives if c.kind != "all_gather" and c.unit != "(metric)"]
+    reductions = [plan.operations[c.position].phase for c in sums]
+    assert set(reductions) <= {"backward"} and of[0] == "forward" and of[-1] == "update"
+
+
+def test_a_plan_shows_itself_in_a_notebook(monkeypatch):
+    plan = planned("A", 3)
+    page = plan._repr_html_()
+    assert page.startswith("<pre>train_step: peak") and "data:image/png;base64," in page
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert "img" not in plan._repr_html_()
 
 
 def test_old_names_warn():

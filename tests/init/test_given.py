@@ -218,6 +218,9 @@ def test_init_under_a_meta_device(stage):
         planned = step.init({"w": torch.ones(3, 2)}, optim.adam(0.1))
     assert step.gather(params)["w"].tolist() == [[1, 1]] * 3
     assert all(x.is_meta for x in tree.tensors(planned))
+    read = fzero.tree.map(lambda x: torch.zeros_like(x, device="cpu"), planned[0])
+    with pytest.raises(ValueError, match=r"argument 1 leaf 'count' is on the meta device, .* give step.init"):
+        step(read, planned[1], step.mesh.split(torch.ones(4, 3)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -36,6 +36,22 @@ def with_clipping(learning_rate: Any, max_norm: Any, weight_decay: Any) -> optim
     return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(learning_rate, weight_decay=weight_decay))
 
 
+def whitened_momentum() -> optim.Optimizer:
+    """A pair that needs whole leaves, with a state of another shape than the leaf, an integer, and decay."""
+
+    def init(p: torch.Tensor) -> Any:
+        count = torch.zeros((), dtype=torch.int64)
+        return {"m": torch.zeros_like(p), "seen": p.new_zeros(1, 2), "norm": p.new_zeros(()), "count": count}
+
+    def update(g: torch.Tensor, s: Any, params: torch.Tensor) -> Any:
+        m = 0.9 * s["m"] + g
+        size = m.norm() + 1.0
+        new = {"m": m, "seen": s["seen"] + size, "norm": size, "count": s["count"] + 1}
+        return -0.1 * m / size - 0.01 * params * (params.square().mean() if params.numel() else 1), new
+
+    return optim.Optimizer(init, update)
+
+
 FALLING = optim.linear(1e-2, 1e-3, 5)
 
 TABLE = {
@@ -121,6 +137,11 @@ TABLE = {
     "averaged parameters, debiased": Row(
         optim.chain(optim.sgd(0.1), optim.params_ema(0.9, debias=True)), lambda xs: torch.optim.SGD(xs, 0.1)
     ),
+    "muon": Row(optim.muon(1e-2, others=optim.adamw(1e-2), ns_dtype=None)),
+    "muon, scaled": Row(
+        optim.muon(FALLING, 0.0, 0.8, False, adjust_lr_fn="match_rms_adamw", others=optim.sgd(0.1), ns_dtype=None)
+    ),
+    "whole": Row(optim.whole(whitened_momentum())),
     "links": Row(
         optim.chain(
             optim.clip(0.9),

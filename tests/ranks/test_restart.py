@@ -32,9 +32,8 @@ def unsharded_loss() -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize(
-    "rendezvous", ["--standalone", pytest.param("--master-port", marks=pytest.mark.slow)], ids=lambda x: x.strip("-")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["--standalone", "--master-port"], ids=lambda x: x.strip("-"))
 def test_ranks_that_die_are_started_again_and_train(rendezvous):
     out, err, code = torchrun(rendezvous if rendezvous == "--standalone" else f"{rendezvous}={free_port()}")
     assert code == 0, out + err[-3000:]

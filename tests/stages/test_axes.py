@@ -261,7 +261,7 @@ ARRANGEMENTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.integers(1, 2), simulations, st.booleans())
 def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, clip):
     axes, options = ARRANGEMENTS[name]

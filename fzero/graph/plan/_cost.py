@@ -47,18 +47,22 @@ DEVICES = {
 }
 
 
-def seconds(graph: Graph) -> float:
+def seconds(graph: Graph, first: bool = False) -> float:
     """Estimate how long a graph runs: work on one clock, collectives on another.
 
     Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective of b bytes in
     all over n ranks starts after those before it. It takes `latency + b (n - 1) / n / link`; an all_reduce sends twice
     that. Work stands still at a wait whose collective has not ended.
+
+    Args:
+        graph: a step, or the body of a loop.
+        first: whether it is a loop's first turn, which no turn has left a reduction to.
     """
     device = _device(graph)
     work, wires = 0.0, 0.0
     ends: dict[Node, float] = {}
     for node in graph.nodes:
-        if is_carried(node):  # it began at the end of the turn before
+        if is_carried(node) and not first:  # it began at the end of the turn before
             start = collective_of(node.meta["carried"])
             if start not in ends:
                 ends[start] = wires = max(work, wires) + collective_seconds(start, device)
@@ -68,7 +72,9 @@ def seconds(graph: Graph) -> float:
             wires = max(work, wires) + collective_seconds(node, device)
             ends[node] = wires
         elif loop := loop_of(node):
-            work = wires = max(work, wires) + loop.turns * seconds(loop.body)
+            turn = seconds(loop.body)
+            begin = seconds(loop.body, first=True) if loop.carried else turn
+            work = wires = max(work, wires) + begin + (loop.turns - 1) * turn
         elif is_wait(node):
             work = max(work, ends.get(start_of(node), 0.0))
         else:

@@ -2,26 +2,46 @@
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fzero.graph.ir import aten, nbytes, values, values_of_args
 
 __all__ = ["workspace_bytes"]
 
+# Reductions that first copy an operand of another dtype into the one that they compute in.
+CASTING = {
+    aten.mean,
+    aten.sum,
+    aten.nansum,
+    aten.prod,
+    aten.cumsum,
+    aten.cumprod,
+    aten.linalg_vector_norm,
+}
+
 
 def workspace_bytes(node: Node) -> int:
     """Return what an operation allocates beside its results, in bytes; 0 where nothing is known.
 
-    Known are the convolutions of a CPU: oneDNN lays its operands out anew, runs, and lays the result out anew. Measured
-    on torch 2.13 (docs/plan.md).
+    Known are a CPU's convolutions, and its reductions in another dtype than the operand's. Measured on torch 2.13; what
+    is left out: docs/plan.md.
     """
-    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
-        return 0
-    given, made = values_of_args(node), values(node)
-    if any(x.device.type != "cpu" for x in given):
+    given = values_of_args(node)
+    if not given or any(x.device.type != "cpu" for x in given):
         return 0
     if node.target is aten.convolution.default:
-        return max(nbytes(*given[:2]), nbytes(*made))
-    grad, x, _ = given[:3]
-    wants_input: Any = node.args[-1]
-    return nbytes(grad) + (nbytes(x) if wants_input[0] else 0)
+        return max(nbytes(*given[:2]), nbytes(*values(node)))
+    if node.target is aten.convolution_backward.default:
+        grad, x, _ = given[:3]
+        wants_input: Any = node.args[-1]
+        return nbytes(grad) + (nbytes(x) if wants_input[0] else 0)
+    reduction = getattr(node.target, "overloadpacket", None)
+    return _cast_bytes(reduction, given[0], values(node)[0].dtype) if reduction in CASTING else 0
+
+
+def _cast_bytes(reduction: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the bytes of a reduction's operand in the dtype that it is reduced in; 0 where that is its own."""
+    if reduction is aten.mean and dtype.itemsize == 2:
+        dtype = torch.float32
+    return 0 if dtype is x.dtype else x.numel() * dtype.itemsize

@@ -5,9 +5,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 __all__ = ["progress"]
 
 T = TypeVar("T")
@@ -22,10 +19,14 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
         items: what is compiled.
         total: how many there are.
     """
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0":
         yield from items
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = [TextColumn("fzero.jit compiles"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("segments", total=total)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-from fzero._torch import compile_threads, packed, unpacked
+from fzero._torch import compile_threads, pickled, unpickled
 from fzero.graph.run._compile import Code, Runs, compile_all, compiled
 
 __all__ = ["Workers", "spare_cores", "start", "work"]
@@ -63,7 +63,7 @@ def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
         nice: how much they give way to other processes, 0 to 19.
     """
     try:
-        data = pickle.dumps(([code.name for code in codes], packed([(code.graph, code.fakes) for code in codes])))
+        data = pickle.dumps(([code.name for code in codes], pickled([(code.graph, code.fakes) for code in codes])))
     except Exception:  # a setting of Inductor, or a constant, that cannot be pickled: this process compiles them
         return Workers()
     if not sys.executable:
@@ -92,7 +92,7 @@ def work(nice: int) -> None:
     names, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
     threading.Thread(target=_end_with, args=(stdin,), daemon=True).start()
     codes = []
-    for name, make in zip(names, unpacked(graphs), strict=True):
+    for name, make in zip(names, unpickled(graphs), strict=True):
         with suppress(Exception):  # an operation that only who asked has registered
             codes.append(Code(*make(), name))
     for _ in compile_all(codes, _attempted):

@@ -77,9 +77,9 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
         if n > given[storage_id(arguments.tensors[i])]:
             raise ValueError(
                 f"{arguments.places[i]} shares its memory with something that is no argument (a view of it, what "
-                "it is a view of, its .detach() or .numpy(), an autograd graph; perhaps a variable that a loop left), "
-                "and it is donated to fzero.jit: that would see the new values. Let it go (del) or clone it before the "
-                "call, or jit with donate=()"
+                "it is a view of, its .detach() or .numpy(), an autograd graph, a leaf that lay beside it; perhaps a "
+                "variable that a loop left), and it is donated to fzero.jit: that would see the new values. Let it go "
+                "(del) or clone it before the call, or jit with donate=()"
             )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import _torch
+from fzero._notice import see
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import aten, is_collective, is_input, nbytes, reordered, values
@@ -75,6 +76,7 @@ def _explained() -> Iterator[None]:
         raise RuntimeError(
             f"fzero.jit: the step reads the value of a tensor in Python ({error}){where}; a graph is traced before "
             "values are known. Use torch.where, keep it a tensor, or return it and read it there"
+            + see("shapes-that-change")
         ) from error
 
 

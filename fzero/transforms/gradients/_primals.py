@@ -18,11 +18,11 @@ from fzero.axes.scope import joint, rules_here
 from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.table import Whole, apply_along
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.gathering import gather_unit
 from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
 from fzero.layout.spec import facts, unit_axes, with_cast
 from fzero.layout.units import CutUnit, assign, cut_units, put
 from fzero.precision import Precision
-from fzero.transforms._gather import gather_unit
 
 __all__ = ["Argument", "Primal", "as_one_value", "open_argument"]
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -26,7 +26,36 @@ from fzero.transforms.gradients._returned import loss_and_aux_of, total_and_aux,
 
 __all__ = ["value_and_grad"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
+def value_and_grad(
+    f: Callable[P, R],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    reduce: Literal["mean", "sum"] = "mean",
+    axis: AxisName = None,
+    micro_batches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    gather: bool = True,
+    precision: Precision | None = None,
+) -> Callable[P, tuple[R, Any]]: ...
+@overload
+def value_and_grad(
+    f: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    reduce: Literal["weighted"],
+    axis: AxisName = None,
+    micro_batches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    gather: bool = True,
+    precision: Precision | None = None,
+) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     f: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

@@ -154,6 +154,18 @@ def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hol
     assert params["a"].tolist() == [2, 2] and params["b"].tolist() == [2, 2, 2]
 
 
+def test_a_leaf_that_somebody_keeps_keeps_the_unit_that_it_lay_in():
+    opt = optim.sgd(0.1)
+    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=1, mesh=fzero.mesh(dp=1)), backend="fx")
+    params, state = jitted.init(mlp_params(), opt)
+    kept = params["blocks"][0]["b"]
+    params["blocks"][0]["b"] = torch.zeros_like(kept)
+    with pytest.raises(ValueError, match=r"'blocks.0.w.*'.*a leaf that lay beside it.*clone it"):
+        jitted(params, state, jitted.mesh.split(mlp_batch(4)))
+    kept = kept.clone()
+    jitted(params, state, jitted.mesh.split(mlp_batch(4)))
+
+
 LEAF = torch.ones(6, requires_grad=True)
 
 

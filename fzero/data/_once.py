@@ -1,0 +1,60 @@
+"""Each example once, in order, with the last batch filled up: for evaluation."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fzero.axes.axis import AxisName
+from fzero.data._load import Place, check_global_batch, check_sized, loaded
+from fzero.layout.boxes import PerRank
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["once"]
+
+
+def once(
+    dataset: Any,
+    mesh: Mesh,
+    *,
+    global_batch: int,
+    axis: AxisName = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    device: str | None = None,
+    **loader: Any,
+) -> Iterator[tuple[PerRank, torch.Tensor]]:
+    """Load each example of a data set once, in its order: what `fzero.evaluate` and `fzero.predict` take.
+
+    All batches have one size, so that a jitted program is traced once. The last is filled up with its last example.
+
+    Args:
+        dataset: as `fzero.data.batches` takes it.
+        mesh: the ranks.
+        global_batch: how many examples all ranks take at once.
+        axis: the axes along which ranks get examples of their own; by default all.
+        collate: makes a tree of tensors `[examples, ...]` of a list of examples; by default torch's `default_collate`.
+        device: where batches go: "cuda" or "cpu"; by default the mesh's.
+        **loader: given to `torch.utils.data.DataLoader`.
+
+    Returns:
+        An iterator of pairs: a batch, as a `PerRank`, and the number of its examples that are real, over all ranks, as
+        a 0-d int64 tensor.
+
+    Raises:
+        TypeError: if the data set has no length.
+        ValueError: if `global_batch` is not a multiple of the ranks.
+
+    Example:
+        >>> import fzero
+        >>> for batch, rows in once(torch.arange(5), fzero.mesh(dp=2), global_batch=4):
+        ...     print(batch.value.tolist(), int(rows))
+        [[0, 1], [2, 3]] 4
+        [[4, 4], [4, 4]] 1
+    """
+    check_sized(dataset)
+    check_global_batch(global_batch, mesh, axis, loader)
+    length = len(dataset)
+    starts = range(0, length, global_batch)
+    indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
+    rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
+    return zip(loaded(dataset, indices, Place(mesh, axis, device), collate, loader), rows, strict=True)

@@ -1,0 +1,251 @@
+"""The watch: it looks at the results of each operation, and follows those that are not finite by their memory."""
+
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._torch.watched import Memory, Operation, is_real, memory_of, place_now
+from fzero.axes.scope import bound
+from fzero.debug._trail import Birth, Edge, Made, Reached, Trail
+
+__all__ = ["Kind", "Watch", "kind_of"]
+
+_OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # which do not read what they write into
+_MESSAGES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
+
+
+class Kind(NamedTuple):
+    """What a tensor holds that is not finite."""
+
+    nan: bool
+    above: bool
+    below: bool
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def __str__(self) -> str:
+        return " and ".join([name for name, there in zip(("nan", "inf", "-inf"), self, strict=True) if there])
+
+
+_FINITE = Kind(False, False, False)
+
+
+def kind_of(x: torch.Tensor) -> Kind:
+    """Return what a tensor holds that is not finite."""
+    if not is_real(x) or not (x.is_floating_point() or x.is_complex()):
+        return _FINITE
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x.float() if x.itemsize == 1 else x
+    if bool(torch.isfinite(x).all()):
+        return _FINITE
+    return Kind(bool(x.isnan().any()), bool(x.isposinf().any()), bool(x.isneginf().any()))
+
+
+class _Region(NamedTuple):
+    """Memory that a non-finite value lies in; if it is only `expected` there, what makes it one when it is read."""
+
+    memory: Memory
+    number: int
+    expected: Callable[[bool], int] | None = None
+
+
+class Watch:
+    """Follows what is not finite through the operations of one process.
+
+    Attributes:
+        trail: what was found.
+        rank: of the process; None where ranks are threads.
+        size: the number of ranks.
+        meetings: returns how many collectives have run.
+    """
+
+    def __init__(self, rank: int | None, size: int, meetings: Callable[[], int]) -> None:
+        self.trail = Trail()
+        self.rank, self.size, self.meetings = rank, size, meetings
+        self._regions: dict[int, list[_Region]] = {}
+
+    # ------------------------------------------------------------ what the watch is shown
+
+    def before(self, operation: Operation) -> list[Edge]:
+        """Return what those values were made of that the operation may write over."""
+        return [] if operation.name in _OVERWRITE else self._edges(operation.written, operation)
+
+    def after(self, operation: Operation, known: list[Edge], results: Sequence[torch.Tensor]) -> None:
+        """Look at what an operation has made."""
+        name = operation.name
+        if name.startswith(_MESSAGES):
+            if not name.startswith("_c10d_functional::wait_tensor"):
+                self._sent(operation, results)
+            return
+        if name == "aten::equal" and self.size > 1 and not bound():
+            # ranks that have ended: the first's value stands for all as a result, so it is made of the others', too
+            for e in self._edges(operation.given[1:], operation):
+                self._remember(operation.given[:1], e.number)
+            return
+        storages = {memory_of(x).storage for x in operation.given if is_real(x)}
+        new = [x for x in results if is_real(x) and memory_of(x).storage not in storages]
+        if "empty" in name:
+            self._expect(new, self._read_too_early(operation))
+            return
+        if "lift_fresh" in name:  # a constant: torch.tensor(-math.inf)
+            new = [x for x in results if is_real(x)]
+        self._look(operation, known, new)
+
+    def argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
+        """Note an argument, or a rank's part of one, that is not finite."""
+        kind = kind_of(x)
+        if kind:
+            # a mask in the batch is meant, so it is named only if nothing else is found
+            birth = Birth(self._order(), ranks, leaf, value=str(kind), meant=not kind.nan and not kind.above)
+            self._remember([x], self._made(kind.nan, [], birth))
+
+    def result(self, x: torch.Tensor, place: str) -> None:
+        """Note a result if it is not finite."""
+        kind = kind_of(x)
+        if kind:
+            found = self._edges_of(x, kind, Operation("", [x], [], []))
+            self.trail.results.append(Reached(place, kind.nan, found))
+
+    # ------------------------------------------------------------ operations
+
+    def _look(self, operation: Operation, known: list[Edge], new: Sequence[torch.Tensor]) -> None:
+        found = [(x, kind_of(x)) for x in (*new, *operation.written)]
+        kind = Kind(*[any(k[i] for _, k in found) for i in range(3)])
+        written = {id(x) for x in operation.written}
+        parents = known + self._edges([x for x in operation.given if id(x) not in written], operation) if kind else []
+        for x, _ in found:
+            self._forget(x)
+        if not kind:
+            return
+        parents = list(dict.fromkeys(parents))
+        first = not parents or (kind.nan and not any(e.nan for e in parents))
+        number = self._made(kind.nan, parents, self._birth(operation, kind) if first else None)
+        self._remember([x for x, k in found if k], number)
+
+    def _sent(self, operation: Operation, results: Sequence[torch.Tensor]) -> None:
+        """Note what goes to other ranks, and that something comes: when, only who waits for it knows."""
+        meeting = self.meetings()
+        receives = "recv" in operation.name
+        if not receives:
+            self.trail.sent.setdefault(meeting, []).extend(self._edges(operation.given, operation))
+        birth = self._birth(operation, _FINITE, given=False)
+
+        def received(nan: bool) -> int:
+            return self._made(nan, [], birth, meeting)
+
+        self._expect([*results, *operation.written, *(operation.given if receives else ())], received)
+
+    def _read_too_early(self, operation: Operation) -> Callable[[bool], int]:
+        operation, birth = Operation(operation.name, [], [], []), list[Birth]()  # tensors would be kept alive
+
+        def made(nan: bool) -> int:
+            birth[:] = birth or [self._birth(operation, _FINITE, given=False)]
+            return self._made(nan, [], birth[0])
+
+        return made
+
+    # ------------------------------------------------------------ memory
+
+    def _remember(self, xs: Sequence[torch.Tensor], number: int) -> None:
+        for x in xs:
+            memory = memory_of(x)
+            self._regions.setdefault(memory.storage, []).append(_Region(memory, number))
+
+    def _expect(self, xs: Sequence[torch.Tensor], made: Callable[[bool], int]) -> None:
+        for x in xs:
+            if is_real(x) and (x.is_floating_point() or x.is_complex()):
+                memory = memory_of(x)
+                self._regions.setdefault(memory.storage, []).append(_Region(memory, -1, made))
+
+    def _forget(self, x: torch.Tensor) -> None:
+        """Forget what was in memory that is written over."""
+        if is_real(x) and x.is_contiguous():
+            memory = memory_of(x)
+            self._keep(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
+
+    def _keep(self, storage: int, kept: Callable[[Memory], bool]) -> list[_Region]:
+        left = [r for r in self._regions.get(storage, ()) if not r.memory.gone and kept(r.memory)]
+        if left:
+            self._regions[storage] = left
+        else:
+            self._regions.pop(storage, None)
+        return left
+
+    def _edges(self, xs: Sequence[torch.Tensor], operation: Operation) -> list[Edge]:
+        found = [(x, kind_of(x)) for x in xs]
+        return [e for x, kind in found if kind for e in self._edges_of(x, kind, operation)]
+
+    def _edges_of(self, x: torch.Tensor, kind: Kind, operation: Operation) -> list[Edge]:
+        """Return what a tensor that is not finite was made of."""
+        memory = memory_of(x)
+        here = [
+            r
+            for r in self._keep(memory.storage, lambda m: True)
+            if r.memory.first < memory.stop and r.memory.stop > memory.first
+        ]
+        numbers = [r.number for r in here if r.expected is None]
+        if not numbers:
+            expected = next((r.expected for r in reversed(here) if r.expected is not None), None)
+            numbers = [self._captured(kind, operation) if expected is None else expected(kind.nan)]
+            self._remember([x], numbers[0])
+        return [Edge(n, kind.nan and self.trail.made[n].nan) for n in numbers]
+
+    # ------------------------------------------------------------ births
+
+    def _made(self, nan: bool, parents: list[Edge], birth: Birth | None, meeting: int | None = None) -> int:
+        self.trail.made.append(Made(nan, parents, birth, meeting))
+        return len(self.trail.made) - 1
+
+    def _captured(self, kind: Kind, operation: Operation) -> int:
+        """Note a tensor that was there before, and is no argument: one that a function captured."""
+        birth = self._birth(operation, kind, given=False)
+        leaf = "a tensor that the step captured, or keeps as a constant"
+        meant = not kind.nan and not kind.above
+        return self._made(kind.nan, [], Birth(**{**vars(birth), "leaf": leaf, "meant": meant}))
+
+    def _order(self) -> tuple[int, int, int]:
+        return self.meetings() if self.rank is not None else 0, self.rank or 0, len(self.trail.made)
+
+    def _birth(self, operation: Operation, kind: Kind, given: bool = True) -> Birth:
+        place = place_now()
+        file, _, number = place.line.rpartition(":")
+        name = operation.name.split("::")[-1].strip("_")
+        return Birth(
+            order=self._order(),
+            ranks=tuple(range(self.size)) if place.collective else self._here(),
+            operation=f"{name}, in a collective" if place.collective else name,
+            value=str(kind),
+            given=_shown(operation) if given else "",
+            line=place.line,
+            code=linecache.getline(file, int(number)).strip() if number else "",
+            backward=place.backward,
+            meant=any(not math.isfinite(x) for x in operation.numbers) or "lift_fresh" in operation.name,
+        )
+
+    def _here(self) -> tuple[int, ...]:
+        """Return the rank that runs now."""
+        if self.rank is not None:
+            return (self.rank,)
+        place, axes = 0, bound()
+        for axis in axes:
+            place = place * axis.size + axis.rank
+        return (place,) if axes or self.size == 1 else ()
+
+
+def _shown(operation: Operation) -> str:
+    """Show what an operation was given: dtypes, shapes and ranges."""
+    return ", ".join([_range(x) for x in operation.given[:3] if is_real(x)])
+
+
+def _range(x: torch.Tensor) -> str:
+    shape = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    if not x.is_floating_point() or x.itemsize == 1:
+        return shape
+    finite: Any = x.detach()[torch.isfinite(x.detach())]
+    if not finite.numel():
+        return shape
+    return f"{shape} of {finite.min().item():.4g} to {finite.max().item():.4g}"

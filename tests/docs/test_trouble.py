@@ -1,0 +1,29 @@
+"""Errors point to headings of docs/trouble.md, and these exist."""
+
+import pathlib
+import re
+
+import fzero
+from fzero._notice import see
+
+ROOT = pathlib.Path(fzero.__file__).parent
+HEADINGS = re.findall(r"^## (.+)$", (ROOT.parent / "docs" / "trouble.md").read_text(), re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """Return what the site makes of a heading."""
+    return re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+
+
+def test_every_pointer_has_its_heading():
+    pointers = [
+        (path, name)
+        for path in ROOT.rglob("*.py")
+        for name in re.findall(r"""\bsee\(["']([\w-]+)["']\)""", path.read_text())
+    ]
+    anchors = {anchor(heading) for heading in HEADINGS}
+    for path, name in pointers:
+        assert name in anchors, f"{path}: docs/trouble.md has no heading for #{name}"
+    silent = {"slow-steps"}  # no error tells of it
+    assert {name for _, name in pointers} == anchors - silent
+    assert see("a-hang") == "; see docs/trouble.md#a-hang"

@@ -1,0 +1,256 @@
+"""Optimizers that need whole matrices: `whole`, `muon`, and the deals that share its work out."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim, tree
+from fzero.layout.deals import Deal, Matrix
+from fzero.testing import assert_equivalent, assert_trees_close
+from tests.helpers import train_step_for
+from tests.optim.test_optim import RTOL, batches_of, loss_of, normal, params_of
+from tests.stages.test_equivalence import RULES, loss_of_tree
+
+
+def whiten(g: torch.Tensor, s: Any, params: torch.Tensor | None = None) -> Any:
+    """A Muon that a user might write: the whole direction of a matrix, the sign of all else."""
+    if g.ndim < 2:
+        return -0.1 * g.sign(), s
+    u, _, v = torch.linalg.svd(g, full_matrices=False)
+    return -0.1 * (u @ v), s
+
+
+WHITE = optim.Optimizer(lambda p: (), whiten)
+EXACT = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
+
+
+# ---------------------------------------------------------------- whole
+
+
+def test_a_muon_of_ones_own_equals_its_unsharded_self():
+    opt = optim.whole(WHITE, reads_params=False)
+    assert opt.elementwise is True
+    assert_equivalent(train_step_for(loss_of, opt), params_of(), opt, batches_of(2), world_sizes=(1, 2, 3))
+
+
+@pytest.mark.parametrize("opt", [optim.whole(optim.lamb(1e-2, eps=1e-3)), EXACT], ids=["whole", "muon"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_micro_batches_and_masters_equal_the_unsharded_pair(opt, micro_batches):
+    opt = optim.master_weights(opt, fzero.Precision(param=torch.float64, master=torch.float64, reduce=torch.float64))
+    step = train_step_for(loss_of, opt, micro_batches=micro_batches)
+    assert_equivalent(step, params_of(), opt, batches_of(2), world_sizes=(2,))
+
+
+@pytest.mark.parametrize("opt", [optim.whole(WHITE), EXACT], ids=["whole", "muon"])
+@pytest.mark.parametrize(
+    "mesh", [fzero.mesh(node=2, gpu=2), fzero.mesh(node=3, gpu=2, simulate="lockstep")], ids=["vmap", "lockstep"]
+)
+def test_several_axes_and_hybrid_sharding_equal_unsharded_training(opt, mesh):
+    train_step = train_step_for(loss_of, opt)
+    assert_equivalent(train_step, params_of(), opt, batches_of(2), meshes=[mesh])
+    assert_equivalent(train_step, params_of(), opt, batches_of(2), meshes=[mesh], stages=(3,), over="gpu")
+
+
+def tensor_parallel(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Columns, then rows; on no mesh plain."""
+    tp = "tp" if "tp" in fzero.axis_names() else ()
+    h = torch.tanh(fzero.pvary(batch, tp) @ params["up"])
+    return (fzero.psum_invariant(h @ params["down"], tp) + params["b"]).square().mean()
+
+
+@pytest.mark.parametrize("opt", [optim.whole(WHITE), EXACT], ids=["whole", "muon"])
+def test_a_matrix_that_tensor_parallelism_splits_is_whole_for_the_pair(opt):
+    params = {"up": normal((5, 4), 0), "down": normal((4, 3), 1), "b": normal((3,), 2)}
+    split = {"up": {"tp": 1}, "down": {"tp": 0}}
+    assert_equivalent(
+        train_step_for(tensor_parallel, opt),
+        params,
+        opt,
+        batches_of(2),
+        meshes=[fzero.mesh(dp=2, tp=2)],
+        axis="dp",
+        split=lambda path, leaf: split.get(path),
+    )
+
+
+def test_the_state_of_a_whole_pair_is_cut_whatever_its_shapes():
+    def init(p: torch.Tensor) -> Any:
+        return {"left": p.new_zeros(40, 40), "count": torch.zeros((), dtype=torch.int64)}
+
+    opt = optim.whole(optim.Optimizer(init, lambda g, s, params=None: (-0.1 * g, s)))
+    step = fzero.shard(train_step_for(loss_of_tree, opt), 3, fzero.mesh(dp=4))
+    _, state = step.init({"w": torch.ones(40, 2), "b": torch.ones(7)}, opt)
+    assert step.state_bytes(state) == 2 * (4 * 1600 // 4 + 8)
+    assert step.gather(state)["w"]["left"].shape == (40, 40)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
+    opt = optim.whole(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
+    n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
+    step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
+    state = step.init(params, opt)
+    with fzero.record() as log:
+        step(*state, step.mesh.split({"x": torch.ones(n)}))
+    numel = 80 + 16  # padded
+    # gradients and state; parameters where no rank has them whole
+    assert log.elements - 2 * numel == {0: -2, 3: (2 + reads) * numel}.get(stage, 2 * numel)
+
+
+def test_pairs_with_masters_or_a_scale_go_around_whole():
+    with pytest.raises(ValueError, match="around whole"):
+        optim.whole(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
+
+
+# ---------------------------------------------------------------- muon
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "momentum": 0.8, "weight_decay": 0.0, "ns_steps": 3},
+        {"adjust_lr_fn": "original", "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "momentum": 0.3},
+    ],
+)
+def test_ten_steps_equal_torch_muon(options, dtype):
+    params = [normal(shape, i, dtype) for i, shape in enumerate([(16, 33), (33, 16), (8, 8), (1, 5)])]
+    theirs = [p.clone().requires_grad_() for p in params]
+    other, opt = torch.optim.Muon(theirs, lr=0.05, **options), optim.muon(0.05, **options)
+    state = opt.init(params)
+    for i in range(10):
+        grads = [normal(tuple(p.shape), 10 * i + j, dtype) for j, p in enumerate(params)]
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g
+        other.step()
+        updates, state = opt.update(grads, state, params)
+        params = optim.apply_updates(params, updates)
+    assert_trees_close(params, [p.detach() for p in theirs], RTOL[dtype])
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_muon_equals_its_unsharded_self(n):
+    batches = [normal((12 if 12 % n == 0 else 10, 5), i) for i in range(2)]
+    for units in (None, RULES["one unit"], RULES["a unit a leaf"]):
+        assert_equivalent(train_step_for(loss_of, EXACT), params_of(), EXACT, batches, world_sizes=(n,), units=units)
+
+
+def test_muon_in_half_precision_stays_near():
+    """The default: what is sent and iterated is bfloat16, as torch's is."""
+    opt = optim.muon(0.05, others=optim.adamw(1e-2))
+    step = train_step_for(loss_of, opt)
+    assert_equivalent(step, params_of(torch.float32), opt, batches_of(3, torch.float32), world_sizes=(3,), rtol=0.02)
+
+
+def blocks_of(count: int) -> Any:
+    return {"blocks": [{"up": normal((8, 4), i), "down": normal((4, 8), i + 9)} for i in range(count)]}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_muon_moves_a_shard_there_and_back(stage):
+    """With as many blocks as ranks: each sends its shard to the owners, in half precision, and gets as much."""
+    n, params, opt = 4, blocks_of(4), optim.muon(0.1)
+    step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
+    state = step.init(params, opt)
+    with fzero.record() as log:
+        step(*state, step.mesh.split({"x": torch.ones(n, dtype=torch.float64)}))
+    numel = 4 * 64
+    sent = [(e.kind, e.elements, e.dtype) for e in log.metrics if e.kind == "all_to_all"]
+    assert sent == [("all_to_all", numel // n, torch.bfloat16)] * (2 if stage else 0)
+    assert log.elements == 2 * numel  # and nothing is gathered for the update
+
+
+def test_the_plan_counts_what_muon_moves():
+    n, params, opt = 2, blocks_of(2), optim.muon(0.1)
+    step = fzero.shard(train_step_for(loss_of_tree, opt), 2, fzero.mesh(dp=n))
+    batch = step.mesh.split({"x": torch.ones(n, dtype=torch.float64)})
+    plan = fzero.plan(step, *step.init(params, opt), batch)
+    assert [c.elements for c in plan.collectives if c.kind == "all_to_all"] == [64, 64]
+
+
+def test_each_rank_iterates_its_share_only():
+    """Twelve matrices of each shape on four ranks: three of each."""
+    deal = Deal(4, (64,) * 12, tuple(Matrix(i, 0, 16, 16) for i in range(12)))
+    assert deal.heights == (3,)
+    assert sorted(i for rank in deal.owned for i in rank[0]) == list(range(12))
+    assert deal.part == deal.filled == 192  # 12 shards of 64 elements, a quarter to each owner
+
+
+@given(
+    shapes=st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=4), min_size=1, max_size=4),
+    n=st.integers(1, 6),
+)
+def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
+    sizes = [max(sum(r * c for r, c in unit), 1) for unit in shapes]
+    matrices = tuple(
+        Matrix(u, sum(a * b for a, b in unit[:i]), r, c)
+        for u, unit in enumerate(shapes)
+        for i, (r, c) in enumerate(unit)
+        if r
+    )
+    deal = Deal(n, tuple(-(-size // n) for size in sizes), matrices)
+    for owner in range(n):
+        own = [i for stack in deal.owned[owner] for i in stack if i is not None]
+        got = [(p.matrix, p.size) for parts in deal.pieces for p in parts[owner]]
+        for i in own:
+            assert sum(size for m, size in got if m == i) == matrices[i].rows * matrices[i].columns
+        assert {m for m, _ in got} == set(own)
+    assert deal.filled <= sum(deal.shards)  # never more than an all_gather
+
+
+def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():
+    experts = normal((3, 4, 5), 0)
+    every = optim.muon(0.1, others=optim.sgd(0.1), mask=lambda p: tree.map(lambda x: x.ndim >= 2, p), ns_dtype=None)
+    updates, _ = every.update({"e": experts}, every.init({"e": experts}), {"e": experts})
+    alone = optim.muon(0.1, ns_dtype=None)
+    for i, matrix in enumerate(experts):
+        expected, _ = alone.update({"e": matrix}, alone.init({"e": matrix}), {"e": matrix})
+        torch.testing.assert_close(updates["e"][i], expected["e"])
+    opt, params = every, {"e": experts, "w": normal((4, 5), 1)}
+    batches = [{"x": torch.linspace(-1, 1, 6, dtype=torch.float64)}]
+    assert_equivalent(train_step_for(loss_of_tree, opt), params, opt, batches, world_sizes=(2, 3))
+
+
+def test_muon_names_what_is_no_matrix():
+    params = {"w": torch.ones(2, 2), "norm": torch.ones(2)}
+    for bad in (params, {"w": torch.ones(2, 2, 2)}):
+        with pytest.raises(ValueError, match=r"leaf '(norm|w)'.*others=optim.adamw\(3e-4\)"):
+            optim.muon(0.1).init(bad)
+    with pytest.raises(ValueError, match="others= too"):
+        optim.muon(0.1, mask={"w": True, "norm": False})
+    with pytest.raises(ValueError, match="mask names leaf 'norm'"):
+        optim.muon(0.1, others=optim.sgd(0.1), mask={"w": True, "norm": True}).init(params)
+
+
+# ---------------------------------------------------------------- torch's words
+
+
+@pytest.mark.parametrize(
+    "call,answer",
+    [
+        (lambda: optim.adamw(lr=1e-3), r"adamw takes learning_rate=, and not lr=: adamw\(learning_rate=0.001\)"),
+        (lambda: optim.adam(1e-3, betas=(0.9, 0.95)), r"takes b1= and b2=, and not betas=: adam\(b1=0.9, b2=0.95\)"),
+        (lambda: optim.adam(1e-3, weight_decay=0.1), r"optim.adamw\(..., weight_decay=0.1\)"),
+        (lambda: optim.sgd(lr=0.1, momentum=0.9), r"sgd takes learning_rate="),
+        (lambda: optim.muon(lr=0.1), "muon takes learning_rate="),
+        (lambda: optim.sgd(0.1, dampening=0.5), "optim.scale"),
+        (lambda: optim.adamw(1e-3, fused=True), "fzero.jit makes one program"),
+        (lambda: optim.adafactor(0.1, d=2.0), r"clipping_threshold=2.0"),
+        (lambda: optim.adafactor(0.1, beta2_decay=-0.8), r"decay_rate, its negative"),
+        (lambda: optim.clip(clip_value=1.0), r"clip takes max_delta="),
+        (lambda: optim.adamw(torch.nn.Linear(2, 2).parameters()), r"step.init\(params, opt\)"),
+        (lambda: optim.adamw(torch.nn.Linear(2, 2)), r"step.init\(params, opt\)"),
+        (lambda: optim.adamw(params=[torch.ones(2)], lr=1e-3), r"step.init\(params, opt\)"),
+        (lambda: optim.sgd(0.1, foo=1), "its arguments are learning_rate, momentum, nesterov"),
+    ],
+)
+def test_torchs_words_are_answered_with_ours(call, answer):
+    with pytest.raises(TypeError, match=answer):
+        call()

@@ -1,0 +1,68 @@
+"""What `import fzero` costs: it loads nothing that a step may never need, and Dynamo is told what it must know."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fzero
+from fzero._torch import dynamo
+from tests.distributed.launch import ROOT
+
+OF_TORCH = ["_dynamo", "_inductor", "distributed.checkpoint", "distributed.tensor", "distributed.fsdp"]
+OTHERS = ["sympy", "rich", "matplotlib", "fsspec", "hypothesis", "transformers", "safetensors", "tensorboard"]
+LATE = [*[f"torch.{name}" for name in OF_TORCH], *OTHERS]
+
+
+def run(script: str) -> str:
+    """Run a script in a fresh interpreter: the forkserver's has imported torch's parts already."""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SCRIPT = f"""
+import sys, torch
+before = set(sys.modules)
+import fzero
+new = set(sys.modules) - before
+print(len(new), [name for name in {LATE!r} if name in new])
+import torch._dynamo
+from torch._dynamo import trace_rules
+from fzero._torch import dynamo
+assert dynamo._ALLOWED and all(id(f) in trace_rules._allowed_callable_ids for f in dynamo._ALLOWED)
+assert not any(type(finder).__module__ == dynamo.__name__ for finder in sys.meta_path)
+assert type(torch._dynamo.__loader__).__module__ != dynamo.__name__
+assert fzero.dcp.save
+"""
+
+
+def test_importing_fzero_loads_nothing_that_a_step_may_not_need():
+    count, late = run(SCRIPT).split(" ", 1)
+    assert late == "[]\n" and int(count) < 350, f"{count} modules, among them {late}"
+
+
+def test_dynamo_is_told_at_once_if_it_is_there():
+    import torch._dynamo.trace_rules as rules
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    before = list(dynamo._ALLOWED)
+    assert dynamo.allow_in_graph(f) is f and id(f) in rules._allowed_callable_ids and before == dynamo._ALLOWED
+
+
+def test_other_modules_are_found_by_others():
+    finder = dynamo._Finder()
+    assert finder.find_spec("torch._dynamo.utils", None) is None and finder.find_spec("json", None) is None
+
+
+def test_there_is_no_other_attribute():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fzero.nothing
+
+
+def test_it_says_its_version():
+    number = fzero.__version__.split(".")
+    assert all(part.isdigit() for part in number[:3]), fzero.__version__
