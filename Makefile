@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests test-all bench mutants docs format clean
+.PHONY: help train test lint types tests test-all bench mutants faults docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -42,6 +42,9 @@ bench: $(VENV)/bench.stamp ## compare with DDP, FSDP2 and DeepSpeed, two hours; 
 
 mutants: $(VENV)/dev.stamp ## plant faults one at a time; the tests must catch each
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+faults: $(VENV)/dev.stamp ## kill, starve and damage training on processes; ARGS="--cycles 100" to choose
+	$(BIN)/python -m tests.faults $(ARGS)
 
 # The variable silences an advertisement; --strict makes every warning an error.
 docs: $(VENV)/docs.stamp ## build the documentation into site/

@@ -1,5 +1,7 @@
 """MkDocs: the repository's pages outside docs/ are pages of the site, and links between them lead there."""
 
+import base64
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -13,10 +15,17 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }  # in the repository: on the site
-for pattern in ("benchmarks/*.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py"):
+PATTERNS = (
+    "benchmarks/*.md",
+    "benchmarks/results/*.md",
+    "benchmarks/results/*.png",
+    "examples/*.py",
+    "examples/*.ipynb",
+)
+for pattern in PATTERNS:
     for path in sorted(ROOT.glob(pattern)):
         source = path.relative_to(ROOT).as_posix()
-        ELSEWHERE[source] = source.removesuffix(".py") + ".md" * source.endswith(".py")
+        ELSEWHERE[source] = re.sub(r"\.(py|ipynb)$", ".md", source)
 SOURCE = {site: source for source, site in ELSEWHERE.items()}
 
 
@@ -28,8 +37,27 @@ def on_files(files: Any, config: Any) -> Any:
         text = (ROOT / source).read_text()
         if source.endswith(".py"):
             text = f"# {source}\n\n````python\n{text}````\n"
+        if source.endswith(".ipynb"):
+            text = notebook(json.loads(text), site, files, config)
         files.append(File.generated(config, site, content=text))
     return files
+
+
+def notebook(cells: Any, site: str, files: Any, config: Any) -> str:
+    """Write a notebook down as Markdown, with its outputs; its pictures become files."""
+    parts = []
+    for i, cell in enumerate(cells["cells"]):
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            shown = "".join(output.get("text") or data["text/plain"]).rstrip()
+            parts.append(f"```text\n{shown}\n```")
+            if "image/png" in data:
+                name = f"{site.removesuffix('.md')}-{i}.png"
+                files.append(File.generated(config, name, content=base64.b64decode(data["image/png"])))
+                parts.append(f"![The picture of cell {i}]({posixpath.basename(name)})")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

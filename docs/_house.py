@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 DOCS = pathlib.Path(__file__).parent
 FZERO = DOCS.parent / "fzero"
@@ -30,9 +30,15 @@ CAPTIONS = {
     "precision": "dtypes as data",
     "optim": "(init, update) pairs",
     "graph": "one scheduled graph",
+    "data": "batches by number",
+    "metrics": "one wait in n steps",
+    "debug": "where a nan was made",
     "init": "leaf by leaf",
     "transforms": "gather, gradients, remat",
     "stages": "ZeRO 0 to 3",
+    "checkpoint": "save and load any layout",
+    "hf": "Hugging Face folders",
+    "dcp": "a door to torch's DCP",
     "nn": "modules as functions",
     "testing": "laws for your step",
 }
@@ -160,10 +166,38 @@ def draw_way() -> Figure:
     return figure
 
 
+def draw_idea() -> Figure:
+    """Draw the three trees of training on four ranks, by stage: replicated, or each rank's quarter."""
+    trees, ranks, size, gap, wide = ("parameters", "gradients", "optimizer state"), 4, 0.5, 0.1, 2.9
+    notes = (
+        "as DDP",
+        "each rank updates its quarter",
+        "gradients arrive as quarters",
+        "parameters are gathered, unit by unit",
+    )
+    figure, axes = canvas(0.95 + 3 * wide + 3.3, 4 * 0.8 + 0.75)
+    for column, tree in enumerate(trees):
+        center = 0.95 + column * wide + (ranks * (size + gap) - gap) / 2
+        axes.text(center, 3.55, tree, ha="center", weight="bold", color=INK, size=10)
+    for stage, note in enumerate(notes):
+        bottom = (3 - stage) * 0.8 + 0.15
+        axes.text(0.1, bottom + size / 2, f"stage {stage}", va="center", weight="bold", color=INK, size=10)
+        axes.text(0.95 + 3 * wide, bottom + size / 2, note, va="center", color=INK, size=9)
+        for column in range(3):
+            for rank in range(ranks):
+                left = 0.95 + column * wide + rank * (size + gap)
+                sharded = stage > (2, 1, 0)[column]
+                axes.add_patch(Rectangle((left, bottom), size, size, fc=SHADE, ec=INK, lw=0.8))
+                low, part = (1 - (rank + 1) / ranks, 1 / ranks) if sharded else (0.0, 1.0)
+                fill = Rectangle((left, bottom + low * size), size, part * size, fc=INK, alpha=0.65, lw=0)
+                axes.add_patch(fill)
+    return figure
+
+
 def main() -> None:
-    """Write both pictures."""
+    """Write the pictures."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fzero", "font.family": "sans-serif"}):
-        for name, figure in (("house", draw_house()), ("way", draw_way())):
+        for name, figure in (("house", draw_house()), ("way", draw_way()), ("idea", draw_idea())):
             figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None})
 
 

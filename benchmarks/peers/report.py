@@ -228,13 +228,13 @@ def write(rows: list[Row], command: str, folder: Path | None) -> None:
         "# Against the peers",
         f"Measured by `{command}`, on {machine()}, {deepspeed()}.",
         " ".join([ABOUT[name] for name in dict.fromkeys(r.model for r in rows) if name in ABOUT]),
-        "A step's time is the median of interleaved rounds of the systems of stage 0, of stages 1 and 2, and of stage "
-        "3; its peak the least of 5 steps by a counting allocator, "
-        "from before the model is built, of the rank that holds most; `whole life` is the most from then until the "
-        "third step ended, with the making of the model and compilation; `above state` is the peak less parameters and "
-        "moments, which ZeRO's formula tells; `sent` are the full buffers of collectives, an all_reduce counted twice; "
-        "where new parameters arrive in their leaves, `collectives` counts rank 0's messages. `first step` "
-        "is with compilation. All rows train alike: their losses agree within 2e-4.",
+        "A step's time is the median of interleaved rounds. The systems of stage 0, of stages 1 and 2, and of stage 3 "
+        "are measured apart. A step's peak is the least of 5 steps by a counting allocator, from before the model is "
+        "built, of the rank that holds most. `whole life` is the most from then until the third step ended: the making "
+        "of the model and compilation are in it. `above state` is the peak less parameters and moments, which ZeRO's "
+        "formula tells. `sent` are the full buffers of collectives; an all_reduce counts twice. Where new parameters "
+        "arrive in their leaves, `collectives` counts rank 0's messages. `first step` is with compilation. All rows "
+        "train alike: their losses agree within 2e-4.",
         "fzero's variants are the backends of `fzero.jit`, or the step as it is (`eager`); FSDP2's are "
         "`reshard_after_forward` (`reshard`) or not (`keep`), with torch.compile where it says so. DDP, "
         "ZeroRedundancyOptimizer and FSDP2 have torch's fused AdamW; DeepSpeed has `torch_adam`, not fused, and "
