@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, nn, optim, random, transforms, tree
+from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree
 from fzero._donated import DonatedError
 from fzero._profile import Profile, profile
 from fzero.axes.lockstep import DivergedError
@@ -86,6 +86,7 @@ __all__ = [
     "load",
     "mesh",
     "metrics",
+    "moe",
     "nn",
     "optim",
     "partition",

@@ -1,0 +1,222 @@
+"""Grouped products: rows that are sorted by expert, each expert's times its own matrix; and the transposes of that.
+
+An operation of our own, since torch's `grouped_mm` refuses float64, under stand-ins all dtypes but bfloat16, and maps
+over no offsets that differ by rank. Where torch's kernel serves, it is what the operation runs.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fzero._torch import allow_in_graph
+
+__all__ = ["grouped_mm", "grouped_outer"]
+
+
+# ---------------------------------------------------------------- the operations
+
+
+@torch.library.custom_op("fzero::grouped_mm", mutates_args=())
+def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _has_kernel(x, w):
+        y = torch.nn.functional.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
+        real = torch.arange(len(x), device=x.device) < ends[-1]
+        return torch.where(real.unsqueeze(-1), y, 0)  # the kernel writes nothing behind the last end
+    y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], w[e], out=y[start:end])
+        start = end
+    return y
+
+
+@torch.library.custom_op("fzero::grouped_outer", mutates_args=())
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _has_kernel(x, y):
+        return torch.nn.functional.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends.to(torch.int32))
+    out, start = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end].mT, y[start:end], out=out[e])
+        start = end
+    return out
+
+
+def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether torch's grouped kernel takes these: bfloat16, in rows of whole 16 bytes, and not empty."""
+    sizes = (x.shape[-1], y.shape[-1])
+    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size and size % 8 == 0 for size in sizes)
+
+
+@_mm.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@_outer.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
+@register_flop_formula([torch.ops.fzero.grouped_mm, torch.ops.fzero.grouped_outer])
+def _flops(x: Any, y: Any, ends: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count a product with every row, and an addition: in the worst case no row is padding."""
+    return 2 * x[0] * x[1] * y[-1]
+
+
+# ---------------------------------------------------------------- differentiable, and mapped
+
+
+class _GroupedMM(torch.autograd.Function):
+    """rows [r, d], weights [e, d, f], ends [e] -> [r, f]."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return _mm(x, w, ends)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w, ends = ctx.saved_tensors
+        return _grouped_mm(grad, w.mT, ends), _grouped_outer(x, grad, ends), None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any, dw: Any, dends: Any) -> Any:
+        x, w, ends = ctx.saved_tensors
+        return _sum(_grouped_mm, x, w, dx, dw, ends)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: torch.Tensor) -> Any:
+        return _one_by_one(_grouped_mm, info.batch_size, in_dims, args)
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """rows [r, d], rows [r, f], ends [e] -> [e, d, f]."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return _outer(x, y, ends)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y, ends = ctx.saved_tensors
+        return _grouped_mm(y, grad.mT, ends), _grouped_mm(x, grad, ends), None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any, dy: Any, dends: Any) -> Any:
+        x, y, ends = ctx.saved_tensors
+        return _sum(_grouped_outer, x, y, dx, dy, ends)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: torch.Tensor) -> Any:
+        return _one_by_one(_grouped_outer, info.batch_size, in_dims, args)
+
+
+def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, ends: torch.Tensor) -> torch.Tensor:
+    """Return the tangent of a bilinear map."""
+    if dx is None or dy is None:
+        return f(x, dy, ends) if dx is None else f(dx, y, ends)
+    return f(dx, y, ends) + f(x, dy, ends)
+
+
+def _one_by_one(f: Any, n: int, dims: Any, args: tuple[torch.Tensor, ...]) -> Any:
+    """Map over n samples, such as simulated ranks: each has ends of its own."""
+    rows = [[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)] for i in range(n)]
+    return torch.stack([f(*row) for row in rows]), 0
+
+
+@allow_in_graph  # as collectives/table.py has it
+def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _GroupedMM.apply(x, w, ends)
+
+
+@allow_in_graph
+def _grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _GroupedOuter.apply(x, y, ends)
+
+
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply rows that are sorted by expert by their expert's matrix.
+
+    Under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU bfloat16 has torch's kernel, which waits for
+    nothing. The other dtypes wait there for `ends`, so that they are for tests.
+
+    Args:
+        rows: `[r, d]`.
+        weights: `[e, d, f]`, of the rows' dtype.
+        ends: int64 `[e]`: where each expert's rows end; they begin where the expert's before end.
+
+    Returns:
+        `[r, f]`; zeros behind the last end. Its transposes are itself, of transposed matrices, and `grouped_outer`.
+
+    Raises:
+        TypeError: if the dtypes do not fit.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> rows, weights = torch.ones(3, 1), torch.tensor([[[10.0]], [[20.0]]])
+        >>> grouped_mm(rows, weights, torch.tensor([1, 3])).flatten()
+        tensor([10., 20., 20.])
+    """
+    _check_rows("rows", rows, ends)
+    shape = (len(ends), rows.shape[1])
+    if weights.ndim != 3 or weights.shape[:2] != shape:
+        raise ValueError(
+            f"weights has the shape {list(weights.shape)}: expected [{shape[0]}, {shape[1]}, columns], "
+            f"a matrix for each of the {shape[0]} experts that end in `ends`"
+        )
+    _check_dtypes("weights", weights, rows)
+    return _grouped_mm(rows, weights, ends)
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sum, expert by expert, the outer products of rows: the gradient of `grouped_mm` by its matrices.
+
+    Args:
+        x: `[r, d]`, sorted by expert.
+        y: `[r, f]`, of the same dtype.
+        ends: int64 `[e]`: where each expert's rows end.
+
+    Returns:
+        `[e, d, f]`; zeros for an expert without rows.
+
+    Raises:
+        TypeError: if the dtypes do not fit.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 1)
+        >>> grouped_outer(x, y, torch.tensor([1, 3])).flatten()
+        tensor([1., 5.])
+    """
+    _check_rows("x", x, ends)
+    if y.ndim != 2 or len(y) != len(x):
+        raise ValueError(f"y has the shape {list(y.shape)}: expected [{len(x)}, columns], a row for each of x's")
+    _check_dtypes("y", y, x)
+    return _grouped_outer(x, y, ends)
+
+
+def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:
+    if rows.ndim != 2:
+        raise ValueError(f"{name} has the shape {list(rows.shape)}: expected [rows, columns]")
+    if not rows.is_floating_point():
+        raise TypeError(f"{name} is {rows.dtype}: expected a floating-point tensor")
+    if ends.ndim != 1 or not len(ends):
+        raise ValueError(f"ends has the shape {list(ends.shape)}: expected [experts], where each expert's rows end")
+    if ends.dtype != torch.int64:
+        raise TypeError(f"ends is {ends.dtype}: expected int64")
+
+
+def _check_dtypes(name: str, given: torch.Tensor, rows: torch.Tensor) -> None:
+    if given.dtype != rows.dtype:
+        raise TypeError(f"{name} is {given.dtype}, and the rows are {rows.dtype}: expected one dtype; cast either")

@@ -1,0 +1,159 @@
+"""A layer of experts in one line, and the rule that splits it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from einops import einsum, rearrange
+
+from fzero import tree
+from fzero.axes.rules import SplitRule
+from fzero.axes.scope import axis_names, axis_size
+from fzero.moe._grouped import grouped_mm
+from fzero.moe._route import Routing
+from fzero.moe._seats import along, check_experts, combine, dispatch, seats
+from fzero.moe._sorted import sort_rows, unsort_rows
+
+__all__ = ["Linear", "layer", "linear_by_ends", "split"]
+
+
+class Linear(Protocol):
+    """What a layer hands to its experts: `linear(rows, weight, bias)`, each expert's rows by its own matrix."""
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /) -> torch.Tensor:
+        """Multiply rows by `weight [e, d, f]`, and add `bias [e, f]`."""
+        ...
+
+
+def linear_by_seats(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add `[e, f]`."""
+    y = einsum(rows, weight, "e r d, e d f -> e r f")
+    return y if bias is None else y + rearrange(bias, "e f -> e 1 f")
+
+
+def linear_by_ends(
+    ends: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
+    y = grouped_mm(rows, weight, ends)
+    if bias is None:
+        return y
+    # a product with ones: its gradient is a sum by expert, where indexing would add row by row
+    return y + grouped_mm(rows.new_ones(len(rows), 1), rearrange(bias, "e f -> e 1 f"), ends)
+
+
+def layer(
+    f: Callable[[Any, torch.Tensor, Linear], torch.Tensor],
+    experts: Any,
+    x: torch.Tensor,
+    routing: Routing,
+    *,
+    axis: str = "ep",
+    capacity: float | None = None,
+) -> torch.Tensor:
+    """Send tokens to their experts, call `f`, bring the results back, and sum them by the gates.
+
+    With a `capacity` an expert has so many seats for each sequence, and what finds none is dropped (`moe.seats`).
+    Without one nothing is: rows are sorted by expert (`moe.sort_rows`). Either way the numbers do not depend on the
+    mesh. A shared expert is an addition: `x + moe.layer(...) + shared(p, x)`.
+
+    Args:
+        f: the experts, `(experts, rows, linear) -> rows`. `linear(rows, weight, bias=None)` multiplies each expert's
+            rows by its own matrix; all else is to work by row. Some rows are zeros that nobody reads: gradients must be
+            finite there.
+        experts: a tree of what this rank has of the experts, along dimension 0 of each leaf.
+        x: `[s, t, d]`: sequences of tokens.
+        routing: of these tokens, by `moe.route`.
+        axis: the name of the axis that experts are split over. Where none of that name is bound, all experts are here.
+        capacity: the seats of an expert, as a multiple of what even routing needs; None for dropless.
+
+    Returns:
+        `[s, t, d]`; zeros for a token all of whose choices were dropped.
+
+    Raises:
+        TypeError: if `x` is not floating-point.
+        ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not fit.
+
+    Example:
+        >>> from fzero import moe
+        >>> def ffn(p, rows, linear):
+        ...     return linear(torch.tanh(linear(rows, p["up"], p["bias"])), p["down"])
+        >>> experts = {"up": torch.randn(4, 8, 16), "bias": torch.randn(4, 16), "down": torch.randn(4, 16, 8)}
+        >>> x, router, shared = torch.randn(2, 5, 8), torch.randn(8, 4), torch.randn(8, 8)
+        >>> routing = moe.route(x @ router, k=2)
+        >>> y = x + moe.layer(ffn, experts, x, routing, capacity=1.25) + torch.tanh(x @ shared)
+        >>> y.shape
+        torch.Size([2, 5, 8])
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}: expected a floating-point tensor [sequences, tokens, width]")
+    count = routing.probs.shape[-1]
+    check_experts(routing.experts, count, axis)
+    check_split(experts, count, axis)
+    if capacity is None:
+        rows, order = sort_rows(x, routing.experts, count, axis)
+        done = f(experts, rows, partial(linear_by_ends, order.ends))
+        return unsort_rows(done, order, routing.gates, axis)
+    seated = seats(routing.experts, count, capacity)
+    done = f(experts, dispatch(x, seated, axis), linear_by_seats)
+    return combine(done, seated, routing.gates, axis)
+
+
+def check_split(experts: Any, count: int, axis: str) -> None:
+    """Check that each leaf has this rank's experts along dimension 0.
+
+    Raises:
+        ValueError: if one has not. Names it.
+    """
+    n = axis_size(along(axis))
+    for path, leaf in zip(*tree.flatten_with_paths(experts)[:2], strict=True):
+        size = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+        if isinstance(leaf, torch.Tensor) and size != count // n:
+            where = f"experts leaf {path!r} has the shape {list(leaf.shape)}"
+            if size == count:
+                raise ValueError(
+                    f"{where}: it is not split, and the {n} ranks along {axis!r} have {count // n} experts each: "
+                    "fzero.shard(split=fzero.moe.split('experts')), where 'experts' is part of the leaf's path"
+                )
+            raise ValueError(f"{where}: expected {count // n} experts along dimension 0, of {count} on {n} ranks")
+
+
+def split(*names: str, axis: str = "ep") -> SplitRule:
+    """Make the rule for `fzero.shard(split=)` that splits experts over an axis, by dimension 0.
+
+    Args:
+        *names: parts of the paths of leaves that hold experts: "experts" means "layers.3.experts.up" and not
+            "shared_experts.up".
+        axis: the name of the axis. On a mesh that has none of that name nothing is split.
+
+    Returns:
+        A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
+
+    Raises:
+        ValueError: if no name is given. The rule raises it for experts that are a list, a leaf each.
+
+    Example:
+        >>> import fzero
+        >>> rule = split("experts")
+        >>> fzero.mesh(ep=2).spmd(
+        ...     lambda: print(rule("mlp.experts.up", torch.ones(4, 2)), rule("mlp.router", torch.ones(2)))
+        ... )()
+        {'ep': 0} None
+    """
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts'")
+
+    def rule(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
+        parts = path.split(".")
+        found = [i for i, part in enumerate(parts) if part in names]
+        if not found or axis not in axis_names():
+            return None
+        if any(part.isdigit() for part in parts[found[0] + 1 :]):
+            raise ValueError(
+                f"leaf {path!r} is of one expert in a list: moe.split cuts leaves that hold all experts along "
+                "dimension 0; stack them, or name another part of the path"
+            )
+        return {axis: 0}
+
+    return rule

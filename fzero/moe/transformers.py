@@ -1,0 +1,81 @@
+"""Mixtures of experts of transformers, with expert parallelism: an experts implementation named "fzero"."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fzero.axes.scope import axis_size
+from fzero.moe._layer import linear_by_ends
+from fzero.moe._seats import along
+from fzero.moe._sorted import sort_rows, unsort_rows
+
+__all__ = ["register"]
+
+
+def register(name: str = "fzero", axis: str = "ep") -> str:
+    """Register an experts implementation that sends tokens to their experts over an axis, without drops.
+
+    It serves the families whose experts are fused: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, DeepSeek-V3 and
+    all others that transformers decorates with `use_experts_implementation`. The model itself is untouched.
+    transformers is imported here, and not before.
+
+    Args:
+        name: what `experts_implementation=` is to call it.
+        axis: the name of the axis that experts are split over. Where none of that name is bound, all experts are here.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: if transformers is not installed, or too old to have a registry of experts.
+
+    Example:
+        >>> from fzero import moe
+        >>> moe.transformers.register()
+        'fzero'
+
+        >>> model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fzero")  # doctest: +SKIP
+        >>> apply, params, buffers = fzero.nn.functional(model)  # doctest: +SKIP
+        >>> step = fzero.shard(train_step, stage=3, mesh=mesh, split=moe.split("experts"))  # doctest: +SKIP
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            f"moe.transformers.register needs transformers 5 or newer, with its registry of experts: {error}"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts, axis))
+    return name
+
+
+def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Do what a module of experts does for `hidden [t, d]`, `index [t, k]` and `gates [t, k]`."""
+    gated = module.has_gate
+    first = module.gate_up_proj if gated else module.up_proj
+    count = _count(module, first, axis)
+    rows, order = sort_rows(hidden, index, count, axis)
+    linear = partial(linear_by_ends, order.ends)
+
+    def stored(weight: torch.Tensor) -> torch.Tensor:
+        return weight if module.is_transposed else weight.mT
+
+    bias = (module.gate_up_proj_bias if gated else module.up_proj_bias) if module.has_bias else None
+    h = linear(rows, stored(first), bias)
+    h = module._apply_gate(h) if gated else module.act_fn(h)
+    y = linear(h, stored(module.down_proj), module.down_proj_bias if module.has_bias else None)
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y)
+    return unsort_rows(y, order, gates, axis).to(hidden.dtype)
+
+
+def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
+    """Return the number of all experts, and check that this rank has its part."""
+    n = axis_size(along(axis))
+    count = getattr(module, "num_experts", len(weight) * n)
+    if len(weight) * n != count:
+        raise ValueError(
+            f"{type(module).__name__} has {len(weight)} of {count} experts on each of the {n} ranks along {axis!r}: "
+            "split them with fzero.shard(split=fzero.moe.split('experts')), and let the axis divide their number"
+        )
+    return count
