@@ -18,7 +18,7 @@ __all__ = ["grouped_mm", "grouped_outer"]
 
 
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
-def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, w):
         y = torch.nn.functional.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
         real = torch.arange(len(x), device=x.device) < ends[-1]
@@ -32,7 +32,7 @@ def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::grouped_outer", mutates_args=())
-def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, y):
         return torch.nn.functional.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends.to(torch.int32))
     out, start = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
@@ -50,19 +50,19 @@ def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 @_mm.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
 @_outer.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
 @register_flop_formula([torch.ops.fzero.grouped_mm, torch.ops.fzero.grouped_outer])
-def _flops(x: Any, y: Any, ends: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count a product with every row, and an addition: in the worst case no row is padding."""
-    return 2 * x[0] * x[1] * y[-1]
+def _flops(x: Any, y: Any, ends: Any, likely: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count the products and additions of so many rows as there are likely to be: the others take no time."""
+    return 2 * likely * x[1] * y[-1]
 
 
 # ---------------------------------------------------------------- differentiable, and mapped
@@ -72,80 +72,88 @@ class _GroupedMM(torch.autograd.Function):
     """rows [r, d], weights [e, d, f], ends [e] -> [r, f]."""
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return _mm(x, w, ends)
+    def forward(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+        return _mm(x, w, ends, likely)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        *tensors, ctx.likely = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, w, ends = ctx.saved_tensors
-        return _grouped_mm(grad, w.mT, ends), _grouped_outer(x, grad, ends), None
+        likely = ctx.likely
+        return apply_mm(grad, w.mT, ends, likely), apply_outer(x, grad, ends, likely), None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dw: Any, dends: Any) -> Any:
+    def jvp(ctx: Any, dx: Any, dw: Any, *others: Any) -> Any:
         x, w, ends = ctx.saved_tensors
-        return _sum(_grouped_mm, x, w, dx, dw, ends)
+        return _sum(apply_mm, x, w, dx, dw, ends, ctx.likely)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: torch.Tensor) -> Any:
-        return _one_by_one(_grouped_mm, info.batch_size, in_dims, args)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(apply_mm, info.batch_size, in_dims, args)
 
 
 class _GroupedOuter(torch.autograd.Function):
     """rows [r, d], rows [r, f], ends [e] -> [e, d, f]."""
 
     @staticmethod
-    def forward(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return _outer(x, y, ends)
+    def forward(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+        return _outer(x, y, ends, likely)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        *tensors, ctx.likely = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, y, ends = ctx.saved_tensors
-        return _grouped_mm(y, grad.mT, ends), _grouped_mm(x, grad, ends), None
+        likely = ctx.likely
+        return apply_mm(y, grad.mT, ends, likely), apply_mm(x, grad, ends, likely), None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dy: Any, dends: Any) -> Any:
+    def jvp(ctx: Any, dx: Any, dy: Any, *others: Any) -> Any:
         x, y, ends = ctx.saved_tensors
-        return _sum(_grouped_outer, x, y, dx, dy, ends)
+        return _sum(apply_outer, x, y, dx, dy, ends, ctx.likely)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: torch.Tensor) -> Any:
-        return _one_by_one(_grouped_outer, info.batch_size, in_dims, args)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(apply_outer, info.batch_size, in_dims, args)
 
 
-def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, ends: torch.Tensor) -> torch.Tensor:
+def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, *rest: Any) -> torch.Tensor:
     """Return the tangent of a bilinear map."""
     if dx is None or dy is None:
-        return f(x, dy, ends) if dx is None else f(dx, y, ends)
-    return f(dx, y, ends) + f(x, dy, ends)
+        return f(x, dy, *rest) if dx is None else f(dx, y, *rest)
+    return f(dx, y, *rest) + f(x, dy, *rest)
 
 
-def _one_by_one(f: Any, n: int, dims: Any, args: tuple[torch.Tensor, ...]) -> Any:
+def _one_by_one(f: Any, n: int, dims: Any, args: tuple[Any, ...]) -> Any:
     """Map over n samples, such as simulated ranks: each has ends of its own."""
     rows = [[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)] for i in range(n)]
     return torch.stack([f(*row) for row in rows]), 0
 
 
 @allow_in_graph  # as collectives/table.py has it
-def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return _GroupedMM.apply(x, w, ends)
+def apply_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    """Do what `grouped_mm` does; a plan counts the work of `likely` rows."""
+    return _GroupedMM.apply(x, w, ends, likely)
 
 
 @allow_in_graph
-def _grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return _GroupedOuter.apply(x, y, ends)
+def apply_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    """Do what `grouped_outer` does; a plan counts the work of `likely` rows."""
+    return _GroupedOuter.apply(x, y, ends, likely)
 
 
-def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, likely: int | None = None
+) -> torch.Tensor:
     """Multiply rows that are sorted by expert by their expert's matrix.
 
     Under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU bfloat16 has torch's kernel, which waits for
@@ -155,6 +163,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) ->
         rows: `[r, d]`.
         weights: `[e, d, f]`, of the rows' dtype.
         ends: int64 `[e]`: where each expert's rows end; they begin where the expert's before end.
+        likely: how many rows there are before the last end if routing is even: a plan counts their work. By default r.
 
     Returns:
         `[r, f]`; zeros behind the last end. Its transposes are itself, of transposed matrices, and `grouped_outer`.
@@ -176,7 +185,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) ->
             f"a matrix for each of the {shape[0]} experts that end in `ends`"
         )
     _check_dtypes("weights", weights, rows)
-    return _grouped_mm(rows, weights, ends)
+    return apply_mm(rows, weights, ends, len(rows) if likely is None else likely)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -203,7 +212,7 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
     if y.ndim != 2 or len(y) != len(x):
         raise ValueError(f"y has the shape {list(y.shape)}: expected [{len(x)}, columns], a row for each of x's")
     _check_dtypes("y", y, x)
-    return _grouped_outer(x, y, ends)
+    return apply_outer(x, y, ends, len(x))
 
 
 def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from fzero.axes.scope import axis_names, axis_size
 from fzero.moe._grouped import grouped_mm
 from fzero.moe._route import Routing
 from fzero.moe._seats import along, check_experts, combine, dispatch, seats
-from fzero.moe._sorted import sort_rows, unsort_rows
+from fzero.moe._sorted import Order, sort_rows, unsort_rows
 
 __all__ = ["Linear", "layer", "linear_by_ends", "split"]
 
@@ -33,14 +33,15 @@ def linear_by_seats(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def linear_by_ends(
-    ends: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
-    y = grouped_mm(rows, weight, ends)
+    ends, likely = order.ends, len(order.row)  # as many rows as this rank's tokens choose
+    y = grouped_mm(rows, weight, ends, likely)
     if bias is None:
         return y
     # a product with ones: its gradient is a sum by expert, where indexing would add row by row
-    return y + grouped_mm(rows.new_ones(len(rows), 1), rearrange(bias, "e f -> e 1 f"), ends)
+    return y + grouped_mm(rows.new_ones(len(rows), 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
 
 
 def layer(
@@ -93,7 +94,7 @@ def layer(
     check_split(experts, count, axis)
     if capacity is None:
         rows, order = sort_rows(x, routing.experts, count, axis)
-        done = f(experts, rows, partial(linear_by_ends, order.ends))
+        done = f(experts, rows, partial(linear_by_ends, order))
         return unsort_rows(done, order, routing.gates, axis)
     seated = seats(routing.experts, count, capacity)
     done = f(experts, dispatch(x, seated, axis), linear_by_seats)

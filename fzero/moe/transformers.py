@@ -55,7 +55,7 @@ def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, 
     first = module.gate_up_proj if gated else module.up_proj
     count = _count(module, first, axis)
     rows, order = sort_rows(hidden, index, count, axis)
-    linear = partial(linear_by_ends, order.ends)
+    linear = partial(linear_by_ends, order)
 
     def stored(weight: torch.Tensor) -> torch.Tensor:
         return weight if module.is_transposed else weight.mT
