@@ -20,7 +20,7 @@ __all__ = ["grouped_mm", "grouped_outer"]
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
 def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, w):
-        y = torch.nn.functional.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
+        y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=ends.to(torch.int32))
         real = torch.arange(len(x), device=x.device) < ends[-1]
         return torch.where(real.unsqueeze(-1), y, 0)  # the kernel writes nothing behind the last end
     y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
@@ -34,7 +34,7 @@ def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> to
 @torch.library.custom_op("fzero::grouped_outer", mutates_args=())
 def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, y):
-        return torch.nn.functional.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends.to(torch.int32))
+        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=ends.to(torch.int32))
     out, start = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
     for e, end in enumerate(ends.tolist()):
         if end > start:
@@ -47,6 +47,17 @@ def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether torch's grouped kernel takes these: bfloat16, in rows of whole 16 bytes, and not empty."""
     sizes = (x.shape[-1], y.shape[-1])
     return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size and size % 8 == 0 for size in sizes)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Copy what does not lie as the kernel wants it: in rows or columns that begin at whole 16 bytes.
+
+    A leaf of a gathered unit is a view into the unit's buffer, and may begin anywhere.
+    """
+    *outer, rows, columns = x.stride()
+    tight = (columns == 1 and rows >= x.shape[-1]) or (rows == 1 and columns >= x.shape[-2] and x.ndim == 3)
+    whole = all(stride % 8 == 0 for stride in (*outer, max(rows, columns))) and x.data_ptr() % 16 == 0
+    return x if tight and whole else x.clone(memory_format=torch.contiguous_format)
 
 
 @_mm.register_fake
