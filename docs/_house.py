@@ -37,6 +37,7 @@ CAPTIONS = {
     "transforms": "gather, gradients, remat",
     "stages": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
+    "moe": "experts, seats, balance",
     "hf": "Hugging Face folders",
     "dcp": "a door to torch's DCP",
     "nn": "modules as functions",

@@ -32,8 +32,8 @@ class Order(NamedTuple):
 def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "ep") -> tuple[torch.Tensor, Order]:
     """Send tokens to their experts, and sort what arrives by expert.
 
-    Shapes do not depend on the data. So a rank has room for all that the n ranks could send, which is n times what it
-    gets when routing is even: this costs memory, and no arithmetic (`grouped_mm` passes by the rows behind the last).
+    Shapes do not depend on the data. So a rank has room for all that the n ranks could send it, up to n times what it
+    gets when routing is even. This costs memory and no arithmetic, for `grouped_mm` passes by the rows behind the last.
 
     Args:
         x: `[.., d]`, this rank's tokens.

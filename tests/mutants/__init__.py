@@ -8,6 +8,7 @@ from tests.mutants import (
     graph,
     hf,
     layout,
+    moe,
     nn,
     optim,
     others,
@@ -34,6 +35,7 @@ TABLES = (
     dcp,
     debug,
     road,
+    moe,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

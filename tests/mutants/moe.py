@@ -1,0 +1,186 @@
+"""Faults in fzero/moe."""
+
+from tests.mutants.mutant import Mutant
+
+ROUTE = ("tests/moe/test_route.py",)
+SEATS = ("tests/moe/test_seats.py",)
+GROUPED = ("tests/moe/test_grouped.py",)
+LAYER = ("tests/moe/test_layer.py",)
+TRAINING = ("tests/moe/test_training.py",)
+TRANSFORMERS = ("tests/moe/test_transformers.py",)
+INPUT = ("tests/moe/test_input.py",)
+
+MUTANTS = [
+    # routing
+    Mutant("the bias is in the gates", "moe/_route.py", "gates = probs.gather(-1", "gates = scores.gather(-1", ROUTE),
+    Mutant(
+        "gates are not detached from the choice",
+        "moe/_route.py",
+        "else probs.detach() + bias.detach()",
+        "else probs.detach() + bias",
+        ROUTE,
+        (("gates = probs.gather(-1, experts)", "gates = scores.gather(-1, experts) - bias[experts]"),),
+    ),
+    Mutant("gates are not scaled", "moe/_route.py", "gates * scale", "gates", ROUTE),
+    Mutant("a group is as good as its best", "moe/_route.py", "topk(min(2, of_groups", "topk(min(1, of_groups", ROUTE),
+    Mutant("a nan takes a seat", "moe/_route.py", "torch.where(nowhere, logits.shape[-1], experts)", "experts", ROUTE),
+    Mutant(
+        "routing in half precision",
+        "moe/_route.py",
+        "logits.dtype, torch.float32)",
+        "logits.dtype, logits.dtype)",
+        ROUTE,
+    ),
+    Mutant("all ranks jitter alike", "moe/_route.py", "to(x.device) * len(x)", "to(x.device) * 0", ROUTE),
+    Mutant("k is not checked", "moe/_route.py", "not 1 <= k <= choices", "not 1 <= k", INPUT),
+    # seats
+    Mutant(
+        "capacity is counted per rank",
+        "moe/_seats.py",
+        'queue = rearrange(experts, "s t k -> s (k t)").contiguous()\n    place = _places(queue, count)',
+        'queue = rearrange(experts, "s t k -> s (k t)").contiguous()\n'
+        '    place = _places(rearrange(queue, "s q -> 1 (s q)"), count).view(queue.shape)',
+        TRAINING,
+        (("(place < c)", "(place < c * len(queue))"), ("queue * c + place", "queue * c + place % c")),
+    ),
+    Mutant(
+        "drops depend on the rest of the batch",
+        "moe/_seats.py",
+        "    place = _places(queue, count)",
+        '    place = _places(rearrange(queue, "s q -> 1 (s q)"), count).view(queue.shape)',
+        LAYER,
+    ),
+    Mutant(
+        "second choices are seated with the first",
+        "moe/_seats.py",
+        '"s t k -> s (k t)"',
+        '"s t k -> s (t k)"',
+        SEATS,
+        (('"s (k t) -> s t k"', '"s (t k) -> s t k"'),),
+    ),
+    Mutant("one seat too many", "moe/_seats.py", "(place < c)", "(place <= c)", SEATS),
+    Mutant("seats are rounded down", "moe/_seats.py", "math.ceil(capacity", "math.floor(capacity", SEATS),
+    Mutant("choices queue in any order", "moe/_seats.py", "stable=True", "stable=True, descending=True", SEATS),
+    Mutant(
+        "the way back has its dimensions swapped",
+        "moe/_seats.py",
+        "split_dim=1, concat_dim=0",
+        "split_dim=0, concat_dim=1",
+        SEATS,
+    ),
+    Mutant("the way back goes nowhere", "moe/_seats.py", "all_to_all(y, along(axis)", "all_to_all(y, ()", SEATS),
+    Mutant("an empty seat holds the last token", "moe/_moved.py", "x.new_zeros((1, x.shape[1]))", "x[-1:]", LAYER),
+    Mutant("rows are not copied back", "moe/_moved.py", "moved(grad, back, at)", "moved(grad, back * 0, at)", SEATS),
+    Mutant("sequences share their seats", "moe/_seats.py", "at + first", "at", SEATS),
+    # sorted rows
+    Mutant(
+        "rows arrive in the senders' order",
+        "moe/_sorted.py",
+        "_by_expert(got_counts, room) if ep",
+        "torch.arange(len(got)) if ep",
+        SEATS,
+    ),
+    Mutant("counts stay at home", "moe/_sorted.py", "all_to_all(counts, ep)", "counts", SEATS),
+    Mutant("there is room for one choice", "moe/_sorted.py", "min(k, count // n)", "1", SEATS),
+    Mutant(
+        "places count from the own expert and not the rank's first",
+        "moe/_sorted.py",
+        "first[rank * (count // n)]",
+        "first[ordered]",
+        SEATS,
+    ),
+    Mutant(
+        "sorted rows go back as they lie",
+        "moe/_sorted.py",
+        "inverse(order.order, len(order.order))",
+        "order.order",
+        SEATS,
+    ),
+    # grouped products
+    Mutant(
+        "ends count the padding",
+        "moe/_grouped.py",
+        "enumerate(ends.tolist())",
+        "enumerate([*ends.tolist()[:-1], len(x)])",
+        GROUPED,
+    ),
+    Mutant(
+        "rows behind the last are not masked",
+        "moe/_grouped.py",
+        "real.unsqueeze(-1), y, 0)",
+        "real.unsqueeze(-1), y, 1)",
+        GROUPED,
+    ),
+    Mutant(
+        "the gradient's matrices are not transposed",
+        "moe/_grouped.py",
+        "apply_mm(y, grad.mT",
+        "apply_mm(y, grad",
+        GROUPED,
+    ),
+    Mutant(
+        "a leaf may begin anywhere",
+        "moe/_grouped.py",
+        "return x if tight and whole else",
+        "return x if True else",
+        LAYER,
+    ),
+    Mutant("a plan counts the padding", "moe/_grouped.py", "2 * likely * x[1]", "2 * x[0] * x[1]", GROUPED),
+    # balance
+    Mutant(
+        "the loss is of the rank's own means",
+        "moe/_losses.py",
+        "share, score = pmean((share.mean(0), score.mean(0)), axis)",
+        "share, score = share.mean(0), score.mean(0)",
+        TRAINING,
+    ),
+    Mutant(
+        "the share is divided by k twice",
+        "moe/_losses.py",
+        "max(routing.experts.shape[1:].numel(), 1)",
+        "max(routing.experts.shape[1:].numel() * routing.experts.shape[-1], 1)",
+        ROUTE,
+    ),
+    Mutant(
+        "the load is the rank's own",
+        "moe/_losses.py",
+        "pmean(_shares(routing).mean(0), axis)",
+        "_shares(routing).mean(0)",
+        ROUTE,
+    ),
+    Mutant("the bias favours the busy", "moe/_losses.py", "mean.mean() - mean", "mean - mean.mean()", ROUTE),
+    Mutant(
+        "sequences are balanced together",
+        "moe/_losses.py",
+        '    elif over != "sequence":',
+        '    elif over == "sequence":\n        share, score = share.mean(0), score.mean(0)\n    else:',
+        TRAINING,
+    ),
+    # the layer
+    Mutant("a bias is not added", "moe/_layer.py", "return y if bias is None else", "return y if True else", LAYER),
+    Mutant("every rank has all experts", "moe/_layer.py", "return {axis: 0}", "return None", TRAINING),
+    Mutant("experts that are not split pass", "moe/_layer.py", "and size != count // n", "and False", INPUT),
+    Mutant("shared experts are split too", "moe/_layer.py", "if part in names]", "if part.endswith(names)]", INPUT),
+    # transformers
+    Mutant(
+        "weights are taken as they are stored",
+        "moe/transformers.py",
+        "weight if module.is_transposed else weight.mT",
+        "weight.mT if module.is_transposed else weight",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "biases are left out",
+        "moe/transformers.py",
+        "if module.has_bias else None\n    h = linear",
+        "if False else None\n    h = linear",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "a part of the experts passes for all",
+        "moe/transformers.py",
+        'getattr(module, "num_experts", len(weight) * n)',
+        "len(weight) * n",
+        TRANSFORMERS,
+    ),
+]
