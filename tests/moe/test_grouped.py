@@ -109,3 +109,23 @@ def test_a_plan_counts_their_work():
     step = fzero.jit(lambda x, w, ends: (moe.grouped_mm(x, w, ends, 10), moe.grouped_outer(x, x, ends)))
     plan = step.plan(torch.ones(40, 8), torch.ones(4, 8, 16), torch.tensor([1, 2, 3, 4]))
     assert sorted(o.flops for o in plan.operations if o.flops) == [2 * 10 * 8 * 16, 2 * 40 * 8 * 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_behind_the_last_are_zeros_and_add_nothing(dtype):
+    """Whatever they hold, a nan too."""
+    x, w, ends = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 16, dtype=dtype), torch.tensor([1, 4])
+    x[4:] = torch.nan
+    y = moe.grouped_mm(x, w, ends)
+    assert not y[4:].any() and (y[:4] == 8).all()
+    assert torch.equal(
+        moe.grouped_outer(x, y, ends), torch.stack([torch.full((8, 16), 8 * n, dtype=dtype) for n in (1, 3)])
+    )
+
+
+def test_leaves_that_begin_anywhere_in_a_buffer():
+    buffer = torch.randn(1 + 2 * 8 * 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x, ends = torch.ones(3, 8).bfloat16(), torch.tensor([1, 3])
+    w = buffer[1:].view(2, 8, 8)
+    for weights in (w, w.mT):
+        close(moe.grouped_mm(x, weights, ends), by_loop(x, weights, ends))
