@@ -183,4 +183,18 @@ MUTANTS = [
         "len(weight) * n",
         TRANSFORMERS,
     ),
+    Mutant(
+        "an exchange is called by what comes before it",
+        "graph/plan/_layers.py",
+        "after = [m for n in after for m in n.users if m not in seen]",
+        "after = []",
+        ("tests/moe/test_plan.py",),
+    ),
+    Mutant(
+        "in a loop nobody knows the layers",
+        "graph/plan/_layers.py",
+        "layers(loop.body, held)",
+        "layers(loop.body)",
+        ("tests/moe/test_plan.py",),
+    ),
 ]

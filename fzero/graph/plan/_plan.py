@@ -19,6 +19,7 @@ from fzero.graph.ops import title_of
 from fzero.graph.plan import _picture, _text
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._listed import listed, listed_ranges
+from fzero.graph.plan._layers import layers
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
 from fzero.graph.plan._phases import phases
 
@@ -68,7 +69,9 @@ class Collective(NamedTuple):
     Attributes:
         position: of the operation that starts it.
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        unit: whose parameters or gradients it moves; units of one bucket joined by " + "; "(metric)" for others.
+        unit: whose parameters or gradients it moves; units of one bucket joined by " + ". Of a collective of yours that
+            moves a layer's values, as tokens to experts, the unit of the parameters that they meet; "(metric)" for
+            others.
         elements: of the full buffer, an all_reduce's counted twice.
         bytes: of those elements.
         times: how often it runs: more than once in a loop over micro-batches.
@@ -192,11 +195,12 @@ class Plan:
 def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = ()) -> Plan:
     """Make the plan of a scheduled graph."""
     found, of = listed(graph), phases(graph)
+    named = layers(graph)
     return Plan(
         name,
         tuple([_operation(n, times, of[n]) for n, times in found]),
         tuple(listed_ranges(graph)),
-        tuple([_collective(i, n, times) for i, (n, times) in enumerate(found) if is_collective(n)]),
+        tuple([_collective(i, n, times, named.get(n)) for i, (n, times) in enumerate(found) if is_collective(n)]),
         settings,
         seconds(graph),
         tuple(rejected),
@@ -208,9 +212,9 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 
-def _collective(position: int, node: Node, times: int) -> Collective:
+def _collective(position: int, node: Node, times: int, layer: str | None) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
-    return Collective(position, wire(node), node.meta.get("unit", ""), n, n * width, times)
+    return Collective(position, wire(node), layer or node.meta.get("unit", ""), n, n * width, times)
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:
