@@ -38,7 +38,7 @@ def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, 
 
 
 def _weights(graph: Graph, given: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
-    """Find what holds parameters and nothing else, and the operations that apply them to something; with their units."""
+    """Find what holds parameters and nothing else, and what applies them to something; with their units."""
     weights, applied = dict(given), dict[Node, str]()
     for n in graph.nodes:
         inputs = n.all_input_nodes

@@ -18,8 +18,8 @@ from fzero.graph.loops import loop_of
 from fzero.graph.ops import title_of
 from fzero.graph.plan import _picture, _text
 from fzero.graph.plan._cost import seconds
-from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._layers import layers
+from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
 from fzero.graph.plan._phases import phases
 
