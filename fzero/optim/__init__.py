@@ -9,6 +9,7 @@ from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, 
 from fzero.optim._clip import clip, clip_by_block_rms, clip_by_global_norm
 from fzero.optim._decay import add_decayed_weights
 from fzero.optim._ema import EmaState, ema, params_ema
+from fzero.optim._experts import clip_by_expert
 from fzero.optim._inject import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._lamb import lamb, scale_by_trust_ratio
 from fzero.optim._leafwise import leafwise
@@ -61,6 +62,7 @@ __all__ = [
     "chain",
     "clip",
     "clip_by_block_rms",
+    "clip_by_expert",
     "clip_by_global_norm",
     "constant",
     "dynamic_loss_scale",

@@ -8,6 +8,7 @@ GROUPED = ("tests/moe/test_grouped.py",)
 LAYER = ("tests/moe/test_layer.py",)
 TRAINING = ("tests/moe/test_training.py",)
 TRANSFORMERS = ("tests/moe/test_transformers.py",)
+CLIP = ("tests/optim/test_experts.py",)
 INPUT = ("tests/moe/test_input.py",)
 
 MUTANTS = [
@@ -196,5 +197,13 @@ MUTANTS = [
         "layers(loop.body, held)",
         "layers(loop.body)",
         ("tests/moe/test_plan.py",),
+    # clipping by expert
+    Mutant("an expert is not summed over tp", "optim/_experts.py", "if s.dims[i] != 0]", "if False]", CLIP),
+    Mutant("experts are summed over ep", "optim/_experts.py", "if s.dims[i] != 0]", "if True]", CLIP),
+    Mutant(
+        "each leaf of an expert is clipped alone", "optim/_experts.py", '".".join(parts[: found[0] + 1])', "path", CLIP
+    ),
+    Mutant(
+        "a rank's rows begin at 0", "optim/_experts.py", "unit_index(c.unit.uid).to(device) * known", "0 * known", CLIP
     ),
 ]

@@ -1,0 +1,88 @@
+"""Clipping by expert: each expert's norm, over all leaves of its layer, on any layout."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import moe, optim, tree
+from fzero.testing import assert_equivalent
+from tests.helpers import train_step_for
+from tests.moe.model import batch_of, experts_params, loss_for, params_of
+
+OPT = optim.chain(optim.clip_by_expert(0.02), optim.adamw(1e-2, eps=1e-3))
+MESHES = [
+    fzero.mesh(dp=3),
+    fzero.mesh(ep=2),
+    fzero.mesh(dp=2, ep=2),
+    fzero.mesh(dp=2, ep=2, simulate="lockstep"),
+]
+
+
+def two_layers() -> dict:
+    return {"layers": [{"experts": experts_params(4, seed)} for seed in range(2)], "head": torch.ones(3) * 9}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([0.1, 3.0, 5.0, 99.0]), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_each_expert_of_each_layer_has_its_own_norm(limit, dtype):
+    grads = tree.map(lambda x: x.to(dtype), two_layers())
+    clipped = optim.clip_by_expert(limit).update(grads, ())[0]
+    assert torch.equal(clipped["head"], grads["head"])
+    for before, after in zip(grads["layers"], clipped["layers"], strict=True):
+        for e in range(4):
+            mine = torch.cat([x[e].flatten() for x in before["experts"].values()]).double()
+            scale = min(1.0, limit / mine.norm().item())
+            for name, x in before["experts"].items():
+                tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+                torch.testing.assert_close(after["experts"][name][e], x[e] * scale, rtol=tolerance, atol=1e-7)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from([None, 0.5]), st.booleans())
+def test_training_is_dense_training(mesh, stage, capacity, one_unit):
+    """Rows of an expert are cut anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""
+    units = (
+        (lambda path, leaf: "all" if "experts" not in path else "experts") if one_unit else (lambda path, leaf: path)
+    )
+    train_step = train_step_for(loss_for(2, capacity), OPT)
+    batches = [batch_of(12, seed=i) for i in range(2)]
+    options = {"meshes": [mesh], "split": moe.split("experts"), "units": units}
+    assert_equivalent(train_step, params_of(), OPT, batches, (stage,), **options)
+
+
+def test_beside_tensor_parallel_leaves():
+    """What is split along another dimension is summed over its ranks."""
+    grads = two_layers()
+    expected = optim.clip_by_expert(1.0).update(grads, ())[0]
+    dims = {"up": 2, "bias": 1, "down": 1}
+
+    def split(path, leaf):
+        return {"ep": 0, "tp": dims[path.split(".")[-1]]} if "experts" in path else None
+
+    def train_step(params, opt_state, batch):
+        return optim.clip_by_expert(1.0).update(params, ())[0], opt_state, fzero.pmean(batch.sum(), ("dp", "ep"))
+
+    mesh = fzero.mesh(dp=2, ep=2, tp=2)
+    for stage in (1, 3):
+        step = fzero.shard(train_step, stage=stage, mesh=mesh, axis=("dp", "ep"), split=split)
+        state = step.init(grads, optim.sgd(0.1))
+        got = step.gather(step(*state, mesh.split(torch.ones(4), ("dp", "ep")))[0])
+        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-12, atol=0), got, expected)
+
+
+def test_it_takes_one_psum_for_each_set_of_axes():
+    mesh = fzero.mesh(dp=2)
+    with fzero.record() as log:
+        mesh.spmd(lambda g: optim.clip_by_expert(1.0).update(fzero.partition(g), ())[0]["head"])(two_layers())
+    assert [e.elements for e in log.metrics] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="max_norm=0"):
+        optim.clip_by_expert(0)
+    with pytest.raises(ValueError, match=r"leaves of 'experts' have 2 and 3 experts"):
+        optim.clip_by_expert(1.0).update({"experts": {"a": torch.ones(2), "b": torch.ones(3)}}, ())
+    with pytest.raises(ValueError, match=r"leaf 'experts.a' has no dimension of experts"):
+        optim.clip_by_expert(1.0).update({"experts": {"a": torch.ones(())}}, ())
