@@ -19,8 +19,8 @@ TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4" to choose
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+train: $(VENV)/examples.stamp ## train the example GPT; ARGS="--stage 3 --ranks 4", or "--experts 8 --ep 2"
+	$(BIN)/python examples/$(if $(findstring --experts,$(ARGS)),moe,train_gpt).py $(ARGS)
 
 test: lint types tests ## lint, types and tests
 

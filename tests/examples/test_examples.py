@@ -30,6 +30,29 @@ def test_zero_by_hand():
 
 
 @pytest.mark.parametrize(
+    "ranks,words", [(1, ["--capacity", "0", "--stage", "2"]), pytest.param(2, [], marks=pytest.mark.slow)]
+)
+def test_experts(ranks, words, tmp_path):
+    """The experts learn as the dense equivalent does, and the picture shows their load."""
+    short = ["--steps", "12", "--text", str(ROOT / "README.md"), "--out", str(tmp_path / "moe.png"), "--dense"]
+    out = run("examples/moe.py", *short, *words, ranks=ranks)
+    last = {
+        name: float(loss)
+        for loss, name in re.findall(r"step +12: loss ([\d.]+),.*?(dense|8 experts)$", out, re.MULTILINE)
+    }
+    first = float(re.findall(r"step +1: loss ([\d.]+)", out)[0])
+    assert last["8 experts"] < first - 0.5 and abs(last["8 experts"] - last["dense"]) < 0.3
+    assert "dropped" in out and (tmp_path / "moe.png").exists()
+
+
+def test_a_plan_of_many_experts_on_many_ranks():
+    out = run(
+        "examples/moe.py", "--plan", "--experts", "16", "--ep", "8", "--world", "64", "--text", str(ROOT / "README.md")
+    )
+    assert "all_to_all" in out and "blocks.1" in out
+
+
+@pytest.mark.parametrize(
     "ranks,words", [(1, ["--stage", "2", "--dp", "3", "--tp", "4"]), (2, ["--tp", "2"])], ids=["simulated", "processes"]
 )
 def test_parallel_mlp_is_the_dense_one(ranks, words):

@@ -197,6 +197,7 @@ MUTANTS = [
         "layers(loop.body, held)",
         "layers(loop.body)",
         ("tests/moe/test_plan.py",),
+    ),
     # clipping by expert
     Mutant("an expert is not summed over tp", "optim/_experts.py", "if s.dims[i] != 0]", "if False]", CLIP),
     Mutant("experts are summed over ep", "optim/_experts.py", "if s.dims[i] != 0]", "if True]", CLIP),
