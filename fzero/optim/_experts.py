@@ -37,7 +37,7 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         A pair without state.
 
     Raises:
-        ValueError: if `max_norm` is not positive. When it is used: if leaves of a layer differ in their number of experts.
+        ValueError: if `max_norm` is not positive. When it is used: if leaves of a layer have other numbers of experts.
 
     Example:
         >>> clip = clip_by_expert(1.0)

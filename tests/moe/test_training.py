@@ -118,6 +118,16 @@ def test_half_precision_with_masters(capacity):
     assert_equivalent(train_step, params, opt, batches, (0, 3), meshes=meshes, split=SPLIT, rtol=0.02)
 
 
+def jittered(loss_fn: Any) -> Any:
+    key = fzero.random.key(3)
+    return lambda params, batch: loss_fn(params, {**batch, "x": moe.jitter(batch["x"], key, 0.1)})
+
+
+def test_jitter_is_that_of_dense_training():
+    for mesh in (fzero.mesh(dp=2, ep=2), fzero.mesh(ep=2, simulate="lockstep")):
+        check(jittered(loss_for(2, 0.5)), mesh, (0, 3))
+
+
 # ---------------------------------------------------------------- losses and micro-batches
 
 
@@ -166,6 +176,15 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
     # rows forth and back, and their gradients; a rank sends its seats, or what it could choose; and the counts, once
     rows = count * 2 * s if capacity else 2 * s * t * k
     assert sorted(sent) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
+
+
+def test_a_jitted_loop_over_micro_batches_with_remat_and_jitter():
+    mesh = fzero.mesh(dp=2, ep=2)
+    train_step = train_step_for(jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)
+    step, batch = fzero.shard(train_step, stage=2, mesh=mesh, split=SPLIT), mesh.split(batch_of(16))
+    one = step(*step.init(params_of(), OPT), batch)
+    other = fzero.jit(step, backend="fx")(*step.init(params_of(), OPT), batch)
+    assert_trees_close([step.gather(x) for x in other], [step.gather(x) for x in one], 1e-11)
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
