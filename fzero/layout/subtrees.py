@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = ["Piece", "pieces"]
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     numel: int
 
 
-def pieces(numels: Mapping[str, int], least: int, most: float = math.inf) -> list[Piece]:
+def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around: Iterable[str] = ()) -> list[Piece]:
     """Cut a tree into its smallest subtrees of at least `least` elements.
 
     Neighbours that are smaller are joined as long as they have no more than `most` elements together. What is still
@@ -32,12 +32,14 @@ def pieces(numels: Mapping[str, int], least: int, most: float = math.inf) -> lis
         numels: the elements of each leaf, by its path, in the order of the tree.
         least: elements; at most `most`.
         most: elements; a piece that has more is one leaf.
+        around: the paths of all leaves of the tree, if these are not all. A piece is named by
+            subtrees that are whole in it.
 
     Returns:
-        The pieces. Each leaf lies in one of them.
+        The pieces. Each leaf lies in one of them, and no two have one name.
     """
     found = _cut([_Leaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
-    below = _counts([leaf for leaves in found for leaf in leaves])
+    below = _counts([tuple(path.split(".")) for path in around or numels])
     return [_piece(leaves, below) for leaves in found]
 
 
@@ -89,18 +91,18 @@ def _numel(leaves: _Leaves) -> int:
     return sum(leaf.numel for leaf in leaves)
 
 
-def _counts(leaves: _Leaves) -> Counter[_Keys]:
+def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     """Count the leaves below each node."""
-    return Counter([leaf.keys[:depth] for leaf in leaves for depth in range(len(leaf.keys) + 1)])
+    return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
 def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Piece:
     """Name a piece by its first and its last subtree, of which it has all leaves."""
-    inside = _counts(leaves)
+    inside = _counts([leaf.keys for leaf in leaves])
 
     def subtree(leaf: _Leaf) -> str:
         whole = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
-        return ".".join(next(keys for keys in whole if inside[keys] == below[keys])) or "params"
+        return ".".join(next((keys for keys in whole if inside[keys] == below[keys]), leaf.keys)) or "params"
 
     first, last = subtree(leaves[0]), subtree(leaves[-1])
     name = first if first == last else f"{first} to {last}"

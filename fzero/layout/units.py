@@ -39,8 +39,8 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
     """Name the unit of a leaf: its repeated block, else its top-level child.
 
     A repeated block is a numbered child that is itself a subtree: `"blocks.3.attn.w"` is in unit `"blocks.3"`,
-    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`. What has more elements than an int32 counts is cut
-    further, into subtrees, when a tree is partitioned; `fzero.units.by_size` sets another limit.
+    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`. What has more elements than an int32 counts is
+    cut further, into subtrees, when a tree is partitioned. `fzero.units.by_size` sets another limit.
 
     Example:
         >>> x = torch.zeros(2)

@@ -17,8 +17,8 @@ def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> Rule:
     A leaf outside such subtrees is in a unit with the other leaves of its own node.
 
     **Prefer `by_size`.** The ratio hardly tells the levels of a model apart. In the model that DeepSpeed made it for,
-    of 48 layers with 64 experts, an expert has 96, a layer 101, and the root 101. So no threshold selects the layers: one
-    that does makes the whole model one unit, unless it has more than `most` elements.
+    of 48 layers with 64 experts, an expert has 96, a layer 101, and the root 101. So no threshold selects the layers:
+    one that does makes the whole model one unit, unless it has more than `most` elements.
 
     Args:
         params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.

@@ -4,7 +4,7 @@ from typing import Any
 
 from fzero.axes.axis import AxisName
 from fzero.axes.rules import OverRule, Rules, SplitRule, given_rules
-from fzero.layout.subtrees import Piece, pieces
+from fzero.layout.subtrees import pieces
 from fzero.layout.units import MOST
 from fzero.tree import Tree
 from fzero.units._rule import Rule, leaves_of, number
@@ -22,8 +22,8 @@ def by_size(
     """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
 
     Neighbours that are smaller are joined, up to `most`. A rest that is still smaller than `least` joins the unit
-    before it, or the one after it, where there is room. So a tree of many small leaves needs few collectives, and a large
-    subtree needs no large buffer. A unit never has two dtypes, two sets of axes or splits, nor a part of a tie.
+    before it, or the one after it, where there is room. So many small leaves need few collectives, and a
+    large subtree needs no large buffer. A unit never has two dtypes, two sets of axes or splits, nor a part of a tie.
 
     Args:
         params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.
@@ -58,11 +58,9 @@ def by_size(
     for path, x in known.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()
     names: dict[str, str] = {}
-    for kind, numels in kinds.items():
-        taken = {*names.values()}
-        for piece in pieces(numels, least, most):
-            name = _free(piece, kind, taken)
-            names.update(dict.fromkeys(piece.paths, name))
+    for numels in kinds.values():
+        for piece in pieces(numels, least, most, known.leaves):
+            names.update(dict.fromkeys(piece.paths, piece.name))
     return known.rule({path: names[path] for path in known.leaves})  # in the order of the tree
 
 
@@ -75,12 +73,3 @@ def _kind(path: str, leaf: Any, rules: Rules) -> tuple[Any, ...]:
         None if axes is None else tuple(axes),
         tuple(sorted((rules.split and rules.split(path, leaf)) or ())),
     )
-
-
-def _free(piece: Piece, kind: tuple[Any, ...], taken: set[str]) -> str:
-    """Name a piece; by its kind, too, if leaves of another kind have the name."""
-    if piece.name not in taken:
-        return piece.name
-    dtype, over, split = kind
-    said = [str(dtype).removeprefix("torch."), *(f"over {a}" for a in over or ()), *(f"split {a}" for a in split)]
-    return f"{piece.name} ({', '.join(said)})"

@@ -16,6 +16,7 @@ from tests.mutants import (
     road,
     stages,
     transforms,
+    units,
 )
 from tests.mutants.mutant import Mutant
 
@@ -34,6 +35,7 @@ TABLES = (
     dcp,
     debug,
     road,
+    units,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
