@@ -46,7 +46,7 @@ def by_size(
         unit                             elements   leaves
         embed                                  30        1
         layers.0.attn                          40        1
-        layers.0.experts.0 to norm             42        3
+        layers.0.experts to norm               42        3
         3 units                               112        5
     """
     most = number("most", most, 1)
