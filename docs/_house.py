@@ -27,6 +27,7 @@ CAPTIONS = {
     "random": "draws by key",
     "layout": "how a tree is cut",
     "ranks": "where ranks are",
+    "units": "rules by size",
     "precision": "dtypes as data",
     "optim": "(init, update) pairs",
     "graph": "one scheduled graph",

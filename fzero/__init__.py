@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree
+from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, units
 from fzero._donated import DonatedError
 from fzero._profile import Profile, profile
 from fzero.axes.lockstep import DivergedError
@@ -110,6 +110,7 @@ __all__ = [
     "step",
     "transforms",
     "tree",
+    "units",
     "value_and_grad",
 ]
 

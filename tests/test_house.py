@@ -21,7 +21,7 @@ FLOORS = [
     ["axes"],
     ["collectives", "random"],
     ["layout"],
-    ["ranks", "precision"],
+    ["ranks", "precision", "units"],
     ["optim", "graph", "data", "metrics"],
     ["_profile", "debug"],
     ["init"],
@@ -84,6 +84,7 @@ def public() -> list[tuple[str, object]]:
         "random",
         "testing",
         "tree",
+        "units",
     )
     modules = ("fzero", *[f"fzero.{name}" for name in folders])
     for module in modules:

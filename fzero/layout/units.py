@@ -3,7 +3,8 @@
 A *unit* is stored flat: its leaves concatenated, padded to a multiple of N and cut in N equal 1-D shards.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from fzero.axes.scope import axis_names, bound, lookup, rules_here
 from fzero.collectives.invariant import own_part
 from fzero.layout.boxes import Shard, Slot
 from fzero.layout.spec import Split, intern_parts
+from fzero.layout.subtrees import pieces
 from fzero.tree import Tree, is_box
 
 __all__ = [
+    "MOST",
     "Assignment",
     "CutUnit",
     "WholeUnit",
@@ -29,12 +32,15 @@ __all__ = [
     "wanted_axes",
 ]
 
+MOST = 2**31 - 1  # elements of a unit of the default rule: what an int32 counts
+
 
 def default_units(path: str, leaf: torch.Tensor) -> str:
     """Name the unit of a leaf: its repeated block, else its top-level child.
 
     A repeated block is a numbered child that is itself a subtree: `"blocks.3.attn.w"` is in unit `"blocks.3"`,
-    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`.
+    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`. What has more elements than an int32 counts is
+    cut further, into subtrees, when a tree is partitioned. `fzero.units.by_size` sets another limit.
 
     Example:
         >>> x = torch.zeros(2)
@@ -88,7 +94,6 @@ def assign(
     rules = rules_here() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
     members: dict[_Key, list[int]] = {}  # positions
-    owner: dict[Any, tuple[_Key, int]] = {}  # identity of a leaf -> its unit, and index there
     seen: set[Any] = set()
     split: dict[int, dict[str, int]] = {}  # position -> axis -> dimension
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
@@ -100,9 +105,11 @@ def assign(
             continue
         key = _key_of(path, leaf, split[position], axes, rules, rest)
         if key is not None:
-            unit = members.setdefault(key, [])
-            owner[tree.identity(leaf)] = (key, len(unit))
-            unit.append(position)
+            members.setdefault(key, []).append(position)
+    if rules.units is None:
+        members = {k: at for key, at in members.items() for k, at in _capped(key, at, paths, leaves, split)}
+    # identity of a leaf -> its unit, and index there
+    owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     units = {key: _unit(key, axes, paths, leaves, at, split, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]
@@ -117,6 +124,18 @@ class _Key(NamedTuple):
     over: tuple[str, ...]
     split: tuple[str, ...]
     later: tuple[str, ...]
+
+
+def _capped(
+    key: _Key, at: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
+) -> list[tuple[_Key, list[int]]]:
+    """Cut the default rule's unit into subtrees of at most `MOST` elements, as this rank has them, if it has more."""
+    parts = {i: leaves[i].numel() // math.prod(lookup(name).size for name in split[i]) for i in at}
+    if sum(parts.values()) <= MOST or len(at) == 1:
+        return [(key, at)]
+    found = pieces({paths[i]: parts[i] for i in at}, MOST // 2, MOST)
+    of = {path: piece.name for piece in found for path in piece.paths}
+    return [(key._replace(name=piece.name), [i for i in at if of[paths[i]] == piece.name]) for piece in found]
 
 
 def _split_of(path: str, leaf: torch.Tensor, rules: Rules) -> dict[str, int]:

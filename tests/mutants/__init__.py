@@ -17,6 +17,7 @@ from tests.mutants import (
     road,
     stages,
     transforms,
+    units,
 )
 from tests.mutants.mutant import Mutant
 
@@ -36,6 +37,7 @@ TABLES = (
     debug,
     road,
     moe,
+    units,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
