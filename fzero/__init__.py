@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fzero import checkpoint, data, debug, hf, metrics, nn, optim, random, transforms, tree
 from fzero._donated import DonatedError
-from fzero._profile import Profile, profile
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
 from fzero.axes.scope import axis_index, axis_names, axis_size
@@ -22,6 +21,7 @@ from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
 from fzero.layout.units import default_units
 from fzero.precision import Precision
+from fzero.profiling import Profile, profile
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
 from fzero.ranks.mesh import Mesh, mesh
 from fzero.stages._evaluate import evaluate, predict

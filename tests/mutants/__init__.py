@@ -11,6 +11,7 @@ from tests.mutants import (
     nn,
     optim,
     others,
+    profiling,
     random,
     ranks,
     road,
@@ -34,6 +35,7 @@ TABLES = (
     dcp,
     debug,
     road,
+    profiling,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

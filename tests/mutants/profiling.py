@@ -1,0 +1,33 @@
+"""Faults in fzero/profiling, and in what it asks of a jitted step."""
+
+from tests.mutants.mutant import Mutant
+
+PROFILING = ("tests/profiling",)
+
+MUTANTS = [
+    Mutant("a backward pass is its caller's", "_torch/recorder.py", "made or user_line()", "user_line()", PROFILING),
+    Mutant("loops are timed twice", "graph/run/_clock.py", " or n.name in self.loops", "", PROFILING),
+    Mutant("a function is its outermost", "profiling/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
+    Mutant("operations begin together", "profiling/_lines.py", "start += r.seconds", "start += 0", PROFILING),
+    Mutant(
+        "all that is not backward is forward",
+        "profiling/_lines.py",
+        '"update" if i > behind[-1]',
+        '"forward" if i',
+        PROFILING,
+    ),
+    Mutant(
+        "operations in a graph are shown twice",
+        "graph/run/_clock.py",
+        "    with unwatched():",
+        "    if True:",
+        PROFILING,
+    ),
+    Mutant(
+        "bars join over those above them",
+        "profiling/_flame.py",
+        "_names(s)[: row + 1]",
+        "_names(s)[row : row + 1]",
+        PROFILING,
+    ),
+]
