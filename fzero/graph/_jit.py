@@ -139,6 +139,10 @@ class Jitted:
             raise AttributeError(name)
         return getattr(self.step, name)
 
+    def __repr__(self) -> str:
+        step = self.step if hasattr(self.step, "stage") else self.name
+        return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
+
     @property
     def traces(self) -> int:
         """How often the step was traced."""

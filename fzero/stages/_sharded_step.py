@@ -63,7 +63,7 @@ class ShardedStep:
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
 
     def __repr__(self) -> str:
-        return f"ShardedStep({self.name}, stage={self.stage}, {self.mesh!r}, {self.layout})"
+        return f"ShardedStep({self.name}, stage={self.stage}, {self.mesh!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -192,7 +192,7 @@ class ShardedStep:
             >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=4))
             >>> params, opt_state = step.init(lambda: {"w": torch.ones(100, 100)}, optim.sgd(0.1))
             >>> params
-            {'w': Shard('w', 2500 of 10000 elements, dp=4)}
+            {'w': Shard('w', float32 [100, 100], 2500 of 10000 elements, dp=4)}
         """
         check_optimizer(opt, self.stage, self.layout.opt_state == "sharded")
         precision = getattr(opt, "precision", None)
@@ -267,10 +267,10 @@ class ShardedStep:
             >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=4))
             >>> params, opt_state = step.init({"w": torch.ones(100)}, optim.adam(0.1))
             >>> step.partition({"w": torch.ones(8)})
-            {'w': Shard('w', 2 of 8 elements, dp=4)}
+            {'w': Shard('w', float32 [8], 2 of 8 elements, dp=4)}
             >>> saved = step.gather(opt_state)
             >>> step.partition(saved, like=opt_state).mu
-            {'w': Shard('w', 25 of 100 elements, dp=4)}
+            {'w': Shard('w', float32 [100], 25 of 100 elements, dp=4)}
         """
         by = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():
