@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the ground up: a folder, or a file that lies flat, imports only from the floors below its own.
 FLOORS = [
     ["_torch", "_notice", "_notebook", "_donated"],
-    ["tree"],
+    ["tree", "_tracebacks"],
     ["axes"],
     ["collectives", "random"],
     ["layout"],

@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
+from fzero._tracebacks import UsersFrames
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -96,7 +97,8 @@ class ShardedStep:
             )
         for i, x in enumerate(args):
             check_memory(f"argument {i}", x)
-        return self._checked(self._run, *args, **kwargs)
+        with UsersFrames():
+            return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)

@@ -1,10 +1,27 @@
-"""Faults in fzero/profiling, and in what it asks of a jitted step."""
+"""Faults in fzero/profiling, in what it asks of a jitted step, and in tracebacks."""
 
 from tests.mutants.mutant import Mutant
 
 PROFILING = ("tests/profiling",)
 
+TRACEBACKS = ("tests/test_tracebacks.py",)
+
 MUTANTS = [
+    Mutant(
+        "tracebacks end in torch",
+        "_tracebacks.py",
+        "if is_users(trace.tb_frame.f_code.co_filename) else []",
+        "",
+        TRACEBACKS,
+    ),
+    Mutant("frames are never shown", "_tracebacks.py", " or sys.flags.dev_mode", "", TRACEBACKS),
+    Mutant(
+        "torch logs what it raises",
+        "_torch/tracing.py",
+        'return "attempting to run meta" not in',
+        'return "" in',
+        TRACEBACKS,
+    ),
     Mutant("a backward pass is its caller's", "_torch/recorder.py", "made or user_line()", "user_line()", PROFILING),
     Mutant("loops are timed twice", "graph/run/_clock.py", " or n.name in self.loops", "", PROFILING),
     Mutant("a function is its outermost", "profiling/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
