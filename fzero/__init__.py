@@ -19,6 +19,7 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
+from fzero.layout.table import Layouts, layouts
 from fzero.layout.units import default_units
 from fzero.precision import Precision
 from fzero.profiling import Profile, profile
@@ -51,6 +52,7 @@ __all__ = [
     "DivergedError",
     "DonatedError",
     "Jitted",
+    "Layouts",
     "Log",
     "Mesh",
     "PerRank",
@@ -83,6 +85,7 @@ __all__ = [
     "gather",
     "hf",
     "jit",
+    "layouts",
     "load",
     "mesh",
     "metrics",

@@ -6,12 +6,17 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["shown"]
+__all__ = ["as_text", "shown"]
+
+
+def as_text(text: str) -> str:
+    """Show a text as HTML, as it stands."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def shown(text: str, alt: str, draw: Callable[[], Any]) -> str:
     """Show a text as HTML, and below it a figure, if matplotlib is there to draw it."""
-    page = f"<pre>{html.escape(text)}</pre>"
+    page = as_text(text)
     try:
         figure = draw()
     except ImportError:
