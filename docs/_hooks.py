@@ -36,7 +36,9 @@ def on_files(files: Any, config: Any) -> Any:
             continue
         text = (ROOT / source).read_text()
         if source.endswith(".py"):
-            text = f"# {source}\n\n````python\n{text}````\n"
+            output = ROOT / "docs" / "_outputs" / f"{Path(source).stem}.txt"
+            shown = f"\n## What it prints\n\n```text\n{output.read_text()}```\n" if output.exists() else ""
+            text = f"# {source}\n\n````python\n{text}````\n{shown}"
         if source.endswith(".ipynb"):
             text = notebook(json.loads(text), site, files, config)
         files.append(File.generated(config, site, content=text))

@@ -34,6 +34,7 @@ CAPTIONS = {
     "data": "batches by number",
     "metrics": "one wait in n steps",
     "debug": "where a nan was made",
+    "profiling": "where time goes",
     "init": "leaf by leaf",
     "transforms": "gather, gradients, remat",
     "stages": "ZeRO 0 to 3",

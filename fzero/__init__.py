@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, units
 from fzero._donated import DonatedError
-from fzero._profile import Profile, profile
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
 from fzero.axes.scope import axis_index, axis_names, axis_size
@@ -20,8 +19,10 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
+from fzero.layout.table import Layouts, layouts
 from fzero.layout.units import default_units
 from fzero.precision import Precision
+from fzero.profiling import Profile, profile
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
 from fzero.ranks.mesh import Mesh, mesh
 from fzero.stages._evaluate import evaluate, predict
@@ -51,6 +52,7 @@ __all__ = [
     "DivergedError",
     "DonatedError",
     "Jitted",
+    "Layouts",
     "Log",
     "Mesh",
     "PerRank",
@@ -83,6 +85,7 @@ __all__ = [
     "gather",
     "hf",
     "jit",
+    "layouts",
     "load",
     "mesh",
     "metrics",

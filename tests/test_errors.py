@@ -347,7 +347,7 @@ def test_integer_parameters_are_not_differentiated_in_a_step(stage):
 
 # ---------------------------------------------------------------- boxes where tensors belong
 
-NOT_A_TENSOR = r"Shard\('a', 4 of 8 elements, dp=2\).*fzero\.value_and_grad.*fzero\.gather"
+NOT_A_TENSOR = r"Shard\('a', float32 \[3, 2\], 4 of 8 elements, dp=2\).*fzero\.value_and_grad.*fzero\.gather"
 
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "torch.sum(box)": lambda box: torch.sum(box),
@@ -383,7 +383,7 @@ def test_a_box_in_plain_torch_is_refused(name):
 
 @pytest.mark.parametrize("name", ["torch.sum(box)", "linear(x, box)", "x @ box", "x + box"])
 def test_a_slot_in_plain_torch_is_refused(name):
-    with pytest.raises(TypeError, match=r"Slot\('a', 1\).*fzero\.value_and_grad.*fzero\.gather"):
+    with pytest.raises(TypeError, match=r"Slot\('a', 1, float32 \[2\]\).*fzero\.value_and_grad.*fzero\.gather"):
         PLAIN[name](SLOT)
 
 
@@ -404,7 +404,7 @@ INTO_MODULES: dict[str, Row] = {
     "parameters": (
         lambda: APPLY(fzero.mesh(dp=2).spmd(fzero.partition)(WEIGHTS), BUFFERS, X),
         TypeError,
-        r"Sequential was given Shard\('0', 4 of 8 elements, dp=2\) for '0.weight'.*fzero.gather\(params\)",
+        r"Sequential was given Shard\('0', float32 \[2, 3\], .* for '0.weight'.*fzero.gather\(params\)",
     ),
     "buffers": (
         lambda: APPLY(WEIGHTS, TWO.split({"mean": torch.ones(2)}), X),  # pyright: ignore
@@ -502,7 +502,7 @@ LAYOUTS: dict[str, Row] = {
     "a partition of boxes": (
         lambda: spmd(fzero.partition, BOXES),
         ValueError,
-        r"params is cut already: leaf 'a.w' is Shard\('a', 4 of 8 elements, dp=2\); gather it with the step",
+        r"params is cut already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
     "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
     "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
@@ -534,7 +534,7 @@ LAYOUTS: dict[str, Row] = {
     "gather of what has another size": (
         lambda: step_of(3).gather(tree.map(lambda x: x[:, :1], BOXES)),
         ValueError,
-        r"Shard\('a', 4 of 8 elements, dp=2\) holds a tensor \[1\], and its spec says \[4\]",
+        r"Shard\('a', float32 \[3, 2\], 4 of 8 elements, dp=2\) holds a tensor \[1\], and its spec says \[4\]",
     ),
     "gradients of another structure": (
         lambda: spmd(lambda p: fzero.reduce_scatter({"a": p["a"]}, like=fzero.partition(p)), PARAMS),

@@ -16,14 +16,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the ground up: a folder, or a file that lies flat, imports only from the floors below its own.
 FLOORS = [
-    ["_torch", "_notice", "_donated"],
-    ["tree"],
+    ["_torch", "_notice", "_notebook", "_donated"],
+    ["tree", "_tracebacks"],
     ["axes"],
     ["collectives", "random"],
     ["layout"],
     ["ranks", "precision", "units"],
     ["optim", "graph", "data", "metrics"],
-    ["_profile", "debug"],
+    ["profiling", "debug"],
     ["init"],
     ["transforms"],
     ["stages", "moe"],

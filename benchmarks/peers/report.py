@@ -199,22 +199,22 @@ def picture(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = list(groups(rows))
-    columns = min(4, len(panels))
+    columns = min(2, len(panels))  # so that a page's width shows them readably
     down = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.6 * down), layout="constrained")
+    figure = Figure(figsize=(5.2 * columns, 3.9 * down), layout="constrained")
     for i, group in enumerate(panels):
         axes = figure.add_subplot(down, columns, i + 1)
         for row in group.rows:
             at = row.peak / 1e6, row.median * 1e3
             marker = MARKERS["compile" if row.variant.endswith("-compile") else row.variant]
-            axes.plot(*at, marker, color=COLORS[row.system], markersize=10, markeredgecolor="white")
-            axes.annotate(str(row.stage), at, size=7, color="white", ha="center", va="center_baseline")
+            axes.plot(*at, marker, color=COLORS[row.system], markersize=13, markeredgecolor="white")
+            axes.annotate(str(row.stage), at, size=9, color="white", ha="center", va="center_baseline")
         axes.set(title=group.name, xlabel="peak of a rank, MB", ylabel="ms a step", xlim=(0, None), ylim=(0, None))
     for name, color in COLORS.items():
         figure.axes[0].plot([], [], "o", color=color, label=name)
-    figure.axes[0].legend(fontsize=7)
+    figure.axes[0].legend(fontsize=9, loc="lower left")
     figure.suptitle(
-        "One dot a row, with its stage in it. fzero: circle Inductor, square fx, diamond eager. "
+        "One dot a row, with its stage in it. fzero: circle Inductor, square fx, diamond eager.\n"
         "Triangle: a peer with torch.compile"
     )
     figure.savefig(path, dpi=110)

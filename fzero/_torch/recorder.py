@@ -32,12 +32,13 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")])
+_EINOPS = os.path.join("", "einops", "")
 _DEVICE = torch.ops.prim.device.default
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's nor fzero's nor Python's own, and code in it is not generated."""
-    own = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+    """Return whether a file is neither torch's, fzero's, einops's nor Python's own, and code in it is not generated."""
+    own = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
     return not own and not file.startswith((_TORCH, _FZERO, "<"))
 
 
@@ -52,9 +53,20 @@ def user_line() -> str:
     return ""
 
 
-def _place() -> dict[str, Any]:
-    """Say where an operation runs now: on which line, and whether autograd's engine runs it."""
-    return {"line": user_line(), "backward": torch._C._current_graph_task_id() != -1}
+def _place(lines: dict[int, str]) -> dict[str, Any]:
+    """Say where an operation runs now: on which line, and whether autograd's engine runs it.
+
+    Args:
+        lines: of a trace, by the number of the node of autograd that was made last when an operation of the line ran.
+            One of the backward pass has the line of its forward operation.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        line = user_line()
+        lines[torch.autograd._get_sequence_nr() - 1] = line  # pyright: ignore[reportPrivateImportUsage]
+        return {"line": line, "backward": False}
+    node = torch._C._current_autograd_node()
+    made = None if node is None else lines.get(node._sequence_nr())
+    return {"line": made or user_line(), "backward": True}
 
 
 class Recorder(TorchDispatchMode):
@@ -63,6 +75,10 @@ class Recorder(TorchDispatchMode):
     It stands before make_fx, and records plain operations of stand-ins itself, in a third of the time. It need not
     search for symbolic sizes, constants and decompositions, which these have not. All others are left to make_fx.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
@@ -80,10 +96,10 @@ class Recorder(TorchDispatchMode):
             except _NotPlainError:
                 pass
             else:
-                return _record(mode.tracer, func, args, kwargs, nodes)
+                return _record(mode.tracer, func, args, kwargs, nodes, self.lines)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate(_place()):
+        with annotate(_place(self.lines)):
             return func(*args, **kwargs)
 
 
@@ -106,12 +122,13 @@ class OneNode:
     def __call__(self, *args: Any) -> Any:
         """Call the function, recorded as one node if a Recorder knows its tensors."""
         mode: Any = get_proxy_mode()
-        if mode is not None and any(isinstance(m, Recorder) for m in _get_current_dispatch_mode_stack()):
+        recorder = next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, Recorder)), None)
+        if mode is not None and recorder is not None:
             try:
                 nodes = _nodes(mode.tracer, args)
             except _NotPlainError:
                 return self.f(*args)
-            return _record(mode.tracer, self, args, {}, (nodes, {}))
+            return _record(mode.tracer, self, args, {}, (nodes, {}), recorder.lines)
         return self.f(*args)
 
     def __repr__(self) -> str:
@@ -175,11 +192,11 @@ def _forget_constants(tracer: Any, given: Sequence[torch.Tensor]) -> None:
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any) -> Any:
+def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, lines: Any) -> Any:
     """Run an operation, or a function, on stand-ins, and make it a node."""
     with disable_proxy_modes_tracing():
         out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_place()}
+    meta = {**get_current_meta().get("custom", {}), **_place(lines)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

@@ -4,6 +4,7 @@ All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says
 """
 
 import functools
+import logging
 import sys
 import threading
 import traceback
@@ -135,7 +136,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
     # within the stand-ins' mode, so that nothing is computed and no random number drawn
     # anomaly mode would read every gradient for NaNs; there are no values yet
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), _compiling(), quiet, _mode_of(fakes), _without_values():
+    with preserve_node_meta(), _compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
         return _make_fx(with_lines, fakes)
 
 
@@ -150,6 +151,21 @@ def _without_values() -> Iterator[None]:
         if "value out of a tracing tensor" in str(error):
             raise DataDependentError("a tensor's value", _line_of_traceback(error)) from error
         raise
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that refuses its stand-ins: the error is raised, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "attempting to run meta" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _make_fx(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

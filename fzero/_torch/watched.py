@@ -15,12 +15,22 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.recorder import is_users
 
-__all__ = ["Memory", "Operation", "Place", "is_real", "lines_of_nodes", "memory_of", "place_now", "watching"]
+__all__ = [
+    "Memory",
+    "Operation",
+    "Place",
+    "is_real",
+    "lines_of_nodes",
+    "memory_of",
+    "place_now",
+    "unwatched",
+    "watching",
+]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = os.sep + "site-packages" + os.sep
@@ -84,6 +94,13 @@ def watching(before: Callable[[Operation], Any], after: Callable[[Operation, Any
         after: called with it, with what `before` returned, and with the tensors among its results.
     """
     with _Watch(before, after):
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Run what is within without what looks at operations."""
+    with _disable_current_modes():
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._notice import notice, see
+from fzero._tracebacks import UsersFrames
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
@@ -139,6 +140,10 @@ class Jitted:
             raise AttributeError(name)
         return getattr(self.step, name)
 
+    def __repr__(self) -> str:
+        step = self.step if hasattr(self.step, "stage") else self.name
+        return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
+
     @property
     def traces(self) -> int:
         """How often the step was traced."""
@@ -181,7 +186,8 @@ class Jitted:
         arguments.check_plain()
         if self.backend in ("inductor", "inductor-whole"):
             _torch.preparing()
-        entry = self._entry(arguments, args)
+        with UsersFrames():
+            entry = self._entry(arguments, args)
         return step._checked(lambda *args, **kwargs: entry.run(arguments, args), *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

@@ -5,6 +5,7 @@ becomes a `Slot`, an empty node that says where in the unit the leaf is found. S
 each shard once, and `tree["generator"]` still works.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class Shard(_Leaf):
         >>> import fzero, torch
         >>> boxes = fzero.mesh(dp=2).spmd(fzero.partition)({"w": torch.arange(3.0)})
         >>> boxes["w"]
-        Shard('w', 2 of 3 elements, dp=2)
+        Shard('w', float32 [3], 2 of 3 elements, dp=2)
         >>> boxes["w"].data
         tensor([[0., 1.],
                 [2., 0.]])
@@ -170,7 +171,8 @@ class Shard(_Leaf):
             return f"Shard({spec.unit!r}, donated)"
         axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
-        return f"Shard({spec.unit!r}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
+        leaf = _in_words(spec.whole_shapes[0], self.dtype)
+        return f"Shard({spec.unit!r}, {leaf}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
 
     def whole_numel(self) -> int:
         """Count the elements of the unit's whole leaves."""
@@ -211,7 +213,8 @@ class Slot(_Leaf):
         self.index = index
 
     def __repr__(self) -> str:
-        return f"Slot({self.spec.unit!r}, {self.index})"
+        spec = self.spec
+        return f"Slot({spec.unit!r}, {self.index}, {_in_words(spec.whole_shapes[self.index], spec.dtype)})"
 
     def __reduce__(self) -> Any:
         return _restore_slot, (self.spec, self.index)
@@ -249,6 +252,10 @@ class PerRank(_Box):
     def __repr__(self) -> str:
         shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
         return f"PerRank({shown}{'' if self.axes is None else f', {self.axes}'})"
+
+
+def _in_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _restore_shard(data: Any, spec: Spec) -> Shard:

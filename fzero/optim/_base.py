@@ -74,6 +74,12 @@ class Optimizer:
             in `fzero.optim`; None if not known, and `fzero.testing.check_elementwise` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
         skips: whether the pair skips steps that overflowed: a loss scale.
+        parts: the pairs that it is made of.
+
+    Example:
+        >>> from fzero import optim
+        >>> optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
+        Optimizer(chain(clip_by_global_norm, adamw))
     """
 
     init: Callable[[Params], OptState]
@@ -81,6 +87,17 @@ class Optimizer:
     elementwise: bool | None = None
     precision: Precision | None = None
     skips: bool = False
+    parts: tuple["Optimizer", ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name the pair by the function or class that made it, and those of its parts."""
+        own = getattr(self.update, "__qualname__", type(self.update).__name__)
+        inner = ", ".join([part.name for part in self.parts])
+        return own.split(".")[0] + (f"({inner})" if inner else "")
+
+    def __repr__(self) -> str:
+        return f"Optimizer({self.name})"
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
@@ -106,6 +123,7 @@ def around(
         elementwise=False if False in elementwise else None if None in elementwise else True,
         precision=policies[0] if policies else None,
         skips=any(pair.skips for pair in known),
+        parts=tuple(known),
     )
 
 

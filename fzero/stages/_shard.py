@@ -74,7 +74,7 @@ def shard(
         >>> params
         {'w': tensor([0.9000, 0.9000, 0.9000])}
         >>> opt_state.mu
-        {'w': Shard('w', 2 of 3 elements, dp=2)}
+        {'w': Shard('w', float32 [3], 2 of 3 elements, dp=2)}
     """
     if not callable(train_step):
         raise TypeError(f"train_step is {train_step!r}: expected a function")

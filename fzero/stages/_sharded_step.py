@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
+from fzero._tracebacks import UsersFrames
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -63,7 +64,7 @@ class ShardedStep:
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
 
     def __repr__(self) -> str:
-        return f"ShardedStep({self.name}, stage={self.stage}, {self.mesh!r}, {self.layout})"
+        return f"ShardedStep({self.name}, stage={self.stage}, {self.mesh!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -96,7 +97,8 @@ class ShardedStep:
             )
         for i, x in enumerate(args):
             check_memory(f"argument {i}", x)
-        return self._checked(self._run, *args, **kwargs)
+        with UsersFrames():
+            return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis)
@@ -192,7 +194,7 @@ class ShardedStep:
             >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=4))
             >>> params, opt_state = step.init(lambda: {"w": torch.ones(100, 100)}, optim.sgd(0.1))
             >>> params
-            {'w': Shard('w', 2500 of 10000 elements, dp=4)}
+            {'w': Shard('w', float32 [100, 100], 2500 of 10000 elements, dp=4)}
         """
         check_optimizer(opt, self.stage, self.layout.opt_state == "sharded")
         precision = getattr(opt, "precision", None)
@@ -267,10 +269,10 @@ class ShardedStep:
             >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=4))
             >>> params, opt_state = step.init({"w": torch.ones(100)}, optim.adam(0.1))
             >>> step.partition({"w": torch.ones(8)})
-            {'w': Shard('w', 2 of 8 elements, dp=4)}
+            {'w': Shard('w', float32 [8], 2 of 8 elements, dp=4)}
             >>> saved = step.gather(opt_state)
             >>> step.partition(saved, like=opt_state).mu
-            {'w': Shard('w', 25 of 100 elements, dp=4)}
+            {'w': Shard('w', float32 [100], 25 of 100 elements, dp=4)}
         """
         by = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():

@@ -59,7 +59,7 @@ def partition(
         >>> import fzero, torch
         >>> params = {"w": torch.ones(2, 2), "b": torch.ones(3)}
         >>> fzero.mesh(dp=4).spmd(fzero.transforms.partition)(params)
-        {'w': Shard('w', 1 of 4 elements, dp=4), 'b': Shard('b', 1 of 3 elements, dp=4)}
+        {'w': Shard('w', float32 [2, 2], 1 of 4 elements, dp=4), 'b': Shard('b', float32 [3], 1 of 3 elements, dp=4)}
     """
     if reduce not in ("each", "once"):
         raise ValueError(f'reduce={reduce!r}: expected "each" or "once"')

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fzero._torch import watched
-from fzero._torch.watched import Operation, Place, is_real, lines_of_nodes, memory_of, place_now, watching
+from fzero._torch.watched import Operation, Place, is_real, lines_of_nodes, memory_of, place_now, unwatched, watching
 
 
 def shown(f: Any, *args: Any) -> list[tuple[Operation, Place]]:
@@ -56,3 +56,12 @@ def test_what_has_no_values_is_not_real():
     assert is_real(torch.ones(2)) and not is_real(torch.ones(0)) and not is_real(torch.ones(2, device="meta"))
     assert not is_real(torch.ones(2).to_sparse())
     assert watched.__doc__
+
+
+def test_what_runs_unwatched_is_not_shown():
+    found: list[str] = []
+    with watching(lambda operation: found.append(operation.name), lambda *_: None):
+        torch.ones(2).sin()
+        with unwatched():
+            torch.ones(2).cos()
+    assert found == ["aten::ones", "aten::sin"]

@@ -149,6 +149,16 @@ def test_every_public_name_is_in_the_reference():
         assert not missing, f"{page}: add a line `::: fzero.NAME` for {missing}"
 
 
+def test_every_public_function_is_in_a_guide():
+    pages = [*TUTORIAL, *GUIDES, ROOT / "README.md"]
+    guides = "\n".join([page.read_text() for page in pages])
+    for page in REFERENCE:
+        module = importlib.import_module(page.stem if page.stem == "fzero" else f"fzero.{page.stem}")
+        names = [x for x in module.__all__ if inspect.isfunction(getattr(module, x))]
+        missing = [x for x in names if not re.search(rf"\b{x}\b", guides)]
+        assert not missing, f"{page.stem}: a guide that says what {missing} are for"
+
+
 def test_the_picture_of_the_house_has_every_room_and_no_circle():
     spec = importlib.util.spec_from_file_location("house", DOCS / "_house.py")
     house = importlib.util.module_from_spec(spec)

@@ -23,6 +23,8 @@ def run(*words: str, ranks: int = 1, **variables: str) -> str:
 def test_zero_by_hand():
     """It asserts that by hand, in one line and unsharded are equal; here is what it prints of memory."""
     out = run("examples/zero_by_hand.py")
+    shown = (ROOT / "docs" / "_outputs" / "zero_by_hand.txt").read_text().splitlines()[1:]
+    assert [line.rstrip() for line in out.splitlines()] == shown, "python docs/_outputs.py"
     found = re.search(r"on one rank: (\S+) unsharded, (\S+) by ZeRO-2", out)
     assert found is not None
     whole, sharded = (int(x.replace(",", "")) for x in found.groups())

@@ -12,6 +12,7 @@ from tests.mutants import (
     nn,
     optim,
     others,
+    profiling,
     random,
     ranks,
     road,
@@ -38,6 +39,7 @@ TABLES = (
     road,
     moe,
     units,
+    profiling,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

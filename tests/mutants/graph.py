@@ -703,8 +703,8 @@ MUTANTS = [
     Mutant(
         "a plan takes the backward pass for the forward",
         "_torch/recorder.py",
-        "_current_graph_task_id() != -1",
-        "_current_graph_task_id() == -2",
+        "_current_graph_task_id() == -1",
+        "_current_graph_task_id() != -2",
         PLAN,
     ),
     Mutant("updates are of the backward pass", "graph/plan/_phases.py", ' if n in needed else "update"', "", PLAN),

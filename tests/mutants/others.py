@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "random numbers are constants",
         "_torch/tracing.py",
-        "quiet, _mode_of(fakes), _without_values():",
-        "quiet, _without_values():",
+        "quiet, _mode_of(fakes), _without_values(), ",
+        "quiet, _without_values(), ",
         JIT,
     ),
     Mutant(

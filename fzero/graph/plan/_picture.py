@@ -1,8 +1,5 @@
 """A plan as a picture: live bytes over the step, its passes and its collectives."""
 
-import base64
-import html
-import io
 from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -13,7 +10,7 @@ from fzero.graph.plan._text import size
 if TYPE_CHECKING:
     from fzero.graph.plan._plan import Plan
 
-__all__ = ["draw", "page"]
+__all__ = ["draw"]
 
 MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d"}
 
@@ -64,16 +61,3 @@ def spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
         count = len(list(group))
         yield at, at + count, f"{name}, and updates" if name in with_updates else name
         at += count
-
-
-def page(plan: "Plan", text: str) -> str:
-    """Show a plan in a notebook: its text, and its picture if matplotlib is there."""
-    shown = f"<pre>{html.escape(text)}</pre>"
-    try:
-        figure = draw(plan)
-    except ImportError:
-        return shown
-    with io.BytesIO() as file:
-        figure.savefig(file, format="png", dpi=90)
-        picture = base64.b64encode(file.getvalue()).decode()
-    return f'{shown}<img alt="live bytes over the step" src="data:image/png;base64,{picture}"/>'

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero._notebook import shown
 from fzero._torch import line_of
 from fzero.graph._wire import elements, wire
 from fzero.graph.ir import flops, is_collective, values
@@ -179,7 +180,7 @@ class Plan:
         _picture.draw(self).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return _picture.page(self, _text.summary(self))
+        return shown(_text.summary(self), "live bytes over the step", lambda: _picture.draw(self))
 
     def to_json(self) -> str:
         """Write the plan as JSON: its fields, and peak_bytes, peak_at, argument_bytes and live."""

@@ -12,7 +12,7 @@ from fzero.graph.plan._phases import PHASES
 if TYPE_CHECKING:
     from fzero.graph.plan._plan import Plan
 
-__all__ = ["details", "headline", "size", "summary"]
+__all__ = ["details", "headline", "short", "size", "summary"]
 
 NAMED = ("gathered", "activations", "gradients", "buffers")  # the kinds of which the largest is named
 
@@ -29,7 +29,7 @@ def summary(plan: "Plan") -> str:
     if plan.operations:
         at = plan.operations[plan.peak_at]
         during = at.phase if at.phase == "update" else f"{at.phase} pass"
-        lines.append(f"alive at the peak, in the {during} ({at.target}, {_short(at.line) or 'no line'}):")
+        lines.append(f"alive at the peak, in the {during} ({at.target}, {short(at.line) or 'no line'}):")
         for kind, same in _alive(plan):
             label, most = same.most_common(1)[0]
             of = f", {size(most)} of it {label}" if kind in NAMED and label else ""
@@ -56,7 +56,7 @@ def _alive(plan: "Plan") -> Iterable[tuple[str, Counter[str]]]:
         same: Counter[str] = Counter()
         for r in alive:
             if r.kind == kind:
-                same[_short(r.label)] += r.bytes
+                same[short(r.label)] += r.bytes
         if sum(same.values()):
             yield kind, same
 
@@ -99,7 +99,7 @@ def _at_the_peak(plan: "Plan") -> list[str]:
     if not plan.operations:
         return []
     at = plan.operations[plan.peak_at]
-    lines = [f"alive at the peak, in operation {plan.peak_at} ({at.target}, {_short(at.line) or 'no line'}):"]
+    lines = [f"alive at the peak, in operation {plan.peak_at} ({at.target}, {short(at.line) or 'no line'}):"]
     for kind, same in _alive(plan):
         lines.append(f"  {size(sum(same.values())):>10}  {kind}")
         lines += [f"  {'':>10}  {size(bytes_):>10}  {label}" for label, bytes_ in same.most_common(4) if bytes_]
@@ -133,7 +133,7 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-def _short(line: str) -> str:
+def short(line: str) -> str:
     """Leave of a source line's path the last two parts."""
     return os.sep.join(line.split(os.sep)[-2:]) if os.sep in line else line
 

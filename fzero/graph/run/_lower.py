@@ -11,6 +11,7 @@ from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph.ir import is_input
 from fzero.graph.run._auto import auto
+from fzero.graph.run._clock import COMPILED, now, place_of, timed
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
 from fzero.graph.run._pieces import Executable, codes_of, in_pieces, one_by_one, run_marked
 from fzero.graph.run._program import program_of
@@ -48,6 +49,8 @@ def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
     compiled = compile_graph(graph, [n.meta["val"] for n in graph.nodes if is_input(n)], "the whole step")
 
     def run(args: list[Any]) -> Sequence[Any]:
+        if (note := now()) is not None:
+            return timed(note, COMPILED, *place_of(graph), lambda: compiled(args))
         return run_marked(compiled, args) if profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)

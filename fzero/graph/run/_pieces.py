@@ -11,6 +11,7 @@ from fzero._torch import profiling
 from fzero.collectives import gloo
 from fzero.graph.ir import copied
 from fzero.graph.loops import loop_of
+from fzero.graph.run._clock import COMPILED, name_of, now, place_of, timed, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._loop import running
 from fzero.graph.run._program import Program, Turns
@@ -45,16 +46,16 @@ class Executable:
 
 def one_by_one(graph: Graph) -> Executable:
     """Run the graph's operations one by one, each value freed after its last use."""
-    graph = copied(graph)
+    source, graph = graph, copied(graph)
     for node in graph.nodes:
         loop = loop_of(node)
         node.target = running(loop, one_by_one(loop.body)) if loop else INSTEAD.get(node.target, node.target)
-    forward = GraphModule({}, graph).forward
+    module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
         mine = tuple(args)
         args.clear()
-        return forward(*mine)
+        return module.forward(*mine) if now() is None else timed_graph(module, source)(*mine)
 
     return Executable(run)
 
@@ -78,6 +79,7 @@ class _Ready(NamedTuple):
         given: of a segment the slots of its arguments; of an operation the function from all slots to its arguments.
         out: the slots of a segment's results; the slot of an operation's.
         free: slots that are not needed after it.
+        origin: the graph of a segment, the line of an operation; None of what notes the time of its parts itself.
     """
 
     is_segment: bool
@@ -85,6 +87,7 @@ class _Ready(NamedTuple):
     given: Any
     out: Any
     free: list[int]
+    origin: Graph | str | None
 
 
 def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
@@ -93,27 +96,29 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     for x in program.instructions:
         if isinstance(x, Segment):
             runs = one_by_one(x.graph) if x.scalars else compiled[name_of_code(x.key)]
-            ready.append(_Ready(True, runs, x.ins, x.outs, x.free))
+            ready.append(_Ready(True, runs, x.ins, x.outs, x.free, None if x.scalars else x.graph))
         elif isinstance(x.target, Turns):
             loop = running(x.target.loop, in_pieces(x.target.program, compiled))
-            ready.append(_Ready(False, loop, x.arguments.of, x.out, x.free))
+            ready.append(_Ready(False, loop, x.arguments.of, x.out, x.free, None))
         else:
-            ready.append(_Ready(False, INSTEAD.get(x.target, x.target), x.arguments.of, x.out, x.free))
+            f = INSTEAD.get(x.target, x.target)
+            ready.append(_Ready(False, f, x.arguments.of, x.out, x.free, x.line))
 
     def run(args: list[Any]) -> Sequence[Any]:
-        call = run_marked if profiling() else _called
+        call = _timed if now() else run_marked if profiling() else _called
+        apply = _applied_timed if now() else _applied
         env: list[Any] = [*args, *[None] * (program.slots - len(args))]
         args.clear()
-        for is_segment, f, given, out, free in ready:
+        for is_segment, f, given, out, free, origin in ready:
             if is_segment:
                 mine = [env[i] for i in given]
                 for i in free:
                     env[i] = None
-                for i, value in zip(out, call(f, mine), strict=True):
+                for i, value in zip(out, call(f, mine, origin), strict=True):
                     env[i] = value
                 value = None
             else:
-                env[out] = _applied(f, given(env))
+                env[out] = apply(f, given(env), origin)
                 for i in free:
                     env[i] = None
         return [None if i is None else env[i] for i in program.results]
@@ -121,15 +126,28 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     return Executable(run, sum(1 for _ in program.compiled()), len(compiled))
 
 
-def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     return f(*given[0], **given[1])
 
 
-def _called(f: Runs, args: list[Any]) -> Sequence[Any]:
+def _applied_timed(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
+    if (note := now()) is None or origin is None:
+        return f(*given[0], **given[1])
+    return timed(note, name_of(f), origin, "", lambda: f(*given[0], **given[1]))
+
+
+def _called(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
     return f(args)
 
 
-def run_marked(f: Runs, args: list[Any]) -> Sequence[Any]:
+def _timed(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
+    note = now()
+    if note is None or origin is None:
+        return f(args)
+    return timed(note, COMPILED, *place_of(origin), lambda: f(args))
+
+
+def run_marked(f: Runs, args: list[Any], origin: Any = None) -> Sequence[Any]:
     """Let the profiler see a segment: compiled code calls no operations."""
     with torch.profiler.record_function("fzero::segment"):
         return f(args)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
+from fzero._torch import line_of
 from fzero.graph.ir import is_input, results
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
@@ -61,12 +62,14 @@ class SingleOperation(NamedTuple):
         arguments: which it is given.
         out: the slot of its result.
         free: slots that are not needed after it.
+        line: the user's, as "file:line".
     """
 
     target: Callable[..., Any] | Turns
     arguments: Arguments
     out: int
     free: list[int]
+    line: str = ""
 
 
 class Program(NamedTuple):
@@ -126,7 +129,7 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     loop = loop_of(node)
     target = Turns(loop, program_of(loop.body)) if loop else node.target
     assert not isinstance(target, str)
-    return SingleOperation(target, arguments, slot[node], [])
+    return SingleOperation(target, arguments, slot[node], [], line_of(node))
 
 
 def _with_frees(instructions: Sequence[SingleOperation | Segment], kept: set[int]) -> list[SingleOperation | Segment]:

@@ -1,5 +1,6 @@
 """profile: where the time of a step goes, measured."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -11,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
+from fzero._notebook import shown
 from fzero._torch import profiling
 from fzero.graph.ops import copies
+from fzero.graph.plan._text import short
+from fzero.profiling._flame import draw
+from fzero.profiling._lines import LineCost, Span, by_line, spans
 
-__all__ = ["Cost", "Profile", "profile"]
+__all__ = ["Cost", "Profile", "in_words", "kind_of", "profile"]
 
 MARK = "fzero.profile: step"
 KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
@@ -49,6 +54,7 @@ class Profile:
         profiled_seconds: of a step, the mean, with the profiler, which slows each operation a little.
         kinds: the profiled time by kind of work; it adds up to `profiled_seconds`.
         operations: by operation, the dearest first.
+        spans: the operations of one more step, in their order. It runs one operation at a time, with other overheads.
     """
 
     name: str
@@ -56,6 +62,15 @@ class Profile:
     profiled_seconds: float
     kinds: tuple[Cost, ...]
     operations: tuple[Cost, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def lines(self) -> tuple[LineCost, ...]:
+        """What each source line took, the dearest first, by `spans`."""
+        return by_line(self.spans)
+
+    def __repr__(self) -> str:
+        return f"Profile({self.name}: {self.seconds * 1e3:.2f} ms a step)"
 
     def __str__(self) -> str:
         device = any(c.device_seconds for c in self.kinds)
@@ -63,13 +78,39 @@ class Profile:
         lines = [head, _line("", "ms", "share", "calls", "device ms" if device else "")]
         lines += [self._row(c, device) for c in self.kinds]
         lines += ["", "the dearest operations"]
-        lines += [self._row(c, device) for c in self.operations[:12]]
-        return "\n".join(lines)
+        lines += [self._row(c, device) for c in self.operations[:8]]
+        return "\n".join([*lines, "", *self._by_line()])
+
+    def _by_line(self) -> list[str]:
+        """List the dearest source lines, by the operations of one step."""
+        whole = sum([s.seconds for s in self.spans]) or 1.0
+        rows = ["the dearest lines", _line("", "ms", "share", "calls", "backward")]
+        for c in self.lines[:8]:
+            place = f"{short(c.line)} {c.function}".strip() or "fzero, or without a line"
+            cells = (
+                f"{c.seconds * 1e3:.2f}",
+                f"{c.seconds / whole:.1%}",
+                f"{c.calls:,}",
+                f"{c.backward_seconds * 1e3:.2f}",
+            )
+            rows += [_line(place, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
+        return rows
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw a flame chart of one step into an image file: passes, functions, lines, operations (matplotlib).
+
+        Args:
+            path: of the file: its ending says the format, such as ".png" or ".svg".
+        """
+        draw(self.name, self.spans).savefig(path, dpi=120)
+
+    def _repr_html_(self) -> str:
+        return shown(str(self), "a flame chart of one step", lambda: draw(self.name, self.spans))
 
     def _row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"
         on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
-        return _line(cost.name, f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
+        return _line(in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
 
 
 def profile(
@@ -110,18 +151,7 @@ def profile(
         >>> next(c.calls for c in found.operations if c.name == "aten::mm")
         1.0
     """
-    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
-
-    if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}")
-    if getattr(getattr(step, "mesh", None), "simulation", "") == "lockstep":
-        raise ValueError(
-            "step: its ranks run in lockstep, as threads. Profile it on fzero.mesh(dp=...) or real processes"
-        )
-    if profiling():
-        raise RuntimeError("fzero.profile: torch's profiler runs already, and would be ended")
+    _check(step, steps, warmup, trace)
 
     def run() -> float:
         mine, named = _copy(args), _copy(kwargs)
@@ -133,6 +163,13 @@ def profile(
         seconds = time.perf_counter() - start
         del out
         return seconds
+
+    def one_by_one() -> tuple[Span, ...]:
+        mine, named = _copy(args), _copy(kwargs)
+        _ready()
+        with spans() as found:
+            step(*mine, **named)
+        return tuple(found)
 
     for _ in range(warmup):
         run()
@@ -147,7 +184,23 @@ def profile(
     profiled, operations = _by_operation(profiler.events() or [], steps)
     f = getattr(step, "train_step", step)  # of a sharded step, the function that was sharded
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
-    return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations)
+    one_by_one()  # what runs for the first time takes longer
+    return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations, one_by_one())
+
+
+def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
+
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}")
+    if getattr(getattr(step, "mesh", None), "simulation", "") == "lockstep":
+        raise ValueError(
+            "step: its ranks run in lockstep, as threads. Profile it on fzero.mesh(dp=...) or real processes"
+        )
+    if profiling():
+        raise RuntimeError("fzero.profile: torch's profiler runs already, and would be ended")
 
 
 def _copy(values: Any) -> Any:
@@ -215,6 +268,22 @@ def kind_of(name: str) -> str:
     if space == "fzero" or name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled"
     return "copies" if copies(op) else "compute"
+
+
+WORDS = {
+    "fzero::segment": "compiled code of fzero.jit",
+    "fzero::wait": "a wait for messages",
+    "_c10d_functional::wait_tensor": "a wait for a collective",
+}
+_SPACES = ("aten::", "_c10d_functional::", "c10d::", "fzero::")
+
+
+def in_words(name: str) -> str:
+    """Name an operation as a user does: without its namespace, and compiled code as that."""
+    if name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
+        return "compiled code"
+    space = next((s for s in _SPACES if name.startswith(s)), "")
+    return WORDS.get(name, name.removeprefix(space))
 
 
 def _line(name: str, *cells: str) -> str:

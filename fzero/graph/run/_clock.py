@@ -1,0 +1,108 @@
+"""Clocks: what each operation of a graph takes while somebody wants to know."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from fzero._torch import is_backward, line_of
+from fzero._torch.watched import unwatched
+from fzero.graph.ir import flops
+from fzero.graph.loops import loop_of
+from fzero.graph.plan._phases import phases
+
+__all__ = ["COMPILED", "Ran", "clocked", "name_of", "now", "place_of", "timed", "timed_graph"]
+
+COMPILED = "compiled code"
+
+
+class Ran(NamedTuple):
+    """An operation that ran.
+
+    Attributes:
+        name: such as "aten::mm", or "compiled code".
+        line: the user's, as "file:line"; "" where there is none.
+        phase: the pass that it belongs to; "" if that is not known.
+        seconds: that it took.
+    """
+
+    name: str
+    line: str
+    phase: str
+    seconds: float
+
+
+_NOTES: ContextVar[Callable[[Ran], None] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def clocked(note: Callable[[Ran], None]) -> Iterator[None]:
+    """Have each operation of the graphs that run within noted, with its time."""
+    token = _NOTES.set(note)
+    try:
+        yield
+    finally:
+        _NOTES.reset(token)
+
+
+def now() -> Callable[[Ran], None] | None:
+    """Return what wants to know, if anybody does."""
+    return _NOTES.get()
+
+
+def timed(note: Callable[[Ran], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
+    """Call a function, and note its time."""
+    with unwatched():
+        start = time.perf_counter()
+        out = f()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    note(Ran(name, line, phase, seconds))
+    return out
+
+
+class _Timed(Interpreter):
+    """Runs a graph one operation at a time, and notes the time of each; loops note those of their bodies."""
+
+    def __init__(self, module: GraphModule, of: dict[str, str], loops: set[str]) -> None:
+        super().__init__(module)
+        self.of, self.loops = of, loops
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node."""
+        note = now()
+        if note is None or n.op != "call_function" or n.name in self.loops:
+            return super().run_node(n)
+        plain = super().run_node
+        return timed(note, name_of(n.target), line_of(n), self.of.get(n.name, ""), lambda: plain(n))
+
+
+def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
+    """Return a function that runs a graph, and notes each operation.
+
+    Args:
+        module: what runs.
+        source: the graph that it is a copy of, node by node.
+    """
+    of = phases(source)
+    pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
+    loops = {copy.name for n, copy in pairs if loop_of(n)}
+    return _Timed(module, {copy.name: of.get(n, "") for n, copy in pairs}, loops).run
+
+
+def place_of(graph: Graph) -> tuple[str, str]:
+    """Return the line of the dearest operation of a segment, and the pass that it runs in, or ""."""
+    work = [n for n in graph.nodes if n.op == "call_function"]
+    dearest = max(work, key=flops, default=None)
+    return "" if dearest is None else line_of(dearest), "backward" if any(is_backward(n) for n in work) else ""
+
+
+def name_of(target: Any) -> str:
+    """Name an operation as torch's profiler does."""
+    schema = getattr(target, "_schema", None)
+    return schema.name if schema is not None else getattr(target, "__name__", str(target))

@@ -1,0 +1,50 @@
+"""Faults in fzero/profiling, in what it asks of a jitted step, and in tracebacks."""
+
+from tests.mutants.mutant import Mutant
+
+PROFILING = ("tests/profiling",)
+
+TRACEBACKS = ("tests/test_tracebacks.py",)
+
+MUTANTS = [
+    Mutant(
+        "tracebacks end in torch",
+        "_tracebacks.py",
+        "if is_users(trace.tb_frame.f_code.co_filename) else []",
+        "",
+        TRACEBACKS,
+    ),
+    Mutant("frames are never shown", "_tracebacks.py", " or sys.flags.dev_mode", "", TRACEBACKS),
+    Mutant(
+        "torch logs what it raises",
+        "_torch/tracing.py",
+        'return "attempting to run meta" not in',
+        'return "" in',
+        TRACEBACKS,
+    ),
+    Mutant("a backward pass is its caller's", "_torch/recorder.py", "made or user_line()", "user_line()", PROFILING),
+    Mutant("loops are timed twice", "graph/run/_clock.py", " or n.name in self.loops", "", PROFILING),
+    Mutant("a function is its outermost", "profiling/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
+    Mutant("operations begin together", "profiling/_lines.py", "start += r.seconds", "start += 0", PROFILING),
+    Mutant(
+        "all that is not backward is forward",
+        "profiling/_lines.py",
+        '"update" if i > behind[-1]',
+        '"forward" if i',
+        PROFILING,
+    ),
+    Mutant(
+        "operations in a graph are shown twice",
+        "graph/run/_clock.py",
+        "    with unwatched():",
+        "    if True:",
+        PROFILING,
+    ),
+    Mutant(
+        "bars join over those above them",
+        "profiling/_flame.py",
+        "_names(s)[: row + 1]",
+        "_names(s)[row : row + 1]",
+        PROFILING,
+    ),
+]
