@@ -193,4 +193,18 @@ MUTANTS = [
     Mutant(
         "a rank's rows begin at 0", "optim/_experts.py", "unit_index(c.unit.uid).to(device) * known", "0 * known", CLIP
     ),
+    Mutant(
+        "experts of any implementation are split",
+        "moe/transformers.py",
+        "f.func is not _experts",
+        "False",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "what experts share is split",
+        "moe/transformers.py",
+        "(recurse=False) if",
+        "(recurse=True) if True or",
+        TRANSFORMERS,
+    ),
 ]
