@@ -196,15 +196,15 @@ MUTANTS = [
     Mutant(
         "experts of any implementation are split",
         "moe/transformers.py",
-        "f.func is not _experts",
-        "False",
+        "if not isinstance(f, partial) or f.func is not _experts:",
+        "if not callable(f):",
         TRANSFORMERS,
     ),
     Mutant(
         "what experts share is split",
         "moe/transformers.py",
-        "(recurse=False) if",
-        "(recurse=True) if True or",
+        "p.ndim and len(p) == count",
+        "p.ndim",
         TRANSFORMERS,
     ),
 ]
