@@ -108,7 +108,9 @@ def check_split(experts: Any, count: int, axis: str) -> None:
         ValueError: if one has not. Names it.
     """
     n = axis_size(along(axis))
-    for path, leaf in zip(*tree.flatten_with_paths(experts)[:2], strict=True):
+    for path, leaf in zip(*tree.flatten_with_paths(experts, tree.is_box)[:2], strict=True):
+        if tree.is_box(leaf):
+            raise ValueError(f"experts leaf {path!r} is {leaf!r}: gather it first, by fzero.gather or fzero.remat")
         size = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
         if isinstance(leaf, torch.Tensor) and size != count // n:
             where = f"experts leaf {path!r} has the shape {list(leaf.shape)}"

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from fzero.axes.rules import SplitRule
 from fzero.axes.scope import axis_size
 from fzero.moe._layer import linear_by_ends
 from fzero.moe._seats import along
 from fzero.moe._sorted import sort_rows, unsort_rows
 
-__all__ = ["register"]
+__all__ = ["register", "split"]
 
 
 def register(name: str = "fzero", axis: str = "ep") -> str:
@@ -37,7 +38,7 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
 
         >>> model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fzero")  # doctest: +SKIP
         >>> apply, params, buffers = fzero.nn.functional(model)  # doctest: +SKIP
-        >>> step = fzero.shard(train_step, stage=3, mesh=mesh, split=moe.split("experts"))  # doctest: +SKIP
+        >>> step = fzero.shard(train_step, stage=3, mesh=mesh, split=moe.transformers.split(model))  # doctest: +SKIP
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -47,6 +48,61 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
         ) from error
     ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts, axis))
     return name
+
+
+def split(model: torch.nn.Module) -> SplitRule:
+    """Make the rule for `fzero.shard(split=)` that splits a model's experts over the axis they were registered for.
+
+    It knows the modules that run by the registered implementation. Experts of others, which would silently compute
+    something else if they were split, are refused.
+
+    Args:
+        model: a model of transformers, built with `experts_implementation=moe.transformers.register()`.
+
+    Returns:
+        A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
+
+    Raises:
+        ValueError: if the model has no experts that transformers' registry serves, or they run by another
+            implementation.
+
+    Example:
+        >>> from fzero import moe
+        >>> moe.transformers.split(torch.nn.Linear(2, 2))
+        Traceback (most recent call last):
+        ValueError: Linear has no experts that an implementation of transformers' registry serves
+    """
+    leaves: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+            axis, count = _axis_of(name, module), module.num_experts
+            own = [leaf for leaf, p in module.named_parameters(recurse=False) if p.ndim and len(p) == count]
+            leaves |= {f"{name}.{leaf}" if name else leaf: axis for leaf in own}
+    if not leaves:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that an implementation of transformers' registry serves"
+        )
+
+    def rule(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
+        parts = path.split(".")
+        found = [leaves[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in leaves]
+        return {found[0]: 0} if found and along(found[0]) else None
+
+    return rule
+
+
+def _axis_of(name: str, module: Any) -> str:
+    """Return the axis that the implementation of a module of experts was registered for."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    chosen = module.config._experts_implementation
+    f = ALL_EXPERTS_FUNCTIONS.get(chosen)
+    if not isinstance(f, partial) or f.func is not _experts:
+        raise ValueError(
+            f"the experts {name!r} run by {chosen!r}, which knows nothing of axes: build the model with "
+            "experts_implementation=fzero.moe.transformers.register()"
+        )
+    return f.args[0]
 
 
 def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -76,6 +132,6 @@ def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     if len(weight) * n != count:
         raise ValueError(
             f"{type(module).__name__} has {len(weight)} of {count} experts on each of the {n} ranks along {axis!r}: "
-            "split them with fzero.shard(split=fzero.moe.split('experts')), and let the axis divide their number"
+            "say fzero.shard(split=fzero.moe.transformers.split(model)), and let the axis divide their number"
         )
     return count

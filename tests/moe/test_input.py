@@ -78,6 +78,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"experts leaf '\w+' has the shape \[4, .*it is not split, .*fzero.moe.split\('experts'\)",
     ),
+    "experts that are not gathered": (
+        on_ranks(lambda: moe.layer(ffn, fzero.partition(P), X, R), dp=2),
+        ValueError,
+        r"experts leaf '\w+' is Shard\(.*: gather it first",
+    ),
     "other experts than the router's": (
         lambda: moe.layer(ffn, experts_params(3), X, R),
         ValueError,

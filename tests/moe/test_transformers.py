@@ -65,16 +65,16 @@ def test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name):
         *state, loss = train_step(*state, batch)
         losses.append(loss)
     train_step, params = step_and_params(name, "fzero")
-    rtol = RTOL.get(name, 1e-12)
+    rtol, rule = RTOL.get(name, 1e-12), moe.transformers.split(model_of(name, "fzero"))
     for mesh, stage in ((fzero.mesh(ep=2), 3), (fzero.mesh(dp=2, ep=2, simulate="lockstep"), 2)):
-        step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split("experts"))
+        step = fzero.shard(train_step, stage=stage, mesh=mesh, split=rule)
         mine = step.init(params, OPT)
         for batch, expected in zip(batches(), losses, strict=True):
             *mine, loss = step(*mine, mesh.split(batch))
             torch.testing.assert_close(loss, expected, rtol=rtol, atol=0)
         assert_trees_close(step.gather(mine[0]), state[0], rtol)
         split = {path for path, leaf in cut_leaves(mine[0]) if leaf.spec.split}
-        assert split and all(".experts." in path for path in split)
+        assert split == {path for path in params if ".experts." in path}
 
 
 def cut_leaves(params: Any) -> list[tuple[str, Any]]:
@@ -87,5 +87,32 @@ def test_experts_that_are_not_split_are_refused():
     train_step, params = step_and_params("qwen3_moe", "fzero")
     mesh = fzero.mesh(ep=2)
     step = fzero.shard(train_step, stage=0, mesh=mesh)
-    with pytest.raises(ValueError, match=r"Qwen3MoeExperts has 4 of 4 experts .*fzero.moe.split\('experts'\)"):
+    with pytest.raises(ValueError, match=r"Qwen3MoeExperts has 4 of 4 experts .*moe.transformers.split\(model\)"):
         step(*step.init(params, OPT), mesh.split(batches()[0]))
+
+
+def test_the_rule_knows_the_experts_that_it_may_split():
+    """By name alone, llama4's experts would be split too, and compute something else without a word."""
+    moe.transformers.register()
+    with pytest.raises(ValueError, match=r"experts 'model.layers.0.mlp.experts' run by 'batched_mm', .*register\(\)"):
+        moe.transformers.split(model_of("qwen3_moe", "batched_mm"))
+    module = model_of("qwen3_moe", "fzero").model.layers[0].mlp.experts
+    module.shared = torch.nn.Parameter(torch.ones(9))  # such as a norm, which all experts use
+    rule, leaf = moe.transformers.split(module), torch.ones(4)
+    assert rule("down_proj", leaf) is None  # no axis of that name
+    paths = ["down_proj", "any.where.down_proj", "other_down_proj", "shared"]
+    assert fzero.mesh(ep=2).spmd(lambda: [rule(p, leaf) for p in paths])() == [{"ep": 0}, {"ep": 0}, None, None]
+    llama = pretrained(AutoModelForCausalLM, "llama4_text", **{**CAUSAL, **EXPERTS, "head_dim": 8})("eager")
+    with pytest.raises(ValueError, match="Llama4ForCausalLM has no experts that an implementation of transformers'"):
+        moe.transformers.split(llama)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "ernie4_5_moe", "minimax", "flex_olmo", "granitemoe", "nemotron_h", "jamba"]
+)
+def test_other_families(name):
+    """Whichever the registry serves; experts without gates (nemotron_h) too."""
+    MODELS.setdefault(name, {**LATENT, **GROUPS, "n_group": 1, "head_dim": 8, "eos_token_id": None})
+    RTOL[name] = 1e-6
+    test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name)

@@ -207,4 +207,18 @@ MUTANTS = [
     Mutant(
         "a rank's rows begin at 0", "optim/_experts.py", "unit_index(c.unit.uid).to(device) * known", "0 * known", CLIP
     ),
+    Mutant(
+        "experts of any implementation are split",
+        "moe/transformers.py",
+        "if not isinstance(f, partial) or f.func is not _experts:",
+        "if not callable(f):",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "what experts share is split",
+        "moe/transformers.py",
+        "p.ndim and len(p) == count",
+        "p.ndim",
+        TRANSFORMERS,
+    ),
 ]
