@@ -130,7 +130,7 @@ def _capped(
     key: _Key, at: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
 ) -> list[tuple[_Key, list[int]]]:
     """Cut the default rule's unit into subtrees of at most `MOST` elements, as this rank has them, if it has more."""
-    parts = {i: leaves[i].numel() // math.prod(lookup(name).size for name in split[i]) for i in at}
+    parts = {i: leaves[i].numel() // math.prod([lookup(name).size for name in split[i]]) for i in at}
     if sum(parts.values()) <= MOST or len(at) == 1:
         return [(key, at)]
     found = pieces({paths[i]: parts[i] for i in at}, MOST // 2, MOST)

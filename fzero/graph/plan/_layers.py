@@ -15,10 +15,11 @@ METRIC = "(metric)"
 
 
 def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, str]:
-    """Name the layer of each collective that moves values of one, such as tokens to experts; in loops' bodies, too.
+    """Name the layer of each all_to_all that moves values of one, such as tokens to experts; in loops' bodies, too.
 
     It is the layer of the nearest operation, before or after the collective, that applies a parameter: rows go straight
-    to their experts, and come straight from them. What reduces is left out: a metric is of no layer.
+    to their experts, and come straight from them. Other collectives are left out: a metric is of no layer,
+    and a gather would be taken for a parameter's.
 
     Args:
         graph: a scheduled graph.
@@ -27,7 +28,7 @@ def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, 
     weights, applied = _weights(graph, given or {})
     found: dict[Node, str] = {}
     for n in graph.nodes:
-        if is_collective(n) and n.meta.get("unit") == METRIC and "reduce" not in str(n.target):
+        if is_collective(n) and n.meta.get("unit") == METRIC and "all_to_all" in str(n.target):
             name = _nearest(n, applied)
             found |= {n: name} if name else {}
         elif loop := loop_of(n):
