@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "the cap counts leaves before they are split",
         "layout/units.py",
-        "leaves[i].numel() // math.prod(lookup(name).size for name in split[i])",
+        "leaves[i].numel() // math.prod([lookup(name).size for name in split[i]])",
         "leaves[i].numel()",
         UNITS,
     ),
