@@ -19,7 +19,7 @@ from fzero.graph import _pipeline, passes
 from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
 from fzero.graph.ir import GATHER_INTO
-from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recast, recompute, regather, schedule
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
@@ -37,7 +37,8 @@ def test_the_list_has_every_pass_once():
 def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
     """Run the passes as the list says, without it."""
     graph = recompute(graph) if choice.recompute else graph
-    graph = donate(bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes), given.pairs, given.donated)
+    graph = bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes)
+    graph = donate(recast(graph) if choice.recast else graph, given.pairs, given.donated)
     graph = graph if given.functional else own_part(gather_into(in_place(graph)), given.places)
     if choice.prefetch == FITTING:
         return schedule(graph, 1, choice.in_flight, choice.room)
@@ -47,7 +48,7 @@ def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
 def choices() -> st.SearchStrategy[Choice]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
-    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room)
+    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room, recast=st.booleans())
 
 
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
