@@ -186,7 +186,7 @@ def of_the_pull_request(clip: bool, recast: Any) -> fzero.Plan:
 
     train_step, opt = train_step_of(mixture_loss, clip)
     mesh, params = fzero.mesh(dp=2, ep=EXPERTS), mixture()
-    rule = fzero.units.by_size(params, most=10**9, split=split)
+    rule = fzero.units.by_size(params, 10**8, 10**9, split=split)
     step = fzero.shard(train_step, stage=2, mesh=mesh, axis=("dp", "ep"), split=split, units=rule)
     params, state = step.init(params, opt)
     tokens = mesh.split(torch.zeros(32, 32, dtype=torch.long, device="meta"))

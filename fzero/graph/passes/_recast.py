@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch.fx import Graph, Node
 
-from fzero._torch import OpOverload
 from fzero.graph.ir import LATE, aten, copied, is_collective, nbytes, values
 from fzero.graph.passes._uses import again, family
 
@@ -57,7 +55,7 @@ def _collectives_before(graph: Graph) -> Mapping[Node, int]:
 
 def _widens(node: Node) -> bool:
     """Return whether a node casts a tensor to a dtype of more bytes, and does nothing else."""
-    if node.target not in CASTS or not isinstance(node.target, OpOverload):
+    if node.target not in CASTS or not node.all_input_nodes:  # what it casts may be a constant
         return False
-    x, made = node.all_input_nodes[0].meta.get("val"), node.meta["val"]
-    return isinstance(x, torch.Tensor) and x.dtype.itemsize < made.dtype.itemsize
+    (x,), (made,) = values(node.all_input_nodes[0]), values(node)
+    return x.dtype.itemsize < made.dtype.itemsize
