@@ -96,7 +96,9 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
-    before = dict.fromkeys(("hoist", "regather", "bucket", "donate", "in_place", "gather_into", "own_part"), reuses)
+    before = dict.fromkeys(
+        ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "own_part"), reuses
+    )
     assert ran == before | {"schedule": len(found)}
 
 
@@ -167,11 +169,11 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     titles = ["00_traced", *[f"{i:02}_{row.name}" for i, row in enumerate(PASSES, 1)]]
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
-    assert left_out == (set() if plan.settings["recompute"] else {"02_recompute"})
+    assert left_out == {"05_recast", *([] if plan.settings["recompute"] else ["02_recompute"])}
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]
     assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
-    text = (folder / "09_schedule.txt").read_text()
+    text = (folder / "10_schedule.txt").read_text()
     lines = text.splitlines()[4:]
     assert [int(line.split()[1].replace(",", "")) for line in lines][: len(plan.live)] == plan.live
     assert f"peak {plan.peak_bytes:,} bytes" in text and "helpers.py:" in text
@@ -187,7 +189,7 @@ def test_a_step_that_is_traced_again_is_dumped_beside_the_first(tmp_path):
     f(torch.ones(2))
     f(torch.ones(3))
     assert (tmp_path / "00_traced.txt").read_text() == first and "float32[2]" in first
-    assert "float32[3]" in (tmp_path / "trace_2" / "09_schedule.txt").read_text()
+    assert "float32[3]" in (tmp_path / "trace_2" / "10_schedule.txt").read_text()
     assert not (tmp_path / "trace_3").exists()
 
 

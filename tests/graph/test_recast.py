@@ -149,6 +149,7 @@ def test_values_are_the_same_bits(stage, monkeypatch):
 # ---------------------------------------------------------------- DeepSpeed's pull request 2079
 
 EXPERTS, DEEP, DIM = 16, 32, 4096
+GROUP = 178_956_971  # DeepSpeed's elements of a group
 
 
 def mixture() -> Any:
@@ -186,7 +187,7 @@ def of_the_pull_request(clip: bool, recast: Any) -> fzero.Plan:
 
     train_step, opt = train_step_of(mixture_loss, clip)
     mesh, params = fzero.mesh(dp=2, ep=EXPERTS), mixture()
-    rule = fzero.units.by_size(params, 10**8, 10**9, split=split)
+    rule = fzero.units.by_size(params, 2 * 10**7, GROUP, split=split)
     step = fzero.shard(train_step, stage=2, mesh=mesh, axis=("dp", "ep"), split=split, units=rule)
     params, state = step.init(params, opt)
     tokens = mesh.split(torch.zeros(32, 32, dtype=torch.long, device="meta"))
@@ -198,4 +199,4 @@ def test_the_table_of_the_pull_request():
     """On 32 ranks: 35.2 GB before and 30.7 after on paper; it measured 31.3, and was out of memory before."""
     without, before, after = (of_the_pull_request(*how) for how in ((False, False), (True, False), (True, "auto")))
     assert math.isclose(before.argument_bytes, 27.9e9, rel_tol=0.01)
-    assert [round(x.peak_bytes / 1e9, 1) for x in (without, before, after)] == [0, 0, 0]
+    assert [round(x.peak_bytes / 1e9, 1) for x in (without, before, after)] == [28.8, 33.8, 31.4]
