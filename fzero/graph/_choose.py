@@ -56,7 +56,7 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
     (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes))
     leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
-    first = [_rated(passes, c, ratings) for c in leanest]
+    first = _with_recast(passes, knobs, [_rated(passes, c, ratings) for c in leanest], ratings)
     # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
     room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(room, _limit(first, knobs.memory_budget))
@@ -73,6 +73,19 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     ]
     found = first + later + [c for c in across if _carries(c.graph)]
     return [c for c in found if knobs.prefetch in ("auto", c.choice.prefetch)] or first
+
+
+def _with_recast(
+    passes: Pipeline, knobs: Knobs, found: list[Candidate], ratings: dict[Graph, tuple[int, float]]
+) -> list[Candidate]:
+    """Add to schedules those in which wide copies are made again, where that takes less memory; or as was asked."""
+    if knobs.recast is False:
+        return found
+    choices = [c.choice._replace(recast=True) for c in found]
+    made = [_rated(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in choices]
+    if knobs.recast is True:
+        return [new or old for old, new in zip(found, made, strict=True)]
+    return found + [new for old, new in zip(found, made, strict=True) if new and new.peak_bytes < old.peak_bytes]
 
 
 def _carries(graph: Graph) -> bool:

@@ -37,6 +37,7 @@ def jit(
     bucket_bytes: int | Literal["auto"] = "auto",
     max_reuse_bytes: float | Literal["auto"] = "auto",
     recompute: bool | Literal["auto"] = "auto",
+    recast: bool | Literal["auto"] = "auto",
     dump: str | os.PathLike[str] | None = None,
     loop: bool = True,
 ) -> "Jitted":
@@ -65,6 +66,8 @@ def jit(
             used between two of its uses. 0 is for always, `math.inf` for never.
         recompute: whether cheap operations, such as an activation function, run again for the backward pass, so that
             their results need not be kept.
+        recast: whether a gradient is cast to float32 again for an update that waits for the global norm, so that only
+            one unit's copy is alive at a time. "auto" does so where it takes less memory.
         dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
             `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
         loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
@@ -93,7 +96,7 @@ def jit(
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     if not isinstance(loop, bool):
         raise ValueError(f"loop={loop!r}: expected True or False")
-    knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute)
+    knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else checked_folder(dump)
     return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop)
 

@@ -20,6 +20,7 @@ class Knobs(NamedTuple):
     max_reuse_bytes: float | str = AUTO
     memory_budget: float | None = None
     recompute: bool | str = AUTO
+    recast: bool | str = AUTO
 
     def checked(self) -> "Knobs":
         """Return the knobs as plain numbers of Python.
@@ -67,4 +68,5 @@ TAKES = {
     "max_reuse_bytes": _Takes((math.inf, AUTO), AMOUNT),
     "memory_budget": _Takes((None,), AMOUNT),
     "recompute": _Takes((True, False, AUTO), ""),
+    "recast": _Takes((True, False, AUTO), ""),
 }

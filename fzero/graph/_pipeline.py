@@ -24,6 +24,7 @@ from fzero.graph.passes import (
     hoist,
     in_place,
     own_part,
+    recast,
     recompute,
     regather,
     schedule,
@@ -49,6 +50,7 @@ class Choice(NamedTuple):
         across_turns: whether the last reductions of a loop's turn are on their way until the next one starts its own.
         room: the bytes up to which a gather starts ahead that is to fit. It follows from the other schedules, so it is
             none of the settings that a plan tells.
+        recast: whether wide copies are made again for uses that wait for a collective.
     """
 
     recompute: bool
@@ -58,12 +60,12 @@ class Choice(NamedTuple):
     in_flight: int = 0
     across_turns: bool = False
     room: float = math.inf
+    recast: bool = False
 
     def settings(self) -> Settings:
-        """Return what a plan tells of the choice, by name; of loops only where there is something to tell."""
-        told = self._asdict()
-        del told["room"]
-        return told if self.across_turns else {k: v for k, v in told.items() if k != "across_turns"}
+        """Return what a plan tells of the choice, by name; of loops and casts only where there is something to tell."""
+        quiet = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
+        return {k: v for k, v in self._asdict().items() if k not in quiet}
 
 
 class Given(NamedTuple):
@@ -110,6 +112,7 @@ PASSES = (
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
+    Pass("recast", recast, lambda choice, given: () if choice.recast else None),
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),

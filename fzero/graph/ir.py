@@ -3,7 +3,7 @@
 The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
 donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
 memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's name, and
-`meta["kind"]`, what the input is.
+`meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can be.
 """
 
 import functools
@@ -33,6 +33,7 @@ __all__ = [
 
 aten: Any = torch.ops.aten
 
+LATE = "late"
 WAIT = c10d.wait_tensor.default
 GATHER_INTO = gloo.all_gather_into  # with a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)

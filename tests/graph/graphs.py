@@ -173,6 +173,14 @@ def _all_reduce(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
     return [b.all_reduce(b(aten.clone.default, x) if flag else x)]
 
 
+def _clip(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
+    """Half-precision values, scaled by the norm of their wide copies."""
+    halves = [b.cast(z, torch.bfloat16) for z in ([x, y] if flag else [x])]
+    wide = [b.cast(z, torch.float32) for z in halves]
+    norm = b.all_reduce(b(aten.sum.default, b(aten.mul.Tensor, wide[0], wide[-1] if len(wide) == 1 else wide[0])))
+    return [b(aten.mul.Tensor, z, norm) for z in wide]
+
+
 def _var_mean(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
     both = b(aten.var_mean.correction, b.fit(x, (2, D)), [0], correction=0)
     return [b(operator.getitem, both, i) for i in ((0, 1) if flag else (1,))]
@@ -201,8 +209,8 @@ def _full(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
 STEPS: dict[str, Callable[[Builder, Node, Node, bool], list[Node]]] = {
     f.__name__: f
     for f in (_gather, _gather_of_another_group, _mm, _pointwise, _tanh, _update, _reduce_scatter, _all_reduce)
-} | {f.__name__: f for f in (_var_mean, _unbind, _layer_norm, _view, _full)}
-LOCAL = sorted({*STEPS} - {"_gather", "_gather_of_another_group", "_reduce_scatter", "_all_reduce"})
+} | {f.__name__: f for f in (_clip, _var_mean, _unbind, _layer_norm, _view, _full)}
+LOCAL = sorted({*STEPS} - {"_gather", "_gather_of_another_group", "_reduce_scatter", "_all_reduce", "_clip"})
 # what steps do most: gather, work, reduce, update
 COMMON = ["_gather", "_gather", "_gather", "_mm", "_mm", "_mm", "_reduce_scatter", "_all_reduce", "_update", "_update"]
 

@@ -544,6 +544,7 @@ def test_bad_arguments():
         ({"in_flight": 0.5}, 'in_flight=0.5: expected an int from 0 on or "auto"$'),
         ({"in_flight": None}, 'in_flight=None: expected an int from 0 on or "auto"$'),
         ({"recompute": "yes"}, "recompute='yes': expected True, False or \"auto\"$"),
+        ({"recast": 0}, 'recast=0: expected True, False or "auto"$'),
         ({"recompute": 1}, 'recompute=1: expected True, False or "auto"$'),
         ({"bucket_bytes": "big"}, "bucket_bytes='big': expected an int from 0 on or \"auto\"$"),
         ({"bucket_bytes": "fitting"}, "bucket_bytes='fitting': expected an int from 0 on or \"auto\"$"),

@@ -36,7 +36,18 @@ from fzero.graph.ir import (
     values,
 )
 from fzero.graph.ops import is_random, is_view, name_of
-from fzero.graph.passes import bucket, donate, gather_into, hoist, in_place, own_part, recompute, regather, schedule
+from fzero.graph.passes import (
+    bucket,
+    donate,
+    gather_into,
+    hoist,
+    in_place,
+    own_part,
+    recast,
+    recompute,
+    regather,
+    schedule,
+)
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
 from fzero.graph.run._lower import lower
@@ -89,6 +100,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         "recompute": lambda g: recompute(g, 1),
         "regather": lambda g: regather(g, how["reuse"]),
         "bucket": lambda g: bucket(g, how["bucket_bytes"]),
+        "recast": lambda g: recast(g, 1),
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
         "in_place": in_place,
         "gather_into": gather_into,

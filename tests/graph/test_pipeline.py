@@ -19,7 +19,7 @@ from fzero.graph import _pipeline, passes
 from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
 from fzero.graph.ir import GATHER_INTO
-from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recompute, regather, schedule
+from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recast, recompute, regather, schedule
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
@@ -37,7 +37,8 @@ def test_the_list_has_every_pass_once():
 def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
     """Run the passes as the list says, without it."""
     graph = recompute(graph) if choice.recompute else graph
-    graph = donate(bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes), given.pairs, given.donated)
+    graph = bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes)
+    graph = donate(recast(graph) if choice.recast else graph, given.pairs, given.donated)
     graph = graph if given.functional else own_part(gather_into(in_place(graph)), given.places)
     if choice.prefetch == FITTING:
         return schedule(graph, 1, choice.in_flight, choice.room)
@@ -47,7 +48,7 @@ def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
 def choices() -> st.SearchStrategy[Choice]:
     reuse, size = st.sampled_from((0, 64, math.inf)), st.sampled_from((0, 100, 1 << 20))
     ahead, room = st.sampled_from((0, 1, FITTING)), st.sampled_from((0, 300, 1000))
-    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room)
+    return st.builds(Choice, st.booleans(), reuse, size, ahead, st.integers(0, 1), room, recast=st.booleans())
 
 
 SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
@@ -95,7 +96,9 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
-    before = dict.fromkeys(("hoist", "regather", "bucket", "donate", "in_place", "gather_into", "own_part"), reuses)
+    before = dict.fromkeys(
+        ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "own_part"), reuses
+    )
     assert ran == before | {"schedule": len(found)}
 
 
@@ -166,11 +169,11 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     titles = ["00_traced", *[f"{i:02}_{row.name}" for i, row in enumerate(PASSES, 1)]]
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
-    assert left_out == (set() if plan.settings["recompute"] else {"02_recompute"})
+    assert left_out == {"05_recast", *([] if plan.settings["recompute"] else ["02_recompute"])}
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]
     assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
-    text = (folder / "09_schedule.txt").read_text()
+    text = (folder / "10_schedule.txt").read_text()
     lines = text.splitlines()[4:]
     assert [int(line.split()[1].replace(",", "")) for line in lines][: len(plan.live)] == plan.live
     assert f"peak {plan.peak_bytes:,} bytes" in text and "helpers.py:" in text
@@ -186,7 +189,7 @@ def test_a_step_that_is_traced_again_is_dumped_beside_the_first(tmp_path):
     f(torch.ones(2))
     f(torch.ones(3))
     assert (tmp_path / "00_traced.txt").read_text() == first and "float32[2]" in first
-    assert "float32[3]" in (tmp_path / "trace_2" / "09_schedule.txt").read_text()
+    assert "float32[3]" in (tmp_path / "trace_2" / "10_schedule.txt").read_text()
     assert not (tmp_path / "trace_3").exists()
 
 

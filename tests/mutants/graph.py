@@ -3,6 +3,7 @@
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
 RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
+RECAST = ("tests/graph/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
 ARRIVING = ("tests/graph/run/test_loop.py",)
 CARRY, ON_GLOO = ("tests/graph/test_carry.py",), ("tests/distributed/test_gloo.py", "-k", "jit-2")
@@ -16,6 +17,43 @@ WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
+    # recast
+    Mutant(
+        "first uses are cast again, too", "graph/passes/_recast.py", "if before[u] > before[node]]", "if True]", RECAST
+    ),
+    Mutant(
+        "casts to less are made again",
+        "graph/passes/_recast.py",
+        "x.dtype.itemsize < made",
+        "x.dtype.itemsize != made",
+        RECAST,
+    ),
+    Mutant("small values are cast again", "graph/passes/_recast.py", " or nbytes(*values(node)) < least", "", RECAST),
+    Mutant("results are cast again", "graph/passes/_recast.py", ' or any(u.op == "output" for u in users)', "", RECAST),
+    Mutant("a cast is of a value", "graph/passes/_recast.py", " or not node.all_input_nodes", "", RECAST),
+    Mutant(
+        "what is made again is made at once",
+        "graph/passes/_recast.py",
+        "copy.meta[LATE] = True",
+        "copy.meta[LATE + LATE] = True",
+        RECAST,
+    ),
+    Mutant(
+        "the schedule makes casts at once",
+        "graph/passes/_schedule/_roles.py",
+        "if LATE in n.meta and",
+        "if False and",
+        RECAST,
+    ),
+    Mutant(
+        "recast is kept wherever it changes something",
+        "graph/_choose.py",
+        "if new and new.peak_bytes < old.peak_bytes",
+        "if new",
+        RECAST,
+    ),
+    Mutant("recast is not asked for", "graph/_choose.py", "if knobs.recast is True:", "if False:", RECAST),
+    Mutant("recast is always tried", "graph/_choose.py", "if knobs.recast is False:", "if False:", RECAST),
     Mutant(
         "reductions cast nothing",
         "graph/plan/_workspace.py",

@@ -182,6 +182,12 @@ def test_granularity_of_direct_leaves():
         assert [rule(path, x) for path, x in floats(params).items()] == names
 
 
+def test_a_list_does_not_count():
+    """Of 12 elements in a root with two nodes there are four each."""
+    params = {"xs": [{"w": torch.zeros(6)}, {"w": torch.zeros(6)}]}
+    assert [len(fzero.units.by_granularity(params, at).table) for at in (3, 4)] == [2, 1]
+
+
 # ---------------------------------------------------------------- the default rule
 
 

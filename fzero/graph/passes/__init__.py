@@ -7,6 +7,7 @@ from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._hoist import hoist
 from fzero.graph.passes._in_place import in_place
 from fzero.graph.passes._own_part import own_part
+from fzero.graph.passes._recast import recast
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule._schedule import schedule
@@ -19,6 +20,7 @@ __all__ = [
     "hoist",
     "in_place",
     "own_part",
+    "recast",
     "recompute",
     "regather",
     "schedule",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import (
+    LATE,
     feeding_work,
     is_cheap,
     is_gather,
@@ -26,7 +27,7 @@ class Roles(NamedTuple):
 
     Attributes:
         work: they keep their order.
-        late: they depend on inputs alone, and run when they are needed.
+        late: they depend on inputs alone, or a pass says so, and run when they are needed.
         early: no work needs them, or they are a reduction; they run when they can.
     """
 
@@ -39,7 +40,7 @@ def roles(graph: Graph) -> Roles:
     """Say of each node of a graph when it runs."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
-    late = _late(nodes, feeds_work)
+    late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
     early = _early(nodes, feeds_work, late)
     return Roles([n for n in nodes if n not in late and n not in early], late, early)
 

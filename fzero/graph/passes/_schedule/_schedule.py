@@ -3,7 +3,8 @@
 It is a list scheduling: nodes are put into a list one by one, each after all that it needs. The steps are these.
 
 1. Give each node a role (`_roles`). *Work* is a matrix product, a convolution or the like, and what feeds one. A *late*
-   node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a constant. An
+   node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a constant.
+   So can what `recast` made again. An
    *early* node feeds no work: the reduction of a gradient, an update, a write-back.
 2. List the work in its traced order, and let a weight's gradient come after the one that goes on backward (`_roles`).
 3. Put the late nodes that a piece of work needs right before it (`_listing`).

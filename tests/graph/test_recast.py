@@ -1,0 +1,212 @@
+"""Laws of recast: no step holds the wide copies of all gradients, whatever waits for their norm."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph
+
+import fzero
+from fzero import optim, tree
+from fzero.graph._choose import SLACK, Knobs, candidates
+from fzero.graph._pipeline import Given
+from fzero.graph.ir import LATE
+from fzero.graph.passes import recast, schedule
+from fzero.graph.plan._liveness import live_ranges
+from tests.graph.graphs import Builder, aten, bits, run
+
+HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+LAYERS, WIDTH = 4, 96
+
+
+def clipped(sizes: Sequence[int], joined: bool = True, beside: int = 0) -> Graph:
+    """The update of a leaf of each size, by half-precision gradients that are reduced and scaled by their norm.
+
+    And the tanh of `beside` more values, summed.
+    """
+    shapes = [(2 * n,) for n in sizes] + [(n,) for n in sizes] + ([(beside,)] if beside else [])
+    b = Builder(2, shapes, [{}] * len(shapes), False)
+    grads, params = b.inputs[: len(sizes)], b.inputs[len(sizes) : 2 * len(sizes)]
+    others = [b(aten.sum.default, b(aten.tanh.default, x)) for x in b.inputs[2 * len(sizes) :]]
+    half = [b.reduce_scatter(b.cast(x, torch.bfloat16)) for x in grads]
+    wide = [b.cast(x, torch.float32) for x in half]
+    square = functools.reduce(
+        lambda x, y: b(aten.add.Tensor, x, y), [b(aten.sum.default, b(aten.mul.Tensor, x, x)) for x in wide]
+    )
+    norm = b.all_reduce(square) if joined else square
+    new = [b(aten.sub.Tensor, p, b(aten.mul.Tensor, x, norm)) for p, x in zip(params, wide, strict=True)]
+    return b.done([*new, *others])
+
+
+def wide_alive(graph: Graph) -> int:
+    """Return how many casts to float32 are alive at most at a time."""
+    nodes = list(graph.nodes)
+    at = [i for i, n in enumerate(nodes) if n.target is aten._to_copy.default and n.kwargs["dtype"] == torch.float32]
+    found = [r for r in live_ranges(graph) if r.start in at]
+    return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_one_wide_copy_is_alive_at_a_time(sizes):
+    graph = clipped(sizes)
+    assert wide_alive(schedule(graph)) == len(sizes)
+    found = schedule(recast(graph, 1))
+    assert wide_alive(found) == 1
+    args = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in [*[2 * n for n in sizes], *sizes]]
+    assert [bits(x) for x in run(found, args, 2)] == [bits(x) for x in run(graph, args, 2)]
+
+
+def test_what_waits_for_no_collective_is_not_cast_again():
+    graph = recast(clipped([5, 5], joined=False), 1)
+    assert not any(LATE in n.meta for n in graph.nodes)
+
+
+def test_small_values_and_results_are_kept():
+    assert not any(LATE in n.meta for n in recast(clipped([5, 5]), 21).nodes)
+    assert sum(LATE in n.meta for n in recast(clipped([5, 6]), 21).nodes) == 1
+    b = Builder(2, [(4,)], [{}], False)
+    wide = b.cast(b.cast(b.inputs[0], torch.bfloat16), torch.float32)
+    out = b(aten.mul.Tensor, wide, b.all_reduce(b(aten.sum.default, wide)))
+    assert not any(LATE in n.meta for n in recast(b.done([out, wide]), 1).nodes)
+
+
+def test_a_narrow_copy_is_kept():
+    b = Builder(2, [(40,)], [{}], False)
+    half = b.cast(b.inputs[0], torch.bfloat16)
+    norm = b.all_reduce(b(aten.sum.default, half))
+    assert not any(LATE in n.meta for n in recast(b.done([b(aten.mul.Tensor, half, norm)]), 1).nodes)
+
+
+# ---------------------------------------------------------------- whole steps
+
+
+def layers() -> Any:
+    with torch.device("meta"):
+        return {
+            "layers": [
+                {"up": torch.zeros(WIDTH, 4 * WIDTH), "down": torch.zeros(4 * WIDTH, WIDTH)} for _ in range(LAYERS)
+            ]
+        }
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in params["layers"]:
+        x = x + torch.tanh(x @ layer["up"]) @ layer["down"]
+    return x.float().square().mean()
+
+
+def train_step_of(loss_fn: Any, clip: bool, precision: fzero.Precision = HALF) -> tuple[Any, Any]:
+    adamw = optim.adamw(1e-3)
+    opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), adamw) if clip else adamw, precision)
+
+    def train_step(params: Any, opt_state: Any, x: Any) -> Any:
+        value, grads = fzero.value_and_grad(loss_fn, precision=precision)(params, x)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    return train_step, opt
+
+
+@functools.cache
+def planned(stage: Any, ranks: int, clip: bool, **knobs: Any) -> fzero.Plan:
+    train_step, opt = train_step_of(loss, clip)
+    step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
+    params, state = step.init(layers(), opt)
+    with torch.device("meta"):
+        x = torch.zeros(4, WIDTH, dtype=torch.bfloat16)
+    return fzero.plan(fzero.jit(step, **knobs), params, state, step.mesh.split(x), world_size=ranks)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("ranks", (2, 4, 8, 32, 256, 4096))
+def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
+    """The half-precision shards of all units wait for the norm; their copies in float32 do not."""
+    numel = tree.numel(layers())
+    waiting, unit = 2 * (numel - numel // LAYERS) / ranks, 4 * numel / LAYERS / ranks
+    without, clipped = planned(stage, ranks, False), planned(stage, ranks, True)
+    assert clipped.peak_bytes <= SLACK * (without.peak_bytes + waiting + unit)
+    if ranks >= 8:  # what waits is then less than what the backward pass holds
+        assert clipped.peak_bytes <= SLACK * (without.peak_bytes + unit)
+
+
+def test_it_is_kept_where_the_peak_is_smaller():
+    few, many = planned(2, 2, True), planned(2, 256, True)
+    assert few.settings["recast"] is True
+    assert few.peak_bytes < 0.95 * planned(2, 2, True, recast=False).peak_bytes
+    assert "recast" not in many.settings and many.peak_bytes == planned(2, 256, True, recast=False).peak_bytes
+    assert "recast" not in planned(2, 2, False).settings
+
+
+def test_it_is_done_where_it_is_asked_for():
+    asked, free = planned(2, 16, True, recast=True), planned(2, 16, True)
+    assert asked.settings["recast"] is True and all("recast" in x.settings for x in asked.rejected)
+    assert "recast" not in free.settings  # another is faster, and within 3%
+
+
+@pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
+def test_it_is_tried_where_it_takes_less(beside, tried):
+    """Not where the peak is that of another value."""
+    found = candidates(clipped([9000, 9000, 9000], beside=beside), Given(), Knobs())
+    assert {c.choice.recast for c in found} == ({False, True} if tried else {False})
+
+
+# ---------------------------------------------------------------- DeepSpeed's pull request 2079
+
+EXPERTS, DEEP, DIM = 16, 32, 4096
+GROUP = 178_956_971  # DeepSpeed's elements of a group
+
+
+def mixture() -> Any:
+    """A base of 6.7 billion parameters, with 16 experts in every second layer: 41 billion."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device="meta")
+
+    def layer(i: int) -> Any:
+        dense = {"qkv": zeros(DIM, 3 * DIM), "out": zeros(DIM, DIM)}
+        if i % 2:
+            return {**dense, "experts": {"up": zeros(EXPERTS, DIM, 4 * DIM), "down": zeros(EXPERTS, 4 * DIM, DIM)}}
+        return {**dense, "up": zeros(DIM, 4 * DIM), "down": zeros(4 * DIM, DIM)}
+
+    return {"embed": zeros(50304, DIM), "layers": [layer(i) for i in range(DEEP)]}
+
+
+def mixture_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Each rank gives its own tokens to its expert: what is sent would be small beside the states."""
+    y = params["embed"][tokens]
+    for layer in params["layers"]:
+        q, k, v = (y @ layer["qkv"]).chunk(3, -1)
+        y = y + torch.softmax(q @ k.transpose(-1, -2), -1) @ v @ layer["out"]
+        if "experts" in layer:
+            h = torch.tanh(torch.bmm(y.view(1, -1, DIM), layer["experts"]["up"]))
+            y = y + torch.bmm(h, layer["experts"]["down"]).view(y.shape)
+        else:
+            y = y + torch.tanh(y @ layer["up"]) @ layer["down"]
+    return y.float().square().mean()
+
+
+def of_the_pull_request(clip: bool, recast: Any) -> fzero.Plan:
+    def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
+        return {"ep": 0} if "experts" in path else None
+
+    train_step, opt = train_step_of(mixture_loss, clip)
+    mesh, params = fzero.mesh(dp=2, ep=EXPERTS), mixture()
+    rule = fzero.units.by_size(params, 2 * 10**7, GROUP, split=split)
+    step = fzero.shard(train_step, stage=2, mesh=mesh, axis=("dp", "ep"), split=split, units=rule)
+    params, state = step.init(params, opt)
+    tokens = mesh.split(torch.zeros(32, 32, dtype=torch.long, device="meta"))
+    return fzero.plan(fzero.jit(step, recast=recast), params, state, tokens)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_pull_request():
+    """On 32 ranks: 35.2 GB before and 30.7 after on paper; it measured 31.3, and was out of memory before."""
+    without, before, after = (of_the_pull_request(*how) for how in ((False, False), (True, False), (True, "auto")))
+    assert math.isclose(before.argument_bytes, 27.9e9, rel_tol=0.01)
+    assert [round(x.peak_bytes / 1e9, 1) for x in (without, before, after)] == [28.8, 33.8, 31.4]
