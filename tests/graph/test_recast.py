@@ -83,6 +83,15 @@ def test_a_narrow_copy_is_kept():
     assert not any(LATE in n.meta for n in recast(b.done([b(aten.mul.Tensor, half, norm)]), 1).nodes)
 
 
+def test_a_cast_of_a_constant_is_kept():
+    b = Builder(2, [(40,)], [{}], False)
+    constant = b.graph.call_function(aten._to_copy.default, (1,), {"dtype": torch.float32})
+    constant.meta = {"val": b.inputs[0].meta["val"]}
+    assert not any(
+        LATE in n.meta for n in recast(b.done([b(aten.mul.Tensor, constant, b.all_reduce(constant))]), 1).nodes
+    )
+
+
 # ---------------------------------------------------------------- whole steps
 
 
