@@ -1,6 +1,7 @@
 """Tracebacks of errors in a user's step, without the frames of fzero and torch."""
 
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
 from fzero._torch.recorder import is_users
@@ -22,15 +23,24 @@ class UsersFrames:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(error, Exception) or sys.flags.dev_mode:
             return
-        shown = _of_users(trace and trace.tb_next)  # the first is the frame of this context
-        if shown is None:
+        # the first entry is the frame of this context
+        own = trace and trace.tb_next
+        shown = [(e, _of_users(own if e is error else e.__traceback__)) for e in _chain(error)]
+        if not any(entries for _, entries in shown):
             return
-        error.__traceback__ = shown
-        for earlier in (error.__cause__, error.__context__):
-            if earlier is not None:
-                earlier.__traceback__ = _of_users(earlier.__traceback__) or earlier.__traceback__
+        for e, entries in shown:
+            e.__traceback__ = entries
         if NOTE not in getattr(error, "__notes__", ()):
             error.add_note(NOTE)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what caused it, the cause of that, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _of_users(trace: TracebackType | None) -> TracebackType | None:

@@ -57,6 +57,26 @@ def test_an_error_of_fzero_is_at_the_users_call():
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "step"
 
 
+def test_so_do_those_that_caused_it():
+    """What torch says of a value that is read in a trace, and what fzero makes of it, have no frames of their own."""
+
+    def reading(params: Any, batch: Any) -> torch.Tensor:
+        return params["w"].sum() * (2.0 if batch.sum().item() > 0 else 1.0)
+
+    def step(params: Any, batch: Any) -> Any:
+        return fzero.value_and_grad(reading)(params, batch)
+
+    with pytest.raises(RuntimeError, match="reads the value of a tensor") as caught:
+        fzero.jit(step, backend="fx")({"w": torch.ones(2)}, torch.ones(2))
+    error: BaseException | None = caught.value
+    causes = []
+    while error is not None:
+        causes += [[f.filename for f in traceback.extract_tb(error.__traceback__)]]
+        error = error.__cause__ or error.__context__
+    assert len(causes) >= 2 and any(len(files) > 1 for files in causes)
+    assert {file for files in causes for file in files} == {__file__}
+
+
 def test_an_error_that_passed_no_code_of_the_user_keeps_its_frames():
     step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
     with pytest.raises(Exception) as caught:

@@ -8,6 +8,13 @@ TRACEBACKS = ("tests/test_tracebacks.py",)
 
 MUTANTS = [
     Mutant(
+        "causes keep all frames",
+        "_tracebacks.py",
+        "error = error.__cause__ or error.__context__",
+        "error = None",
+        TRACEBACKS,
+    ),
+    Mutant(
         "tracebacks end in torch",
         "_tracebacks.py",
         "if is_users(trace.tb_frame.f_code.co_filename) else []",
