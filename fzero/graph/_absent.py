@@ -12,7 +12,7 @@ from fzero._torch import in_buffers
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._step import step_of
 from fzero.graph.plan._plan import Plan
-from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.boxes import PerRank, Shard, Slot, box_of, is_box
 from fzero.layout.spec import intern, spec_of
 from fzero.ranks.mesh import Mesh
 from fzero.tree import Tree
@@ -143,7 +143,8 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
             uid = intern(replace(x.spec, mesh=tuple((name, sizes[name]) for name in x.spec.axes)))
             if isinstance(x, Slot):
                 return Slot(uid, x.index)
-            return Shard(x.data.new_empty(spec_of(uid).shard_numel, device="meta"), uid)
+            like = x.parts[0]
+            return box_of(uid, [like.new_empty(p.stop - p.start, device="meta") for p in spec_of(uid).pieces])
         return metas[id(x)] if isinstance(x, torch.Tensor) else x
 
     return tree.map(convert, values, is_leaf=is_box)

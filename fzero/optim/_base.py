@@ -75,6 +75,7 @@ class Optimizer:
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
         skips: whether the pair skips steps that overflowed: a loss scale.
         parts: the pairs that it is made of.
+        pointwise: False of a pair that reads more of a leaf than one element to update it, such as a norm.
 
     Example:
         >>> from fzero import optim
@@ -88,6 +89,7 @@ class Optimizer:
     precision: Precision | None = None
     skips: bool = False
     parts: tuple["Optimizer", ...] = ()
+    pointwise: bool | None = None
 
     @property
     def name(self) -> str:
@@ -124,6 +126,7 @@ def around(
         precision=policies[0] if policies else None,
         skips=any(pair.skips for pair in known),
         parts=tuple(known),
+        pointwise=False if any(pair.pointwise is False for pair in known) else None,
     )
 
 
