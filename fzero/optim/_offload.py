@@ -53,7 +53,8 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
         >>> opt = optim.offload(optim.sgd(0.1, momentum=0.9), ratio=0.5)
         >>> state = opt.init(params)
         >>> fzero.layouts(state)
-        trace.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 128 of them on the host
+        count       int64 []       replicated
+        momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 128 of them on the host
         >>> opt.update(params, state, params)[0]["w"].shape
         torch.Size([256])
     """
@@ -137,7 +138,8 @@ def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
         >>> params = {"w": torch.ones(256)}
         >>> state = optim.offload(optim.sgd(0.1, momentum=0.9), ratio=0.5).init(params)
         >>> fzero.layouts(optim.offloaded(state, params, ratio=1))
-        trace.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
+        count       int64 []       replicated
+        momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
     """
     check_ratio(ratio)
     lay = spread_like(opt_state, params, ratio)
