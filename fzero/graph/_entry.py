@@ -20,7 +20,8 @@ from fzero.graph.loops import graphs_in
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
-from fzero.graph.trace._arguments import Arguments, blocks_of
+from fzero.graph.spaces import check_spaces
+from fzero.graph.trace._arguments import Arguments, Place, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
 from fzero.graph.turns import NotALoop, recorded
@@ -145,6 +146,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
 
     with _torch.TRACING:
         traced = _traced(flat, arguments, _labels(asked.step, arguments, args), asked)
+    check_spaces(traced.graph)
     out, leaves, structure, positions = returned.pop()
     donated = {
         i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
@@ -200,9 +202,13 @@ def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dic
         kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
     places = arguments.places
     return [
-        {"label": str(place), "kind": kinds[place.position], "block": block}
+        {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place)
         for place, block in zip(places, blocks_of(places, step.params), strict=True)
     ]
+
+
+def _space(place: Place) -> dict[str, str]:
+    return {"space": "host"} if place.space == "host" else {}
 
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:

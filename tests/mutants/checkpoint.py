@@ -32,7 +32,11 @@ MUTANTS = [
         SHARING,
     ),
     Mutant(
-        "boxes may share memory", "checkpoint/_empty.py", "not x.is_meta and i not in shared for", "not x.is_meta for", SHARING
+        "boxes may share memory",
+        "checkpoint/_empty.py",
+        "not x.is_meta and i not in shared for",
+        "not x.is_meta for",
+        SHARING,
     ),
     Mutant(
         "columns of a matrix overlap",

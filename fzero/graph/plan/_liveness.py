@@ -56,6 +56,7 @@ class Range(NamedTuple):
         kind: one of `KINDS`. "gradients" are gradients of parameters, whole or reduced; "buffers" what collectives
             are given, and the update's own values.
         label: an argument's name, a gathered unit's, or the source line that computed it.
+        space: the memory that it takes: "device" or "host".
     """
 
     start: int
@@ -63,6 +64,7 @@ class Range(NamedTuple):
     bytes: int
     kind: str
     label: str
+    space: str = "device"
 
 
 def live_ranges(graph: Graph) -> list[Range]:
@@ -84,13 +86,14 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
-    """Count the bytes that are alive while each node runs: those of `live_ranges`, which also says what they are.
+    """Count the device's bytes that are alive while each node runs: of `live_ranges`, which also says what they are.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
         lent: the graph's storages, if they are known.
     """
-    return live_bytes(_unnamed(order, storages_in(order) if lent is None else lent), len(order))
+    ranges = _unnamed(order, storages_in(order) if lent is None else lent)
+    return live_bytes([r for r in ranges if r.space == "device"], len(order))
 
 
 def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
@@ -103,8 +106,8 @@ def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
             for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
                 starts[s] += 1
     own = [
-        Range(start, len(order) if start < 0 else stop, size, "", "")
-        for start, stop, size in zip(starts, stops, lent.size, strict=True)
+        Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
+        for start, stop, size, n in zip(starts, stops, lent.size, lent.born, strict=True)
     ]
     return own + _copies(position)
 
@@ -200,7 +203,7 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 
 def peak_bytes(graph: Graph) -> int:
-    """Return the most bytes that are alive at any time of a graph, its arguments included."""
+    """Return the most bytes of the device that are alive at any time of a graph, its arguments included."""
     return max(live_in(list(graph.nodes)))
 
 
