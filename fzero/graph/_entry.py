@@ -20,7 +20,7 @@ from fzero.graph.loops import graphs_in
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
-from fzero.graph.spaces import check_spaces
+from fzero.graph.spaces import check_spaces, moves
 from fzero.graph.trace._arguments import Arguments, Place, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
@@ -154,7 +154,13 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     into = pairs(arguments, positions, out, leaves)
     functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
     mesh, name = asked.step.mesh, asked.step.name
-    given = Given(tuple(sorted(into.items())), tuple(donated), functional, () if mesh is None else mesh.places())
+    given = Given(
+        tuple(sorted(into.items())),
+        tuple(donated),
+        functional,
+        () if mesh is None else mesh.places(),
+        moves(traced.graph),
+    )
     said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
     index = choose(offers, asked.knobs.memory_budget, name)
@@ -202,13 +208,14 @@ def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dic
         kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
     places = arguments.places
     return [
-        {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place)
-        for place, block in zip(places, blocks_of(places, step.params), strict=True)
+        {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place, x)
+        for place, block, x in zip(places, blocks_of(places, step.params), arguments.tensors, strict=True)
     ]
 
 
-def _space(place: Place) -> dict[str, str]:
-    return {"space": "host"} if place.space == "host" else {}
+def _space(place: Place, x: torch.Tensor) -> dict[str, str]:
+    """Say which memory an argument lies in; a number is small enough to lie in either."""
+    return {"space": place.space} if x.dim() or place.space == "host" else {}
 
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:

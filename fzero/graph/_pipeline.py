@@ -20,6 +20,7 @@ from fzero.graph.passes import (
     bucket,
     carry,
     donate,
+    early_move,
     gather_into,
     hoist,
     in_place,
@@ -76,12 +77,14 @@ class Given(NamedTuple):
         donated: the positions of all donated arguments.
         functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
         places: this rank's place in each process group, by the group's name.
+        moves: whether values are copied from one memory to the other.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     functional: bool = False
     places: tuple[tuple[str, int], ...] = ()
+    moves: bool = False
 
 
 class Pass(NamedTuple):
@@ -113,6 +116,7 @@ PASSES = (
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
     Pass("recast", recast, lambda choice, given: () if choice.recast else None),
+    Pass("early_move", early_move, lambda choice, given: () if given.moves else None),
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),

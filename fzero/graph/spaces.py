@@ -1,7 +1,7 @@
 """Spaces: which values of a graph lie in host memory, and that no operation mixes both.
 
 An argument says where it lies. A move changes that, and all other results lie where their operands do. A number (0-d)
-that nothing on the device has made may meet either. The same holds where both are one memory, so a forgotten move is
+that is given, and a constant, may meet either. The same holds where both are one memory, so a forgotten move is
 found on a machine without accelerators.
 """
 
@@ -11,14 +11,14 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.collectives import moves
-from fzero.graph.ir import is_collective, is_input, shown, values
+from fzero.collectives.moves import to_host
+from fzero.graph.ir import is_collective, is_input, shown
 from fzero.graph.ops import title_of
 
-__all__ = ["SpaceError", "check_spaces", "is_move", "on_host"]
+__all__ = ["SpaceError", "check_spaces", "is_move", "moves", "on_host"]
 
 DOWN, UP = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
-assert moves  # which defines them
+assert to_host  # its module defines them
 
 
 class SpaceError(RuntimeError):
@@ -28,6 +28,11 @@ class SpaceError(RuntimeError):
 def is_move(node: Node) -> bool:
     """Return whether a node copies a tensor from one memory to the other."""
     return node.target is DOWN or node.target is UP
+
+
+def moves(graph: Graph) -> bool:
+    """Return whether a graph copies values from one memory to the other."""
+    return any(is_move(n) for n in graph.nodes)
 
 
 def on_host(nodes: Iterable[Node]) -> set[Node]:
@@ -64,7 +69,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
         if n.op == "output":
             continue
         if is_input(n):
-            found[n] = n.meta.get("space", "device" if _is_large(n) else None)
+            found[n] = n.meta.get("space")  # what a step captures may lie in either
         elif is_move(n):
             found[n] = "host" if n.target is DOWN else "device"
         else:
@@ -88,7 +93,3 @@ def _space_of_result(node: Node, found: dict[Node, str | None]) -> str | None:
 
 def _named(node: Node) -> str:
     return f"{node.meta.get('label', node.name)} ({shown(node)})"
-
-
-def _is_large(node: Node) -> bool:
-    return any(x.dim() for x in values(node))

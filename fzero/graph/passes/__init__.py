@@ -3,6 +3,7 @@
 from fzero.graph.passes._bucket import bucket
 from fzero.graph.passes._carry import carry
 from fzero.graph.passes._donate import donate
+from fzero.graph.passes._early_move import early_move
 from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._hoist import hoist
 from fzero.graph.passes._in_place import in_place
@@ -16,6 +17,7 @@ __all__ = [
     "bucket",
     "carry",
     "donate",
+    "early_move",
     "gather_into",
     "hoist",
     "in_place",

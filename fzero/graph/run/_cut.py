@@ -19,8 +19,8 @@ __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
 def cut(graph: Graph) -> list[list[Node]]:
     """Cut a graph at its collectives, their packing and its moves, and where it goes on to another block's parameters.
 
-    Blocks of one shape so give equal segments. A group lies in one memory, so that it runs on one device. Aliases are in
-    no group: they go where they are used. Scalars that depend on no large value of their segment come before it, in
+    Blocks of one shape so give equal segments. A group lies in one memory, so that it runs on one device. Aliases are
+    in no group: they go where they are used. Scalars that depend on no large value of their segment come before it, in
     groups of their own: an optimizer's corrections, a learning rate. Inductor would compute them anew for each few
     elements of a loop that reads them.
 
