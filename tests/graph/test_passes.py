@@ -39,6 +39,7 @@ from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import (
     bucket,
     donate,
+    early_move,
     gather_into,
     hoist,
     in_place,
@@ -101,6 +102,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         "regather": lambda g: regather(g, how["reuse"]),
         "bucket": lambda g: bucket(g, how["bucket_bytes"]),
         "recast": lambda g: recast(g, 1),
+        "early_move": early_move,
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
         "in_place": in_place,
         "gather_into": gather_into,

@@ -169,7 +169,7 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     titles = ["00_traced", *[f"{i:02}_{row.name}" for i, row in enumerate(PASSES, 1)]]
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
-    assert left_out == {"05_recast", *([] if plan.settings["recompute"] else ["02_recompute"])}
+    assert left_out == {"05_recast", "06_early_move", *([] if plan.settings["recompute"] else ["02_recompute"])}
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]
     assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
