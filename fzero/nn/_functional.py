@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.modules import statistics
+from fzero._tracebacks import door
 from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
 from fzero.init._module import stand_ins
@@ -37,6 +38,7 @@ class Functional(NamedTuple):
     buffers: Tensors
 
 
+@door
 def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 

@@ -21,6 +21,22 @@ MUTANTS = [
         "",
         TRACEBACKS,
     ),
+    Mutant(
+        "faults of torch lose their frames",
+        "_tracebacks.py",
+        "is_fzeros(trace.tb_frame.f_code.co_filename)",
+        "True",
+        TRACEBACKS,
+    ),
+    Mutant("answers keep frames", "_tracebacks.py", " and not _is_answer(error, own)", "", TRACEBACKS),
+    Mutant(
+        "faults of fzero lose their frames",
+        "_tracebacks.py",
+        "return raised and isinstance",
+        "return raised or isinstance",
+        TRACEBACKS,
+    ),
+    Mutant("no word is near", "_tracebacks.py", "known, 1)", "known, 0 + 1, 1.0)", TRACEBACKS),
     Mutant("frames are never shown", "_tracebacks.py", " or sys.flags.dev_mode", "", TRACEBACKS),
     Mutant(
         "torch logs what it raises",
