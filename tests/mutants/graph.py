@@ -673,6 +673,13 @@ MUTANTS = [
         COMPILE,
     ),
     Mutant("what is quick is told", "graph/run/_progress.py", "        timer.cancel()\n", "", COMPILE),
+    Mutant(
+        "a donated slot prints as if alive",
+        "graph/_entry.py",
+        "isinstance(x, Shard | Slot | PerRank)",
+        "isinstance(x, Shard | PerRank)",
+        DONATION,
+    ),
     Mutant("the shortest first", "graph/run/_compile.py", "-len(code.graph.nodes)", "len(code.graph.nodes)", COMPILE),
     Mutant("Inductor's cache is passed by", "_torch/compiler.py", "shape_env=ShapeEnv(), ", "", COMPILE),
     Mutant("a worker compiles another key", "_torch/compiler.py", "copyreg.pickle(", "str(", COMPILE),

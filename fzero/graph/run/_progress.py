@@ -47,7 +47,8 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
 
 
 def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
-    text = f'fzero.jit compiles {total} segments before the first step, once on a machine; backend="auto" does not wait'
+    segments = f"{total} segment{'s' * (total != 1)}"
+    text = f'fzero.jit compiles {segments} before the first step, once on a machine; backend="auto" does not wait'
     timer = threading.Timer(PATIENCE, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
