@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+import torch
+
 from fzero._torch.recorder import is_fzeros, is_users
 
 __all__ = ["UsersFrames", "door", "hinted"]
@@ -27,6 +29,8 @@ def door(f: F, hint: str = "") -> F:
 
     @functools.wraps(f)
     def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # Dynamo, which has errors of its own
+            return f(*args, **kwargs)
         with UsersFrames():
             try:
                 return f(*args, **kwargs)

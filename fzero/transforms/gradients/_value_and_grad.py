@@ -11,6 +11,7 @@ import torch
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero._torch.levels import differentiates_now, is_differentiated, written
+from fzero._tracebacks import door
 from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import in_loss, joint, resolve
 from fzero.collectives.invariant import one_of_copies
@@ -56,6 +57,7 @@ def value_and_grad(
     gather: bool = True,
     precision: Precision | None = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
+@door
 def value_and_grad(
     f: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
