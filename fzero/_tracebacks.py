@@ -74,11 +74,12 @@ class UsersFrames:
         # the first entry is the frame of this context
         own = trace and trace.tb_next
         shown = [(e, _of_users(own if e is error else e.__traceback__)) for e in _chain(error)]
-        if not any(entries for _, entries in shown) and not _is_answer(error, own):
+        through = any(entries for _, entries in shown)  # code of the user
+        if not through and not _is_answer(error, own):
             return
         for e, entries in shown:
             e.__traceback__ = entries
-        if NOTE not in getattr(error, "__notes__", ()):
+        if through and NOTE not in getattr(error, "__notes__", ()):
             error.add_note(NOTE)
 
 

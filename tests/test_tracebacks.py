@@ -130,7 +130,6 @@ def test_an_answer_of_fzero_is_at_the_users_call(name):
         ANSWERS[name]()
     files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
     assert files == {__file__}
-    assert "python -X dev" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_error_that_fzero_did_not_mean_keeps_its_frames():

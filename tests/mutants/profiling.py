@@ -28,7 +28,13 @@ MUTANTS = [
         "True",
         TRACEBACKS,
     ),
-    Mutant("answers keep frames", "_tracebacks.py", " and not _is_answer(error, own)", "", TRACEBACKS),
+    Mutant(
+        "answers keep frames",
+        "_tracebacks.py",
+        "if not through and not _is_answer(error, own)",
+        "if not through",
+        TRACEBACKS,
+    ),
     Mutant(
         "faults of fzero lose their frames",
         "_tracebacks.py",
