@@ -11,10 +11,8 @@ from fzero import metrics, optim
 
 MODEL, TEXT, OUT, STEPS = *sys.argv[1:4], 200
 mesh = fzero.mesh(dp=-1)
-tokenizer, model = (
-    AutoTokenizer.from_pretrained(MODEL),
-    AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-)
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 apply, params, buffers = fzero.nn.functional(model.train())
 
@@ -50,3 +48,5 @@ with fzero.checkpoints(f"{OUT}/run", mesh) as runs, metrics.log(metrics.progress
 fzero.hf.write(OUT, optim.master_params(params, opt_state), mesh)
 if mesh.rank == 0:
     _ = model.config.save_pretrained(OUT), tokenizer.save_pretrained(OUT)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()

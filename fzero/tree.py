@@ -175,7 +175,8 @@ def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = No
             a, b = (repr(x), repr(y)) if repr(x) != repr(y) and is_box(x) and is_box(y) else (show(x), show(y))
             return (
                 f"trees are cut differently at {path!r}: {a} against {b}. "
-                "Both must come from one partition: make the state with step.init, or partition it the same way"
+                "Both must come from one partition: make the state with step.init, or partition it the same way; "
+                "a state of another stage by step.partition(other.gather(state), like=step.init(params, opt)[1])"
             )
     return f"trees differ in structure: {structure} against {other_structure}"
 

@@ -10,6 +10,7 @@ import torch
 
 import fzero
 from fzero import nn, optim, tree
+from fzero.testing import assert_trees_close
 from tests.helpers import train_step_for
 
 TWO, FOUR = fzero.mesh(dp=2), fzero.mesh(dp=4)
@@ -79,6 +80,16 @@ MAKING: dict[str, Row] = {
         r"params=\(2,\): the step returned 2 results",
     ),
     "two axes of any size": (lambda: fzero.mesh(dp=-1, tp=-1), ValueError, r"dp and tp are -1: only one axis"),
+    "an option for an axis": (
+        lambda: fzero.mesh(dp=2, simulte="lockstep"),  # pyright: ignore
+        TypeError,
+        r"simulte='lockstep': .* is an int; did you mean simulate= by simulte=\?",
+    ),
+    "a plan without arguments": (
+        lambda: fzero.plan(step_of(2)),
+        ValueError,
+        r"called with 0 positional arguments: a step, fzero.plan and step.plan take what train_step takes",
+    ),
     "no axes": (lambda: fzero.mesh(), ValueError, r"at least one axis, such as mesh\(dp=4\)"),
     "size 0": (lambda: fzero.mesh(dp=0), ValueError, r"dp=0: an axis has at least one rank; -1 means"),
     "size -2": (lambda: fzero.mesh(dp=-2), ValueError, r"dp=-2: an axis has at least one rank"),
@@ -574,6 +585,41 @@ def test_an_optimizer_that_needs_whole_leaves_is_refused_on_shards(opt, stage):
     with pytest.raises(ValueError, match=message):
         step_of(stage).init(PARAMS, opt)
     step_of(0).init(PARAMS, opt)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("opt", [OPT, optim.chain(optim.clip_by_global_norm(1.0), OPT)], ids=["pair", "chain"])
+def test_swapped_arguments_are_named(stage, opt):
+    params, state = step_of(stage).init(PARAMS, opt)
+    message = r"argument 0 \(parameters\) is the state of an optimizer, .*AdamState.*train_step's order"
+    for step in (step_of(stage), fzero.jit(step_of(stage), backend="fx")):
+        with pytest.raises(TypeError, match=message):
+            step(state, params, PIECES)
+
+
+def test_a_state_of_another_stage_is_taken_over_as_the_errors_say():
+    """The two calls that they name put parameters and state into the stage's layout."""
+    zero, three = step_of(0), step_of(3)
+    params, state, _ = zero(*zero.init(PARAMS, OPT), PIECES)
+    with pytest.raises(ValueError, match=r"takes it cut: .*of another stage trained by step.partition\(params\)"):
+        three(params, state, PIECES)
+    cut = three.partition(params)
+    with pytest.raises(
+        ValueError, match=r"step.partition\(other.gather\(state\), like=step.init\(params, opt\)\[1\]\)"
+    ):
+        three(cut, state, PIECES)
+    moved = three.partition(zero.gather(state), like=three.init(params, OPT)[1])
+    expected, got = zero(params, state, PIECES), three(cut, moved, PIECES)
+    assert_trees_close(three.gather(got[:2]), tuple(expected[:2]))
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_shape_error_of_a_simulation_says_that_sizes_count_ranks(simulate: Any):
+    mesh = fzero.mesh(dp=4, simulate=simulate)
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        mesh.spmd(lambda x: x @ torch.ones(2, 2))(mesh.split(torch.ones(8, 7)))
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("sizes in this message may count the 4 simulated ranks" in notes) == (simulate == "vmap")
 
 
 # ---------------------------------------------------------------- trees that change between steps

@@ -1,5 +1,6 @@
 """The traceback of an error in a user's step ends at the user's line."""
 
+import inspect
 import subprocess
 import sys
 import traceback
@@ -10,6 +11,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero._tracebacks import door
 
 OPT = optim.adam(1e-2)
 
@@ -77,12 +79,83 @@ def test_so_do_those_that_caused_it():
     assert {file for files in causes for file in files} == {__file__}
 
 
-def test_an_error_that_passed_no_code_of_the_user_keeps_its_frames():
-    step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
-    with pytest.raises(Exception) as caught:
-        step({"w": torch.ones(2, 2)}, (), torch.ones(2))
-    assert "fzero" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert not getattr(caught.value, "__notes__", ())
+STEP = fzero.shard(train_step, stage=3, mesh=fzero.mesh(dp=2))
+X = STEP.mesh.split(torch.ones(2, 2))
+W = {"w": torch.ones(2, 2)}
+
+
+def donated() -> Any:
+    """Call a jitted step twice with what it took over."""
+    step = fzero.jit(lambda x: x + 1, donate=0, backend="fx")
+    x = torch.zeros(2)
+    step(x)
+    return step(x)
+
+
+def shared() -> Any:
+    """Call a jitted step with what a view holds on to."""
+    x = torch.zeros(2)
+    view = x[:1]
+    return fzero.jit(lambda x: x + 1, donate=0, backend="fx")(x), view
+
+
+ANSWERS: dict[str, Any] = {
+    "a call of a step": lambda: STEP(W, (), torch.ones(2)),
+    "a missing argument": lambda: STEP(STEP.init(W, OPT)[0]),
+    "init": lambda: STEP.init(W, 3),
+    "partition": lambda: STEP.partition({"w": 3}),
+    "gather": lambda: fzero.shard(train_step, 3, fzero.mesh(dp=4)).gather(STEP.init(W, OPT)[0]),
+    "shard": lambda: fzero.shard(train_step, stage=7),  # pyright: ignore
+    "a word": lambda: fzero.shard(train_step, stge=3),  # pyright: ignore
+    "jit": lambda: fzero.jit(train_step, backend="none"),  # pyright: ignore
+    "donated": donated,
+    "shared": shared,
+    "plan of a jitted step": lambda: fzero.jit(STEP).plan(W, (), X),
+    "plan": lambda: fzero.plan(STEP, W, (), X, world_size=-1),
+    "mesh": lambda: fzero.mesh(4),  # pyright: ignore
+    "split": lambda: STEP.mesh.split(torch.ones(3)),
+    "save": lambda: fzero.save("unused", {"w": object()}),
+    "load": lambda: fzero.load("/no/such/folder", like=W),
+    "checkpoints": lambda: fzero.checkpoints("unused", keep=0),
+    "value_and_grad": lambda: fzero.value_and_grad(train_step, micro_batches=0),
+    "an optimizer": lambda: optim.adamw(lr=1e-3),  # pyright: ignore
+    "functional": lambda: fzero.nn.functional(3),  # pyright: ignore
+    "profile": lambda: fzero.profile(torch.sin, torch.ones(2), steps=0),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_of_fzero_is_at_the_users_call(name):
+    with pytest.raises((ValueError, TypeError, RuntimeError, OSError)) as caught:
+        ANSWERS[name]()
+    files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
+    assert files == {__file__}
+
+
+def test_an_error_that_fzero_did_not_mean_keeps_its_frames():
+    """One that torch raised on its own, and one of another kind: they may be faults of fzero."""
+    with pytest.raises(NotImplementedError) as of_torch:
+        door(torch.nn.functional.interpolate)(torch.ones(2), 3)
+    with pytest.raises(KeyError) as of_python:
+        door({}.__getitem__)("x")
+    for caught in (of_torch, of_python):
+        assert "fzero" in traceback.extract_tb(caught.value.__traceback__)[1].filename
+        assert not getattr(caught.value, "__notes__", ())
+
+
+def test_a_word_that_is_misspelt_has_the_nearest_beside_it():
+    with pytest.raises(TypeError, match="stge") as caught:
+        fzero.shard(train_step, stge=3)  # pyright: ignore
+    assert "did you mean stage= by stge=?" in caught.value.__notes__
+    with pytest.raises(TypeError) as caught:
+        fzero.mesh(4)  # pyright: ignore
+    assert "Give each axis a name: fzero.mesh(dp=4)" in caught.value.__notes__
+
+
+def test_a_door_has_the_signature_and_the_help_of_what_is_behind():
+    assert list(inspect.signature(fzero.shard).parameters)[:3] == ["train_step", "stage", "mesh"]
+    assert (inspect.getdoc(fzero.shard) or "").startswith("Shard an unsharded train step")
+    assert list(inspect.signature(STEP.init).parameters) == ["params", "opt", "donate"]
 
 
 def test_all_frames_stay_in_development_mode():

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.buffers import storage_id
 
-__all__ = ["OneNode", "Recorder", "is_users", "user_line"]
+__all__ = ["OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -40,6 +40,11 @@ def is_users(file: str) -> bool:
     """Return whether a file is neither torch's, fzero's, einops's nor Python's own, and code in it is not generated."""
     own = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
     return not own and not file.startswith((_TORCH, _FZERO, "<"))
+
+
+def is_fzeros(file: str) -> bool:
+    """Return whether a file is fzero's own."""
+    return file.startswith(_FZERO)
 
 
 def user_line() -> str:

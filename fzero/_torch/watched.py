@@ -36,6 +36,8 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = os.sep + "site-packages" + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENGINE = (os.path.join(_TORCH, "autograd") + os.sep, os.path.join(_TORCH, "_functorch") + os.sep)
+_FUNC = os.path.join(_TORCH, "_functorch", "eager_transforms.py")
+_RUNS = ("grad_and_value_impl", "_vjp_with_argnums")
 _COLLECTIVES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collectives") + os.sep
 
 
@@ -125,11 +127,13 @@ class Place(NamedTuple):
         line: "file:line" of the user's; "" where there is none. Of a backward pass, that of the forward operation.
         backward: the node of autograd that runs, such as "SqrtBackward0"; "" outside a backward pass.
         collective: whether it is part of a collective.
+        forward: whether torch.func runs a function there that it differentiates.
     """
 
     line: str
     backward: str
     collective: bool
+    forward: bool = False
 
 
 def place_now() -> Place:
@@ -140,7 +144,9 @@ def place_now() -> Place:
     collective = any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in frames)
     line = f"{users.f_code.co_filename}:{users.f_lineno}" if users is not None else ""
     if node is None:
-        return Place(line, "", collective)
+        return Place(
+            line, "", collective, any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
+        )
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
     # a line that the engine has called, a backward of the user's own, is nearer than the forward operation's
     called = users is not None and engine is not None and frames.index(users) < frames.index(engine)

@@ -16,7 +16,7 @@ class Origin:
         leaf: the argument and the path that it stood in; "" of what an operation made.
         operation: the operation of torch, such as "log"; "" of what stood in an argument.
         value: "nan", "inf", "-inf", or several of them.
-        given: what the operation was given: dtypes, shapes, and the ranges of finite values.
+        given: what the operation was given: dtypes, shapes, ranges of finite values, and what is not finite.
         line: the user's line, as "file:line"; "" where there is none. Of a backward pass, the forward operation's.
         code: the text of that line.
         backward: the node of a backward pass, such as "SqrtBackward0"; "" of a forward pass.

@@ -237,7 +237,7 @@ class Watch:
 
 
 def _shown(operation: Operation) -> str:
-    """Show what an operation was given: dtypes, shapes and ranges."""
+    """Show what an operation was given: dtypes, shapes, ranges of finite values, and what is not finite."""
     return ", ".join([_range(x) for x in operation.given[:3] if is_real(x)])
 
 
@@ -246,6 +246,6 @@ def _range(x: torch.Tensor) -> str:
     if not x.is_floating_point() or x.itemsize == 1:
         return shape
     finite: Any = x.detach()[torch.isfinite(x.detach())]
-    if not finite.numel():
-        return shape
-    return f"{shape} of {finite.min().item():.4g} to {finite.max().item():.4g}"
+    held = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if finite.numel() else []
+    held += [str(kind)] if (kind := kind_of(x)) else []
+    return f"{shape} of {' and '.join(held)}"

@@ -9,6 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import in_buffers
+from fzero._tracebacks import door
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._step import step_of
 from fzero.graph.plan._plan import Plan
@@ -22,6 +23,7 @@ __all__ = ["absent", "as_one_rank_holds", "plan"]
 Shape = tuple[tuple[str, int], ...]
 
 
+@door
 def plan(
     step: Callable[..., Any], *args: Any, world_size: int | Mapping[str, int] | None = None, **kwargs: Any
 ) -> Plan:

@@ -25,7 +25,7 @@ from fzero.graph.trace._arguments import Arguments, Place, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
 from fzero.graph.turns import NotALoop, recorded
-from fzero.layout.boxes import PerRank, Shard, give_up, is_box
+from fzero.layout.boxes import PerRank, Shard, Slot, give_up, is_box
 
 __all__ = ["Asked", "Entry", "entry_of"]
 
@@ -112,7 +112,7 @@ class Entry:
     def _give_up_boxes(self, args: tuple[Any, ...]) -> None:
         for i in self.boxed:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
-                if isinstance(x, Shard | PerRank):
+                if isinstance(x, Shard | Slot | PerRank):
                     give_up(x, f"argument {i} was donated to {self.asked}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._notice import notice, see
-from fzero._tracebacks import UsersFrames
+from fzero._tracebacks import UsersFrames, door
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
@@ -26,6 +26,7 @@ __all__ = ["Jitted", "jit"]
 log = logging.getLogger("fzero.jit")
 
 
+@door
 def jit(
     step: Callable[..., Any],
     *,
@@ -185,14 +186,15 @@ class Jitted:
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):
             notice("fzero.jit: ranks in lockstep run eagerly, for debugging; threads cannot be compiled into one graph")
             return self.step(*args, **kwargs)
-        arguments = arguments_of(args, kwargs)
-        arguments.check_plain()
-        if self.backend in ("inductor", "inductor-whole"):
-            _torch.preparing()
         with UsersFrames():
+            arguments = arguments_of(args, kwargs)
+            arguments.check_plain()
+            if self.backend in ("inductor", "inductor-whole"):
+                _torch.preparing()
             entry = self._entry(arguments, args)
-        return step._checked(lambda *args, **kwargs: entry.run(arguments, args), *args, **kwargs)
+            return step._checked(lambda *args, **kwargs: entry.run(arguments, args), *args, **kwargs)
 
+    @door
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan what a call with these arguments will do, without running it.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._tracebacks import door
 from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import Range, runs, whole
 from fzero.checkpoint._bytes import bytes_of, chunks
@@ -45,6 +46,7 @@ class _File(NamedTuple):
     tensors: dict[int, Stored]
 
 
+@door
 def write(
     folder: Any,
     params: Any,

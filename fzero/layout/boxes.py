@@ -198,14 +198,14 @@ def _written(data: torch.Tensor) -> Written | None:
     return None if torch.compiler.is_dynamo_compiling() else written(data)
 
 
-def give_up(box: "Shard | PerRank", note: str) -> None:
+def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
     """Take a donated box's value away, so that reading it raises `DonatedError`."""
     if hasattr(box, "donated"):  # it was in two places
         return
     if isinstance(box, Shard):
         del box.data
         box._origin = None
-    else:
+    elif isinstance(box, PerRank):
         del box.value
     box.donated = note
 
@@ -213,7 +213,7 @@ def give_up(box: "Shard | PerRank", note: str) -> None:
 class Slot(_Leaf):
     """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
-    __slots__ = ("index", "uid")
+    __slots__ = ("donated", "index", "uid")
 
     def __init__(self, uid: int, index: int) -> None:
         self.uid = uid
@@ -221,6 +221,8 @@ class Slot(_Leaf):
 
     def __repr__(self) -> str:
         spec = self.spec
+        if hasattr(self, "donated"):
+            return f"Slot({spec.unit!r}, {self.index}, donated)"
         return f"Slot({spec.unit!r}, {self.index}, {_in_words(spec.whole_shapes[self.index], spec.dtype)})"
 
     def __reduce__(self) -> Any:

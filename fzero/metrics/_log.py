@@ -61,6 +61,7 @@ class MetricsLog:
         self._kept: list[tuple[int, dict[str, Any]]] = []
         self._first = math.nan  # the time of the first call, in seconds
         self._since = math.nan  # that of the last wait
+        self._told: set[str] = set()  # the metrics of which it was said that they are no numbers
 
     def __call__(self, step: int, values: Any) -> None:
         """Keep the metrics of a step, and write those of the steps before if there are enough.
@@ -96,9 +97,21 @@ class MetricsLog:
         elif len(rows) > 1:  # the first step may have been compiled, so its time is no one's
             rows[-1][1].setdefault("steps/s", (len(rows) - 1) / max(now - self._first, 1e-9))
         self._since = now
-        _tell_nonfinite(rows)
+        self._tell_nonfinite(rows)
         for writer in self._writers:
             writer(rows)
+
+    def _tell_nonfinite(self, rows: Rows) -> None:
+        """Say so, once for each metric, if one is no number: at which step, by the number that was given to the log."""
+        for step, row in rows:
+            for name, x in row.items():
+                if not math.isfinite(x) and name not in self._told:
+                    self._told.add(name)
+                    notice(
+                        f"fzero: the metric {name!r} is {x} at step {step} of the log (told once): "
+                        "fzero.debug.nonfinite(step)(*args) names the rank, the leaf and the line where it began"
+                        + see("nan-on-one-rank")
+                    )
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -141,15 +154,3 @@ def _on_host(kept: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict
         return next(copies[x.device, x.dtype]) if isinstance(x, torch.Tensor) else x
 
     return [(step, {name: number(x) for name, x in row.items()}) for step, row in kept]
-
-
-def _tell_nonfinite(rows: Rows) -> None:
-    """Say so once if a metric is no number."""
-    for step, row in rows:
-        for name, x in row.items():
-            if not math.isfinite(x):
-                notice(
-                    f"fzero: {name} is {x} at step {step}: fzero.debug.nonfinite(step)(*args) names the rank, the leaf "
-                    f"and the line where it began{see('nan-on-one-rank')}"
-                )
-                return

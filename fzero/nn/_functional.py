@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.modules import statistics
+from fzero._tracebacks import door
 from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
 from fzero.init._module import stand_ins
@@ -29,7 +30,7 @@ class Functional(NamedTuple):
     Attributes:
         apply: the module as a pure function; see `Apply`.
         params: the trainable parameters by name; a tied parameter has one name.
-        buffers: the buffers, and the frozen parameters (`requires_grad=False`), by name.
+        buffers: copies of the buffers, and the module's own frozen parameters (`requires_grad=False`), by name.
     """
 
     apply: "Apply"
@@ -37,11 +38,13 @@ class Functional(NamedTuple):
     buffers: Tensors
 
 
+@door
 def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 
-    The tensors are the module's own, detached: nothing is copied, and `apply` keeps only a copy of the module without
-    storage (on the meta device). By the default rule each of the module's repeated blocks is a unit.
+    Parameters are the module's own, detached, and `step.init` copies them. Buffers are copies, so that a jitted step
+    may take them over and the module keeps its own. `apply` keeps only a copy of the module without storage (on the
+    meta device). By the default rule each of the module's repeated blocks is a unit.
 
     `apply` is the module as it is now: its training or evaluation mode, its tied and frozen parameters, its forward
     hooks and the objects that these are methods of. A later `module.eval()` or `head.weight = embed.weight` does not
@@ -81,7 +84,7 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items() if p.requires_grad}
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
-    buffers = {name: b.detach() for name, b in module.named_buffers()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     constants = {**buffers, **frozen}
     copied, mutable = copy_module(module, stand_ins(module)), _mutable(module)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()

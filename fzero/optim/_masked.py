@@ -15,8 +15,9 @@ def masked(pair: Pair, mask: Mask) -> Optimizer:
 
     The numbers are `optax.masked`'s, on any layout: a shard may hold leaves of both kinds. The pair sees zeros as the
     gradients and as the parameters of the others, so they count in no norm, and their state stays as `init` made it.
-    That state exists (optax leaves it out), because a tree's structure must not depend on how it is cut. Leaves that
-    must cost no memory belong into a tree of their own.
+    That state exists (optax leaves it out), because a tree's structure must not depend on how it is cut. So mask links
+    without state, such as `scale_by_learning_rate`, behind one `scale_by_adam`: two masked `adamw` hold the moments
+    twice. Leaves that must cost no memory belong into a tree of their own.
 
     Args:
         pair: an (init, update) pair.

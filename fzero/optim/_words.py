@@ -7,6 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fzero._tracebacks import door
+
 __all__ = ["answers"]
 
 P = ParamSpec("P")
@@ -69,7 +71,7 @@ def answers(make: Callable[P, R]) -> Callable[P, R]:
             )
         return make(*args, **kwargs)
 
-    return answering
+    return door(answering)
 
 
 def _answer(name: str, known: Iterable[str], word: str, value: Any) -> str:

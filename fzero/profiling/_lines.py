@@ -69,7 +69,8 @@ def spans() -> Iterator[list[Span]]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds, place = time.perf_counter() - start, place_now()
-        found.append(Ran(operation.name, place.line, "backward" if place.backward else "", seconds))
+        phase = "backward" if place.backward else "forward" if place.forward else ""
+        found.append(Ran(operation.name, place.line, phase, seconds))
 
     with clocked(found.append), lines_of_nodes(), watching(before, after):
         yield placed

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 __all__ = ["check_axes", "filled"]
 
@@ -21,7 +22,9 @@ def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
         if not name.isidentifier():  # groups of several axes have names with commas
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}={size!r}: the size of an axis is an int")
+            near = get_close_matches(name, ("simulate", "alone", "device", "timeout"), 1)
+            hint = f"; did you mean {near[0]}= by {name}=?" if near else ""
+            raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
     open_axes = [name for name, size in axes.items() if size == -1]

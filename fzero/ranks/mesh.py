@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
 from fzero._notice import see
+from fzero._tracebacks import door, hinted
 from fzero.axes.axis import Axis, AxisName
 from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks._sizes import check_axes, filled
@@ -22,6 +23,7 @@ __all__ = ["Mesh", "mesh"]
 SIMULATIONS = ("vmap", "lockstep")
 
 
+@hinted("Give each axis a name: fzero.mesh(dp=4)")
 def mesh(
     *,
     simulate: bool | Literal["vmap", "lockstep"] | None = None,
@@ -45,9 +47,6 @@ def mesh(
         timeout: how long to wait for the world's other processes, in seconds.
         **axes: the size of each axis; -1, for one of them, means what is left of the world (when alone, of the ranks
             that `alone` says, else 1).
-
-    Returns:
-        A `Mesh`.
 
     Raises:
         ValueError: if the size of the mesh is not the world's, a size is below 1, or `alone` does not divide. Also if
@@ -205,6 +204,7 @@ class Mesh:
         place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
         return f"Mesh({axes}, {place})"
 
+    @door
     def split(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
 
@@ -249,6 +249,7 @@ class Mesh:
             raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
         return None if ordered == self.axis_names else ordered
 
+    @door
     def local(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Wrap what each rank loaded itself.
 

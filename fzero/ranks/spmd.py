@@ -59,6 +59,11 @@ class Spmd:
                     "fzero: simulated ranks run under torch.vmap, which cannot run this operation or read its data "
                     'in Python; ranks in lockstep can: fzero.mesh(..., simulate="lockstep"), and so can real processes'
                 )
+            elif self.mesh.size > 1 and re.search(r"\b(shapes?|sizes?|dimensions?)\b", str(error)):
+                error.add_note(
+                    f"fzero: sizes in this message may count the {self.mesh.size} simulated ranks, too: "
+                    'fzero.mesh(..., simulate="lockstep") has those of one rank'
+                )
             raise
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:

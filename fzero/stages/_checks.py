@@ -73,7 +73,15 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
     """Check that parameters have the stage's layout between steps."""
     for i in positions:
         if i >= len(args):
-            raise ValueError(f"params={tuple(positions)}: the step was called with {len(args)} positional arguments")
+            hint = "" if args else ": a step, fzero.plan and step.plan take what train_step takes"
+            raise ValueError(
+                f"params={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
+            )
+        if _is_state(args[i]):
+            raise TypeError(
+                f"argument {i} (parameters) is the state of an optimizer, {_named(args[i])}: give a step its arguments "
+                "in train_step's order; fzero.shard(..., params=1) says that parameters are not the first"
+            )
         if isinstance(args[i], torch.nn.Module):
             raise TypeError(
                 f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
@@ -82,13 +90,25 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
         if sharded and not boxed(args[i]) and _has_a_unit(args[i], rules):
             raise ValueError(
                 f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "
-                "params, opt_state = step.init(params, opt)"
+                "params, opt_state = step.init(params, opt); what a step of another stage trained by "
+                "step.partition(params)"
             )
         if not sharded and boxed(args[i]):
             raise ValueError(
                 f"argument {i} (parameters) is cut, and stage {stage} takes it plain: gather it with the step "
                 "that cut it, then step.init"
             )
+
+
+def _is_state(values: Any) -> bool:
+    """Return whether a value is what an optimizer of fzero, or a chain of them, keeps."""
+    if type(values) is tuple:
+        return any(_is_state(x) for x in values)
+    return isinstance(values, tuple) and type(values).__module__.startswith("fzero.optim.")
+
+
+def _named(values: Any) -> str:
+    return f"({', '.join(map(_named, values))})" if type(values) is tuple else type(values).__name__
 
 
 def _has_a_unit(params: Any, rules: Rules) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._tracebacks import door
 from fzero.axes.scope import axis_index
 from fzero.collectives.invariant import all_gather_invariant
 from fzero.collectives.sums import psum
@@ -17,6 +18,7 @@ from fzero.transforms._gather import gather as gather_boxes
 __all__ = ["evaluate", "predict"]
 
 
+@door
 def evaluate(
     step: ShardedStep, f: Callable[..., Any], *, weighted: bool = False, gather: bool = True
 ) -> Callable[..., Any]:
@@ -66,6 +68,7 @@ def evaluate(
     return _named(step, f, totals)
 
 
+@door
 def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
     """Make a program that runs a model on a batch over all ranks of a step, and gathers what it says.
 

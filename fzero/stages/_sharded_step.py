@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
-from fzero._tracebacks import UsersFrames
+from fzero._tracebacks import UsersFrames, door
 from fzero.axes.rules import DEFAULT_RULES, Rules
 from fzero.init._build import build
 from fzero.init._like import given_like
@@ -90,14 +90,14 @@ class ShardedStep:
         """
         if is_tracing():
             return self._run(*args, **kwargs)
-        if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
-            raise ValueError(
-                "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, or "
-                "a function that makes the parameters"
-            )
-        for i, x in enumerate(args):
-            check_memory(f"argument {i}", x)
         with UsersFrames():
+            if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
+                raise ValueError(
+                    "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, "
+                    "or a function that makes the parameters"
+                )
+            for i, x in enumerate(args):
+                check_memory(f"argument {i}", x)
             return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +158,7 @@ class ShardedStep:
         whole = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
         return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
 
+    @door
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
         """Put parameters into the stage's layout and make the optimizer's state for them.
 
@@ -241,6 +242,7 @@ class ShardedStep:
         check_device(params, state)
         return state
 
+    @door
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
         """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
 
@@ -286,6 +288,7 @@ class ShardedStep:
             del placed
             return self._in_units(leaves, structure)
 
+    @door
     def gather(self, params: Any) -> Any:
         """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
 

@@ -40,7 +40,7 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
 
     places = {place for _, place in shown(torch.func.grad(loss), torch.ones(2))}
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
-    assert Place(line, "SqrtBackward0", False) in places and Place(line, "", False) in places
+    assert Place(line, "SqrtBackward0", False) in places and Place(line, "", False, forward=True) in places
 
 
 def test_memory_is_told_apart_by_bytes_and_not_kept():

@@ -310,3 +310,10 @@ def test_of_many_the_first_is_named():
 def test_what_is_refused():
     with pytest.raises(TypeError, match="expected a function"):
         nonfinite(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_an_operation_was_given_shows_infinities_beside_the_range():
+    x = torch.tensor([1.0, -2.0, math.inf])
+    found = fzero.debug.nonfinite(lambda x: (x - x.max()).sum())(x)
+    assert found.became is not None and "float32 [3] of -2 to 1 and inf" in found.became.given
+    assert "float32 [] of inf" in found.became.given

@@ -384,7 +384,7 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_appears_on_a_terminal_only(monkeypatch, terminal):
+def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
     monkeypatch.setattr(progressing, "PATIENCE", 0.0)
@@ -393,12 +393,16 @@ def test_a_bar_appears_on_a_terminal_only(monkeypatch, terminal):
         found.append(item)
         time.sleep(0.15)
     assert found == [0, 1, 2]
-    assert ("fzero.jit compiles" in out.getvalue() and "2/3" in out.getvalue()) == terminal
+    assert "fzero.jit compiles" in out.getvalue() and ("2/3" in out.getvalue()) == terminal
+    if not terminal:
+        (line,) = out.getvalue().splitlines()
+        assert line.startswith("fzero.jit compiles 3 segments before the first step") and 'backend="auto"' in line
 
 
-def test_no_bar_appears_for_what_is_quick_or_on_other_ranks(monkeypatch):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_is_said_of_what_is_quick_or_on_other_ranks(monkeypatch, terminal):
     out = io.StringIO()
-    monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=True))
+    monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(progressing, "PATIENCE", 0.0)

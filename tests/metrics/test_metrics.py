@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import metrics
+from fzero._notice import notice
 
 
 class Kept:
@@ -92,10 +93,16 @@ def test_what_was_kept_is_written_after_an_error():
     assert kept.calls == [[(0, {"loss": 1.0})]] and kept.closed
 
 
-def test_a_loss_that_is_no_number_is_told_once(caplog):
-    with caplog.at_level(logging.WARNING, logger="fzero"), metrics.log(every=1) as log:
-        log(3, {"loss": torch.tensor(math.nan), "norm": math.inf})
-    assert [r.message.split(":")[1] for r in caplog.records] == [" loss is nan at step 3"]
+def test_each_metric_that_is_no_number_is_told_once(caplog):
+    notice.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="fzero"), metrics.log(every=2) as log:
+        for i in range(6):
+            log(i + 1, {"loss": torch.tensor(math.nan if i > 2 else 1.0), "norm": math.inf if i > 0 else 1.0, "lr": i})
+    told = [r.message.split(":")[1] for r in caplog.records]
+    assert told == [
+        " the metric 'norm' is inf at step 2 of the log (told once)",
+        " the metric 'loss' is nan at step 4 of the log (told once)",
+    ]
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [

@@ -7,6 +7,9 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 
 MUTANTS = [
     Mutant(
+        "ranges leave infinities out", "debug/_watch.py", "[str(kind)] if (kind := kind_of(x)) else []", "[]", DEBUG
+    ),
+    Mutant(
         "a mask is blamed", "debug/_watch.py", "any(not math.isfinite(x) for x in operation.numbers)", "False", DEBUG
     ),
     Mutant(

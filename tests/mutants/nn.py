@@ -9,6 +9,13 @@ LEFT = ("tests/nn/test_left_behind.py",)
 CLOSURES = ("tests/nn/test_closures.py",)
 
 MUTANTS = [
+    Mutant(
+        "buffers are the module's own",
+        "nn/_functional.py",
+        "b.detach().clone() for",
+        "b.detach() for",
+        ("tests/nn/test_nn.py",),
+    ),
     Mutant("an attribute's function reads the module", "nn/_closures.py", "m.__dict__[name] = y", "pass", CLOSURES),
     Mutant("a hook reads the module", "nn/_closures.py", "key: _follow(hook, memo) for", "key: hook for", CLOSURES),
     Mutant("a rank reads another's module", "nn/_functional.py", "copy_module(self.module)", "self.module", STEP),

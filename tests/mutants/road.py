@@ -47,6 +47,8 @@ MUTANTS = [
         "            pass\n        finally",
         METRICS,
     ),
+    Mutant("what is no number is told each time", "metrics/_log.py", "self._told.add(name)", "pass", METRICS),
+    Mutant("one metric is told", "metrics/_log.py", "name not in self._told", "not self._told", METRICS),
     Mutant("lines are repeated", "metrics/_writers.py", "        if step < first:", "        if True:", METRICS),
     Mutant("TensorBoard shows both", "metrics/_writers.py", ", purge_step=rows[0][0]", "", METRICS),
 ]

@@ -12,6 +12,20 @@ SIDE_BY_SIDE = ("tests/init/test_side_by_side.py",)
 ATTACKED = ("tests/stages/test_attacked.py",)
 
 MUTANTS = [
+    Mutant(
+        "a chain's state is taken for parameters",
+        "stages/_checks.py",
+        "return any(_is_state(x) for x in values)",
+        "return False",
+        ("tests/test_errors.py", "-k", "swapped"),
+    ),
+    Mutant(
+        "a shape error does not say that it counts ranks",
+        "ranks/spmd.py",
+        "elif self.mesh.size > 1 and re",
+        "elif self.mesh.size < 1 and re",
+        ("tests/test_errors.py", "-k", "shape_error"),
+    ),
     # leaves side by side
     Mutant("every leaf lies where the unit begins", "init/_side_by_side.py", "spec.offsets[index]", "0", SIDE_BY_SIDE),
     Mutant("tied leaves come apart", "init/_side_by_side.py", "if index not in placed:", "if True:", SIDE_BY_SIDE),

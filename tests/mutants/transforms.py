@@ -4,6 +4,20 @@ from tests.mutants.mutant import AXES, HALF, OWN, REMAT, WRITES, Mutant
 
 MUTANTS = [
     Mutant(
+        "a loss without parameters trains silently",
+        "transforms/gradients/_value_and_grad.py",
+        "or not variables or loss.requires_grad:",
+        "or True:",
+        ("tests/transforms/test_independent_losses.py",),
+    ),
+    Mutant(
+        "each loss is told of",
+        "transforms/gradients/_value_and_grad.py",
+        "or not variables or loss.requires_grad:",
+        "or not variables:",
+        ("tests/transforms/test_independent_losses.py",),
+    ),
+    Mutant(
         "attention is taken to draw",
         "transforms/_remat/_tape.py",
         ' and _given(op, args, kwargs, "dropout_p") != 0',

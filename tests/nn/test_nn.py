@@ -103,7 +103,30 @@ def test_params_are_the_modules_own_tensors_detached():
     for name, p in module.named_parameters():
         assert params[name].data_ptr() == p.data_ptr() and not params[name].requires_grad
     for name, b in module.named_buffers():
-        assert buffers[name].data_ptr() == b.data_ptr()
+        assert buffers[name].data_ptr() != b.data_ptr() and torch.equal(buffers[name], b)
+
+
+def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own():
+    module, opt, mesh = built(Norms), optim.sgd(0.1), fzero.mesh(dp=2)
+    apply, params, buffers = functional(module)
+
+    def train_step(params: Any, opt_state: Any, buffers: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            y, new = apply(params, buffers, x)
+            return y.square().mean(), new
+
+        (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, x)
+        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        new = tree.map(lambda b: fzero.pmean(b) if b.is_floating_point() else b, new)
+        return params, opt_state, new, value
+
+    before = copy.deepcopy(module.state_dict())
+    step = fzero.jit(fzero.shard(train_step, stage=3, mesh=mesh), backend="fx")
+    *_, after, _ = step(*step.init(params, opt), buffers, mesh.split(IMAGES[0]))
+    assert after["norm2d.num_batches_tracked"] == 1 and after["norm2d.running_mean"].any()
+    with pytest.raises(fzero.DonatedError):
+        buffers["norm2d.running_mean"].sum()
+    assert_trees_close(dict(module.state_dict()), dict(before), 0.0)
 
 
 def test_apply_owns_no_storage():

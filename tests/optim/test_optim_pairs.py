@@ -162,6 +162,39 @@ def test_a_masked_pair_sees_zeros_for_the_other_parameters():
     assert state.ema["b"].tolist() == [0, 0] and state.ema["w"].tolist() == [[1.5, 1.5]] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_groups_of_links_are_torchs_groups_with_one_set_of_moments(stage):
+    """One scale_by_adam, and rates and decays by mask: docs/recipes.md has it for parameter groups."""
+    opt = optim.chain(
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.1, mask=matrices),
+        optim.masked(optim.scale_by_learning_rate(1e-3), matrices),
+        optim.masked(optim.scale_by_learning_rate(1e-2), biases),
+    )
+    params = {"w": normal((4, 3), 0), "b": normal((3,), 1)}
+    x = normal((6, 4), 2)
+
+    def loss_fn(params: Any, x: Any) -> torch.Tensor:
+        return (x @ params["w"] + params["b"]).square().mean()
+
+    step = fzero.shard(train_step_for(loss_fn, opt), stage, fzero.mesh(dp=2))
+    state = step.init(params, opt)
+    moments_and_count = [n.numel() for n in tree.tensors(step.gather(state[1]))]
+    assert sum(moments_and_count) == 2 * 15 + 1
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    groups = [
+        {"params": [leaves["w"]], "lr": 1e-3, "weight_decay": 0.1},
+        {"params": [leaves["b"]], "lr": 1e-2, "weight_decay": 0.0},
+    ]
+    of_torch = torch.optim.AdamW(groups)
+    for _ in range(3):
+        *state, _ = step(*state, step.mesh.split(x))
+        of_torch.zero_grad()
+        loss_fn(leaves, x).backward()
+        of_torch.step()
+    assert_trees_close(step.gather(state[0]), {k: p.detach() for k, p in leaves.items()})
+
+
 def test_masks_that_are_complements_make_parameter_groups():
     """Two masked pairs in a chain, each on its leaves: what torch calls parameter groups."""
     opt = optim.chain(

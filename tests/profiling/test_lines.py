@@ -1,5 +1,6 @@
 import pathlib
 import time
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.profiling._flame import bars
+from fzero.profiling._flame import bars, colours, label
 from fzero.profiling._lines import Span, by_line, function_at
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -44,6 +45,16 @@ def test_passes_functions_and_lines_of_a_step(backend):
     update = next(c for c in found.lines if "opt.update" in c.code)
     assert update.backward_seconds <= 0.5 * update.seconds
     assert sum(c.seconds for c in found.lines) == pytest.approx(sum(s.seconds for s in found.spans))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_each_micro_batch_goes_forward_and_back(micro_batches):
+    step, args = sharded(micro_batches=micro_batches)
+    found = fzero.profile(step, *args, steps=1)
+    tanh = [s.phase for s in found.spans if s.name == "aten::tanh"]
+    assert set(tanh) == {"forward"} and len(tanh) % micro_batches == 0
+    passes = [phase for phase, _ in groupby([s.phase for s in found.spans])]
+    assert passes == micro_batches * ["forward", "backward"] + ["update"]
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -84,6 +95,21 @@ def test_lines_and_bars_of_spans():
     assert found[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
     assert found[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
     assert [x for x in found if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
+
+
+def test_the_dearest_have_colours_of_their_own():
+    spans = [span(f"aten::op{i}", "a.py:1", "forward", i)._replace(seconds=1.0 + i) for i in range(20)]
+    passes, functions, operations = colours(spans)
+    assert set(passes) == {"forward", "backward", "update"} and list(functions) == ["f"]
+    assert list(operations) == [f"op{i}" for i in range(19, 19 - len(operations), -1)]
+    every = [*passes.values(), *functions.values(), *operations.values()]
+    assert len(set(every)) == len(every)
+
+
+def test_a_label_is_what_fits():
+    assert label("Attention.forward", 0.5) == "Attention.forward" and label("Attention.forward", 0.01) == ""
+    short = label("Attention.forward", 0.05)
+    assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])
 
 
 def test_the_function_of_a_line(tmp_path: pathlib.Path):

@@ -11,6 +11,7 @@ import torch
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero._torch.levels import differentiates_now, is_differentiated, written
+from fzero._tracebacks import door
 from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import in_loss, joint, resolve
 from fzero.collectives.invariant import one_of_copies
@@ -56,6 +57,7 @@ def value_and_grad(
     gather: bool = True,
     precision: Precision | None = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
+@door
 def value_and_grad(
     f: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -75,7 +77,7 @@ def value_and_grad(
     such as its part of the batch, is differentiated in a box. `f` is handed `x` for `fzero.PerRank(x)`, whose gradient
     is a `PerRank` of the rank's own gradient, added to no other rank's. Outside any mesh this is
     `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you like in a
-    step, on any trees.
+    step, on any trees. A notice says so if a loss depends on nothing that is differentiated.
 
     Args:
         f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
@@ -147,7 +149,8 @@ def value_and_grad(
             kwargs, rest = gathered(kwargs), [gathered(x) for x in rest]
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced=gather and _runs_in_eager_order(axes))
+        fenced = gather and _runs_in_eager_order(axes)
+        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced, getattr(f, "__name__", "f"))
         primals = [p for argument in opened.values() for p in argument.primals]
         variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
 
@@ -210,6 +213,7 @@ class _Loss:
         batch: how the arguments are cut in micro-batches.
         parts: what the loss is divided by.
         fenced: whether units are reduced in the order of the tree.
+        name: of the user's function.
     """
 
     loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
@@ -219,6 +223,7 @@ class _Loss:
     batch: MicroBatches
     parts: int
     fenced: bool
+    name: str
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
         """Return the loss of micro-batch j, a function of the variables to it and aux."""
@@ -243,5 +248,16 @@ class _Loss:
                 raise RuntimeError(
                     f"f wrote into its parameters in place, into argument {i}: let it make new values (p = p * mask)"
                 )
+        self._check_dependence(variables, loss)
         loss = loss if self.parts == 1 else loss / self.parts
         return (fence([loss], anchor)[0][0] if self.fenced else loss), aux
+
+    def _check_dependence(self, variables: list[torch.Tensor], loss: torch.Tensor) -> None:
+        """Say so if a loss depends on nothing that is differentiated, which a rank without examples may mean."""
+        if torch.compiler.is_dynamo_compiling() or not variables or loss.requires_grad:
+            return
+        which = " or ".join([f"argument {i}" for i in self.opened])
+        notice(
+            f"fzero.value_and_grad: the loss of {self.name} does not depend on {which}, so its gradients are zero: let "
+            "it read the parameters that it is given, and not a module's own, or detached ones"
+        )

@@ -106,6 +106,18 @@ def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
     torch.save(step.gather(params), io.BytesIO())
 
 
+def test_a_donated_unit_prints_so_at_each_of_its_leaves():
+    opt = optim.sgd(1e-2)
+    step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2)), backend="fx")
+    params, state = step.init(mlp_params(), opt)
+    assert "donated" not in repr(params) and "Slot('blocks.0', 1, float64 [7])" in repr(params)
+    new, _, _ = step(params, state, step.mesh.split(mlp_batch(4)))
+    assert "Slot('blocks.0', 1, donated)" in repr(params) and "float64" not in repr(params)
+    assert "donated" not in repr(new)
+    with pytest.raises(fzero.DonatedError):
+        params["blocks"][0]["b"].numel()
+
+
 def test_a_parameter_and_tied_leaves_die_too():
     w = torch.nn.Parameter(torch.ones(3))
     f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
