@@ -13,10 +13,12 @@ from fzero.checkpoint import CheckpointError, Checkpoints, Saving, checkpoints, 
 from fzero.collectives._record import Log, record
 from fzero.collectives.exchange import all_to_all, broadcast, ppermute
 from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.collectives.moves import to_device, to_host
 from fzero.collectives.sums import all_gather, pmean, psum, psum_scatter
 from fzero.graph._absent import plan
 from fzero.graph._jit import Jitted, jit
 from fzero.graph.plan._plan import Plan
+from fzero.graph.spaces import SpaceError
 from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
 from fzero.layout.table import Layouts, layouts
@@ -63,6 +65,7 @@ __all__ = [
     "Shard",
     "ShardedStep",
     "Slot",
+    "SpaceError",
     "Spec",
     "Split",
     "StageLayouts",
@@ -111,6 +114,8 @@ __all__ = [
     "shard",
     "state_bytes",
     "step",
+    "to_device",
+    "to_host",
     "transforms",
     "tree",
     "units",

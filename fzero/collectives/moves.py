@@ -57,7 +57,8 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     Where the tensor is in host memory already, as on a machine without accelerators, it is copied, too.
 
     Example:
-        >>> to_host(torch.ones(2))
+        >>> import fzero
+        >>> fzero.to_host(torch.ones(2))
         tensor([1., 1.])
     """
     return apply(NO_AXIS.token, "to_host", NO_AXIS.binding, OnDevice(x.device), x)[0]
@@ -67,7 +68,8 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor from host memory onto a device, differentiably: the transpose of `to_host`.
 
     Example:
-        >>> to_device(to_host(torch.ones(2)), "cpu")
+        >>> import fzero
+        >>> fzero.to_device(fzero.to_host(torch.ones(2)), "cpu")
         tensor([1., 1.])
     """
     return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, OnDevice(torch.device(device)), x)[0]

@@ -189,15 +189,15 @@ class Plan:
         """List the storages, of both memories, that are alive while an operation runs, the largest first."""
         return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
 
-    def live_of(self, kind: str) -> list[int]:
-        """Bytes of the device of one kind alive while each operation runs: "parameters", "gathered", "gradients", ...
+    def live_of(self, kind: str, space: str = "device") -> list[int]:
+        """Bytes of one kind in a memory alive while each operation runs: "parameters", "gathered", "gradients", ...
 
         Raises:
             ValueError: if `kind` is none.
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
-        return live_bytes([r for r in self.ranges if r.kind == kind and r.space == "device"], len(self.operations))
+        return live_bytes([r for r in self.ranges if r.kind == kind and r.space == space], len(self.operations))
 
     def __repr__(self) -> str:
         return f"Plan({_text.headline(self)})"
