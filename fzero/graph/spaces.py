@@ -1,8 +1,8 @@
 """Spaces: which values of a graph lie in host memory, and that no operation mixes both.
 
 An argument says where it lies. A move changes that, and all other results lie where their operands do. A number (0-d)
-that nothing on the device has made may meet either. The same holds where both are one memory, so a forgotten move is
-found on a machine without accelerators.
+that nothing on the device has made may meet either, and so may a captured tensor, such as a table of numbers. The same
+holds where both are one memory, so a forgotten move is found on a machine without accelerators.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,7 +64,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
         if n.op == "output":
             continue
         if is_input(n):
-            found[n] = n.meta.get("space", "device" if _is_large(n) else None)
+            found[n] = n.meta.get("space", "device" if _is_large(n) and not n.meta.get("captured") else None)
         elif is_move(n):
             found[n] = "host" if n.target is DOWN else "device"
         else:

@@ -116,7 +116,7 @@ def _lift_constants(gm: GraphModule) -> Traced:
                 lifted[what] = graph.placeholder(name)
             tensor = isinstance(value, torch.Tensor)  # else a torch.Generator
             fake = _torch.fake_like([value], beside)[0] if tensor else None
-            lifted[what].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs"}
+            lifted[what].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs", "captured": True}
             constants[name] = value
         node.replace_all_uses_with(lifted[what])
         graph.erase_node(node)
