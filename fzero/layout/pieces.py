@@ -50,7 +50,15 @@ def on_device(box: Shard, device: torch.device | None = None) -> Shard:
     Args:
         box: any.
         device: where to; by default where its other piece is, or the mesh's.
+
+    Raises:
+        ValueError: if it holds trees of a pair of its own, as the state of `optim.leafwise` does.
     """
+    if not all(isinstance(x, torch.Tensor) for x in box.parts):
+        raise ValueError(
+            f"unit {facts(box.uid).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
+            'optim.leafwise makes it: it can neither be gathered nor be offloaded with update="device"'
+        )
     if "host" not in spaces(box):
         return box
     pieces = list(zip(spaces(box), box.parts, strict=True))

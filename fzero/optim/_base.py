@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fzero import tree
+from fzero.optim._pair import check_pair
 from fzero.precision import Precision
 from fzero.tree import Tree
 
@@ -106,9 +107,15 @@ class Optimizer:
 
 
 def as_optimizer(pair: Pair) -> Optimizer:
-    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`."""
+    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`.
+
+    Raises:
+        TypeError: if it is no pair.
+    """
     if isinstance(pair, Optimizer):
         return pair
+    for needed in ("init", "update"):
+        check_pair(pair, needed)
     return Optimizer(pair.init, pair.update, getattr(pair, "elementwise", None))
 
 

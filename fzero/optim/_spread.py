@@ -119,7 +119,7 @@ class Spread:
         for i, (place, x) in enumerate(zip(_places(paths, out, None), out, strict=True)):
             if place is None:
                 continue
-            uid = self._uid_in_pieces(self._base_of(place, paths[i]))
+            uid = self._uid_in_pieces(self._base_of(place))
             box = x if place.shape is None else Shard(x.reshape(-1), place.base)
             out[i] = in_pieces(box, uid, to_host) if place.first else Slot(uid, place.index)
         return tree.unflatten(structure, out)
@@ -145,11 +145,11 @@ class Spread:
         """Move a piece to the device, if it is not there."""
         return to_device(x, self.device) if space == "host" else x
 
-    def _base_of(self, place: Place, path: str) -> int:
+    def _base_of(self, place: Place) -> int:
         """Return the unit of a leaf of the state: that of the parameter whose path its own ends with, if it has one."""
         if place.shape is None:
             return place.base
-        keys = path.split(".")
+        keys = facts(place.base).unit.split(".")  # its path; of tied leaves the first's, at each of their places
         ends = [".".join(keys[i:]) for i in range(len(keys))]
         known = [self._by_path[end] for end in ends if end in self._by_path]
         same = [base for base in known if facts(base).shapes == (place.shape,)]
