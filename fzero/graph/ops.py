@@ -90,8 +90,8 @@ OPERATIONS: dict[str, Known] = {
     "_unsafe_view": VIEW,
     "_reshape_alias": VIEW,
     # from one memory to the other
-    "to_host": CHEAP | LAYOUT | LINEAR | COPIES,
-    "to_device": CHEAP | LAYOUT | LINEAR | COPIES,
+    "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
     # cut and joined
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,

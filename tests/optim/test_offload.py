@@ -391,7 +391,7 @@ def test_a_loss_scale_goes_around(update):
         optim.offload(inner, 0.5, update)
 
 
-@pytest.mark.parametrize("pair", [torch.optim.Adam, optim.adam, None, 3], ids=repr)
+@pytest.mark.parametrize("pair", [torch.optim.Adam, optim.adam, None, 3], ids=["a class", "a function", "None", "3"])
 def test_what_is_no_pair_is_refused(pair):
     with pytest.raises(TypeError):
         optim.offload(pair)

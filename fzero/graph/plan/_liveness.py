@@ -1,6 +1,7 @@
 """Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -114,11 +115,11 @@ def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
 
 def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     """Find for each storage the place of the last node that needs it; the number of nodes for results."""
-    stop = [position[n] for n in lent.born]
+    stop, later = [position[n] for n in lent.born], _waits_again(position)
     for node, i in position.items():
         # the parts that a view cuts a value in lie in one storage
         held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
-        for source in _sources(node):  # it holds what the collective was given
+        for source in () if node in later else _sources(node):  # it holds what the collective was given
             held += [] if is_carried(source) else lent.read_by(collective_of(source))
         for s in held:
             stop[s] = i if node.op != "output" else len(position)
@@ -131,18 +132,32 @@ def _copies(position: Mapping[Node, int]) -> list[Range]:
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
     operand, and one that arrives becomes the result.
     """
-    found = []
+    found, later = [], _waits_again(position)
     for node, i in position.items():
         if loop := loop_of(node):
             found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
+        if node in later:
+            continue
         for source in _sources(node):
             found += _on_the_way(source, i if is_wait(node) else len(position), position)
         if is_wait(node) and _is_messages(awaited(node)):
             x = values(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 found.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))  # in float32 the sum, and a row
+    return found
+
+
+def _waits_again(order: Iterable[Node]) -> set[Node]:
+    """List the waits for what an earlier one has ended, as `recompute` makes them: the collective holds nothing then."""
+    seen: set[tuple[Node, object]] = set()
+    found: set[Node] = set()
+    for node in order:
+        if is_wait(node):
+            source = node.all_input_nodes[0]
+            key = (collective_of(source), source.args[1] if source.target is operator.getitem else None)
+            (found.add(node) if key in seen else seen.add(key))
     return found
 
 
