@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import spaces
+from fzero.layout.pieces import host_elements, spaces
 from fzero.layout.spec import ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
@@ -180,13 +180,13 @@ def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     pair = optim.offload(optim.sgd(0.1, momentum=0.9), ratio)
     step = Way(stage, n, units=rule and RULES[rule]).step(pair, POINTWISE["sgd"])
     momentum = step.init(params, pair)[1].momentum
-    found = pieces_of(momentum)
-    total = sum([x.shape[-1] for _, x in found])
-    host = sum([x.shape[-1] for space, x in found if space == "host"])
-    wanted = round(ratio * total)
-    assert wanted <= host < wanted + ALIGN or host == total < wanted + ALIGN
-    order = [space for space, x in found if x.shape[-1]]
+    boxes = [x for x in tree.flatten(momentum, is_box)[0] if isinstance(x, Shard) and x.spec.numel]
+    host = sum([host_elements(x.uid) * x.spec.ranks for x in boxes])
+    wanted = ratio * sum([x.spec.numel for x in boxes])
+    assert wanted - 1 <= host < wanted + n * (ALIGN + len(boxes)), (host, wanted)  # each unit is padded
+    order = [space for x in boxes for space in spaces(x)]
     assert order == sorted(order), order  # the device's first
+    assert all(p.stop - p.start for x in boxes for p in x.spec.pieces)
 
 
 @settings(max_examples=15)
@@ -403,7 +403,9 @@ def test_a_state_of_another_ratio_says_how_to_change_it(stage, update):
     row, params = POINTWISE["adamw"], small_params()
     made = Way(stage).step(pair := row.make(offloading(0.3, update), params), row).init(params, pair)
     step = Way(stage).step(row.make(offloading(0.8, update), params), row)
-    with pytest.raises(ValueError, match=r"offload: leaf '.*mu.*' of the state has \d+ elements on .*optim.offloaded"):
+    with pytest.raises(
+        ValueError, match=r"offload: leaf '.*mu.*' of the state has \d+ elements .* on the host, .*optim.offloaded"
+    ):
         step(*made, step.mesh.split(batches_of(4)[0]))
 
 
