@@ -53,7 +53,7 @@ layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.intege
 units = st.sampled_from([None, *sorted(RULES)])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(name=st.sampled_from(sorted(POINTWISE)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("adamw", small_params(), by_path, None, 3, 3, 1)
 @example("masters, clip before", small_params(), 0.37, "one unit", 2, 2, 2)
@@ -63,7 +63,7 @@ def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, st
     check_bitwise(way, POINTWISE[name], params, ratio, "host")
 
 
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(name=st.sampled_from(sorted(LIFTED)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("muon", small_params(), 0.37, "one unit", 2, 2, 1)
 @example("adafactor", small_params(), 0.37, None, 3, 3, 1)
@@ -82,7 +82,7 @@ def test_every_pair_that_reads_leaves_is_updated_on_the_device(name):
     check_bitwise(Way(2, 2), ON_DEVICE_ONLY[name], small_params(), 0.37, "device")
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(0, 3))
 @example("masters, clip before", 0.37, 2, 2)
 def test_a_jitted_step_with_host_updates_trains_bit_for_bit(name, ratio, stage, n):
@@ -90,11 +90,26 @@ def test_a_jitted_step_with_host_updates_trains_bit_for_bit(name, ratio, stage, 
     check_bitwise(Way(stage, n, jit=True), POINTWISE[name], small_params(), ratio, "host")
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(name=st.sampled_from(sorted(LIFTED)), ratio=RATIOS, stage=stages(), n=st.integers(0, 3))
 @example("masters of lamb", 0.37, 3, 2)
 def test_a_jitted_step_with_device_updates_trains_bit_for_bit(name, ratio, stage, n):
     check_bitwise(Way(stage, n, jit=True), PAIRS[name], small_params(), ratio, "device")
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    name=st.sampled_from(sorted(LIFTED)),
+    params=params_of(),
+    ratio=RATIOS,
+    rule=units,
+    update=st.sampled_from(["host", "device"]),
+    **layouts,
+)
+def test_more_trees_train_bit_for_bit(name, params, ratio, rule, update, stage, n, micro_batches):
+    way = Way(stage, n, micro_batches, units=rule and RULES[rule])
+    check_bitwise(way, PAIRS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
 
 
 @pytest.mark.slow
@@ -112,7 +127,7 @@ def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage
     check_bitwise(Way(stage, n, k, True), PAIRS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(1, 3))
 def test_in_lockstep_it_trains_bit_for_bit(name, ratio, stage, n):
     way, row = Way(stage, n, simulate="lockstep"), POINTWISE[name]
@@ -274,7 +289,7 @@ def on(step: fzero.ShardedStep, state: Any, batches: list[Any]) -> Any:
 CHANGES = st.sampled_from([(0.3, 0.7), (1, 0), (0, 0.5), (0.37, by_path), (by_path, 1), (0.6, 0.6)])
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     name=st.sampled_from(["adamw", "masters, clip before", "a mask", "muon", "adafactor", "third party"]),
     change=CHANGES,
@@ -300,7 +315,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
         assert same_bits(other.partition(step.gather(tuple(state)), like=got), got)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     name=st.sampled_from(["adamw", "masters", "a mask", "muon", "third party", "a loss scale around"]),
     change=CHANGES,
