@@ -92,10 +92,9 @@ MUTANTS = [
     Mutant(
         "a plan keeps the cut of another world",
         "graph/_absent.py",
-        "p.stop - p.start) for p in spec_of(uid).pieces",
-        "y.shape[-1]) for y in x.parts",
+        "for p in spec_of(uid).pieces]",
+        "for p in x.spec.pieces]",
         SPACES,
-        ((".new_empty(y.shape[-1]), device", ".new_empty(y.shape[-1], device"),),
     ),
     # offload
     Mutant(
@@ -181,6 +180,13 @@ MUTANTS = [
         OFFLOAD,
     ),
     # graphs
+    Mutant(
+        "moves are made again",
+        "graph/passes/_recompute.py",
+        "is_collective(node) or is_move(node) or",
+        "is_collective(node) or",
+        SPACES,
+    ),
     Mutant("captured tables lie on the device", "graph/spaces.py", ' and not n.meta.get("captured")', "", SPACES),
     Mutant(
         "mixed operations pass",
