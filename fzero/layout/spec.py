@@ -104,8 +104,8 @@ class Spec:
         order: all these axes in the order of the mesh, which says which rank holds which shard.
         cast: in a gradient by a precision policy, its dtypes on the wire and in the end: the shard that is
             differentiated has the latter, and is gathered in `dtype`. A box between operations has None.
-        host: the share of each rank's shard, at its end, that lies in host memory. A share and no number of elements,
-            so that it holds for any number of ranks.
+        host: the share of each rank's shard, at its end, that lies in host memory, before it is rounded up to where a
+            shard may be cut. A share and no number of elements, so that it holds for any number of ranks.
     """
 
     unit: str
@@ -251,10 +251,9 @@ def with_cast(uid: int, wire: torch.dtype, grad: torch.dtype) -> int:
 
 
 @assume_constant_result
-def on_host(uid: int, elements: int) -> int:
-    """Return the uid of the same unit, of which the last `elements` of each rank's shard lie in host memory."""
-    spec = spec_of(uid)
-    return intern(replace(spec, host=Fraction(elements, max(spec.shard_numel, 1))))
+def on_host(uid: int, part: int, of: int = 1) -> int:
+    """Return the uid of the same unit, of which the last `part / of` of each rank's shard lie in host memory."""
+    return intern(replace(spec_of(uid), host=Fraction(part, of)))
 
 
 @assume_constant_result

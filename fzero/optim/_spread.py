@@ -1,8 +1,8 @@
 """Spread: which part of each unit lies on the host, and trees cut so, in pieces of which each lies in one memory."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from fzero.axes.scope import axis_names
 from fzero.collectives.moves import to_device, to_host
 from fzero.layout.boxes import Shard, Slot, is_box
 from fzero.layout.pieces import concatenated, host_elements, in_pieces, on_device
-from fzero.layout.spec import ALIGN, facts, intern_parts, on_host, spec_of
+from fzero.layout.spec import facts, intern_parts, on_host, spec_of
 from fzero.precision import Precision
 from fzero.tree import Tree
 
@@ -63,19 +63,19 @@ class Spread:
     Attributes:
         structure: of the tree, in which boxes are leaves.
         places: of its entries; None of what is in no unit, such as an integer, and of a number (0-d).
-        taken: for the uid of each unit the elements of each rank's shard that lie on the host.
+        taken: for the uid of each unit the share of each rank's shard that lies on the host.
         device: of the tree.
     """
 
     structure: Any
     places: tuple[Place | None, ...]
-    taken: dict[int, int]
+    taken: dict[int, Fraction]
     device: torch.device
 
     @cached_property
     def uids(self) -> dict[int, int]:
         """The uid of each unit in pieces, by that of the unit on the device."""
-        return {base: on_host(base, elements) if elements else base for base, elements in self.taken.items()}
+        return {base: _with_share(base, share) for base, share in self.taken.items()}
 
     def entries(self, values: Tree) -> list[Any]:
         """List what a tree of this structure has at each place."""
@@ -162,9 +162,9 @@ class Spread:
     def _uid_in_pieces(self, base: int) -> int:
         if base in self.uids:
             return self.uids[base]
-        k = facts(base).shard_numel  # a unit of the pair's own: as much of it as of all others
-        total = sum([facts(uid).shard_numel for uid in self.taken])
-        return on_host(base, aligned(k * sum(self.taken.values()) / total, k) if total else 0)
+        total = sum([_weight(uid) for uid in self.taken])  # a unit of the pair's own: as much of it as of all others
+        host = sum([share * _weight(uid) for uid, share in self.taken.items()])
+        return _with_share(base, Fraction(host, total) if total else Fraction(0))
 
     def check(self, state: Tree) -> None:
         """Check that a state is cut as this says.
@@ -174,11 +174,11 @@ class Spread:
         """
         paths, entries, _ = tree.flatten_with_paths(state, is_box)
         for path, x in zip(paths, entries, strict=True):
-            if isinstance(x, Shard | Slot) and facts(x.uid).pieces != facts(self._expected(x)).pieces:
-                has, wanted = host_elements(x.uid), host_elements(self._expected(x))
+            if isinstance(x, Shard | Slot) and spec_of(x.uid).host != spec_of(self._expected(x)).host:
+                has, wanted = _in_words(x.uid), _in_words(self._expected(x))
                 raise ValueError(
-                    f"offload: leaf {path!r} of the state has {has} elements on the host, and ratio says {wanted}: use "
-                    "the ratio that the state was made with, or optim.offloaded(opt_state, params, ratio)"
+                    f"offload: leaf {path!r} of the state has {has} on the host, and ratio says {wanted}: use the "
+                    "ratio that the state was made with, or optim.offloaded(opt_state, params, ratio)"
                 )
 
     def _expected(self, x: Shard | Slot) -> int:
@@ -188,9 +188,22 @@ class Spread:
 # ---------------------------------------------------------------- which part of each unit
 
 
-def aligned(elements: float, k: int) -> int:
-    """Round a number of elements up to where a shard of `k` elements may be cut."""
-    return k if elements >= k else min(k, -(-math.ceil(elements) // ALIGN) * ALIGN)
+def _with_share(base: int, share: Fraction) -> int:
+    return on_host(base, share.numerator, share.denominator) if share else base
+
+
+def _in_words(uid: int) -> str:
+    return f"{host_elements(uid)} elements ({float(spec_of(uid).host):.4g} of them)"
+
+
+def _weight(uid: int) -> int:
+    """Count a unit's elements, of all ranks: the same on any mesh."""
+    return facts(uid).numel * facts(uid).split_ranks
+
+
+def _exact(share: float) -> Fraction:
+    """Return the number that a share is written as: 1/10 of 0.1, and not a little more."""
+    return Fraction(repr(float(share)))
 
 
 def spread_of(params: Tree, ratio: Ratio, precision: Precision | None = None) -> Spread:
@@ -247,19 +260,19 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
     return found
 
 
-def _taken(units: Sequence[int], ratio: Ratio) -> dict[int, int]:
+def _taken(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
     if callable(ratio):
         return {uid: _by_rule(uid, ratio) for uid in units}
-    wanted = round(ratio * sum([facts(uid).shard_numel for uid in units]))
-    found: dict[int, int] = {}
+    wanted = _exact(ratio) * sum([_weight(uid) for uid in units])
+    found: dict[int, Fraction] = {}
     for uid in units[::-1]:
-        k = facts(uid).shard_numel
-        found[uid] = aligned(wanted, k)
-        wanted -= min(found[uid], wanted)
+        here = min(wanted, Fraction(_weight(uid)))
+        found[uid] = here / max(_weight(uid), 1)
+        wanted -= here
     return {uid: found[uid] for uid in units}
 
 
-def _by_rule(uid: int, rule: Callable[[str], float]) -> int:
+def _by_rule(uid: int, rule: Callable[[str], float]) -> Fraction:
     """Ask a rule for each leaf of a unit: it gives the share of each, and the end of the shard has their sum."""
     spec = spec_of(uid)
     shares = [rule(path) for path in spec.paths]
@@ -267,5 +280,5 @@ def _by_rule(uid: int, rule: Callable[[str], float]) -> int:
         if callable(share):
             raise TypeError(f"ratio: the rule gave {share!r} for leaf {path!r}, expected a number from 0 to 1")
         check_ratio(share, f"ratio: the rule's answer for leaf {path!r}")
-    wanted = sum([share * size for share, size in zip(shares, spec.sizes, strict=True)])
-    return aligned(wanted / max(spec.numel, 1) * spec.shard_numel, spec.shard_numel)
+    wanted = sum([_exact(share) * size for share, size in zip(shares, spec.sizes, strict=True)], Fraction(0))
+    return wanted / max(spec.numel, 1)
