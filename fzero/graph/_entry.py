@@ -1,5 +1,6 @@
 """One traced call of a step: its schedule, which arguments its results take the memory of, and how it runs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
 from fzero.graph.ir import is_input, results
 from fzero.graph.loops import graphs_in
+from fzero.graph.ops import name_of
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
@@ -68,6 +70,7 @@ class Entry:
         positions: of the donated arguments.
         donated: the numbers of the donated tensors, with what to say when one is read.
         boxed: the positions of donated arguments that hold boxes.
+        written: the numbers of the donated tensors that are not handed on as they came.
         executable: the schedule made runnable, once it has run.
     """
 
@@ -81,14 +84,15 @@ class Entry:
     positions: tuple[int, ...]
     donated: dict[int, str]
     boxed: list[int]
+    written: list[int]
     executable: Executable | None = None
 
     def run(self, arguments: Arguments, args: tuple[Any, ...]) -> Any:
         """Run the step, and give the donated arguments' memory to the results."""
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
-        if self.donated:
-            check_separate(arguments, list(self.donated), captured)
+        if self.written:
+            check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
             self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh)
@@ -182,6 +186,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         positions=tuple(positions),
         donated=donated,
         boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
+        written=_written(traced, into, donated),
     )
 
 
@@ -221,6 +226,20 @@ def _space(place: Place, x: torch.Tensor) -> dict[str, str]:
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
     """List the results that are arguments, handed on."""
     return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
+
+
+def _written(traced: Traced, into: dict[int, int], donated: Iterable[int]) -> list[int]:
+    """List the donated tensors whose memory may get other values. The others may share it with whom they like."""
+    inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
+    same = {i for k, i in into.items() if _viewed(out[k]) is inputs[i]}  # which has the result's shape
+    return [i for i in donated if i not in same]
+
+
+def _viewed(node: Any) -> Any:
+    """Return what a node shows in another shape, element for element: a simulation of ranks leaves such views."""
+    while node is not None and name_of(node) in ("view", "alias", "detach"):
+        node = node.args[0]
+    return node
 
 
 def _check_results(paths: list[str], leaves: list[Any]) -> None:
