@@ -200,7 +200,7 @@ def graphs(draw: Any) -> Graph:
     graph, found = Graph(), []
     for i in range(draw(st.integers(1, 3))):
         x = graph.placeholder(f"x{i}")
-        x.meta = {"val": torch.ones(2)} | ({"space": "host"} if draw(st.booleans()) else {})
+        x.meta = {"val": torch.ones(2), "space": draw(st.sampled_from(["device", "host"]))}
         found.append(x)
     for _ in range(draw(st.integers(1, 8))):
         kind = draw(st.sampled_from(["add", "down", "up"]))
@@ -226,7 +226,7 @@ def test_spaces_follow_moves_and_a_mixed_operation_is_always_found(graph):
     for n in graph.nodes:
         of = {memory[a] for a in n.all_input_nodes}
         if is_input(n):
-            memory[n] = n.meta.get("space", "device")
+            memory[n] = n.meta["space"]
         elif "to_host" in str(n.target) or "to_device" in str(n.target):
             memory[n] = "host" if "to_host" in str(n.target) else "device"
         elif n.op == "call_function":

@@ -187,7 +187,13 @@ MUTANTS = [
         "is_collective(node) or",
         SPACES,
     ),
-    Mutant("captured tables lie on the device", "graph/spaces.py", ' and not n.meta.get("captured")', "", SPACES),
+    Mutant(
+        "captured tables lie on the device",
+        "graph/spaces.py",
+        'found[n] = n.meta.get("space")',
+        'found[n] = n.meta.get("space", "device")',
+        SPACES,
+    ),
     Mutant(
         "mixed operations pass",
         "graph/spaces.py",
@@ -226,7 +232,7 @@ MUTANTS = [
     Mutant(
         "the host's arguments count as the device's",
         "graph/_entry.py",
-        'return {"space": "host"} if place.space == "host" else {}',
+        'return {"space": place.space} if x.dim() or place.space == "host" else {}',
         "return {}",
         SPACES,
     ),

@@ -150,7 +150,7 @@ def _copies(position: Mapping[Node, int]) -> list[Range]:
 
 
 def _waits_again(order: Iterable[Node]) -> set[Node]:
-    """List the waits for what an earlier one has ended, as `recompute` makes them: the collective holds nothing then."""
+    """List the waits for what an earlier wait has ended, as `recompute` makes them: nothing more is held."""
     seen: set[tuple[Node, object]] = set()
     found: set[Node] = set()
     for node in order:
