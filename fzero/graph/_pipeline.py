@@ -29,10 +29,12 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    stay,
 )
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
+from fzero.graph.spaces import moves
 
 __all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
 
@@ -111,6 +113,7 @@ def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
 
 
 PASSES = (
+    Pass("stay", stay, lambda choice, given: () if given.moves else None),
     Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
@@ -205,7 +208,7 @@ class Pipeline:
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional)
+            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional, moves=moves(loop.body))
             self._bodies[node.target] = Pipeline(loop.body, given)
         return self._bodies[node.target]
 

@@ -48,6 +48,7 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    stay,
 )
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
@@ -97,6 +98,7 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
 def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     asked = {
+        "stay": stay,
         "hoist": lambda g: hoist(g, how["reuse"]),
         "recompute": lambda g: recompute(g, 1),
         "regather": lambda g: regather(g, how["reuse"]),

@@ -1,6 +1,6 @@
 """Faults in what lies on the host: moves, pieces, offload, spaces of graphs."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
 SPACES = ("tests/graph/test_spaces.py",)
@@ -250,4 +250,23 @@ MUTANTS = [
         "nbytes(*values(n)), 1) for",
         SPACES,
     ),
+    # activations
+    Mutant("leaves wait on the host", "transforms/_remat/_waiting.py", " and not tensors[i].is_leaf", "", REMAT),
+    Mutant("numbers wait on the host", "transforms/_remat/_waiting.py", "tensors[i].dim() and ", "", REMAT),
+    Mutant(
+        "copies that wait are not tracked",
+        "transforms/_remat/_waiting.py",
+        "torch.enable_grad()",
+        "torch.no_grad()",
+        REMAT,
+    ),
+    Mutant("boxes wait on the host", "transforms/_remat/_call.py", " - self.arguments.boxed()", "", REMAT),
+    Mutant(
+        "gathered parameters wait on the host",
+        "graph/passes/_stay.py",
+        "if all(u.target is UP",
+        "if not all(u.target is UP",
+        REMAT,
+    ),
+    Mutant("loops' parameters wait on the host", "graph/_pipeline.py", ", moves=moves(loop.body))", ")", REMAT),
 ]

@@ -12,6 +12,7 @@ from fzero.graph.passes._recast import recast
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule._schedule import schedule
+from fzero.graph.passes._stay import stay
 
 __all__ = [
     "bucket",
@@ -26,4 +27,5 @@ __all__ = [
     "recompute",
     "regather",
     "schedule",
+    "stay",
 ]
