@@ -5,22 +5,36 @@ it is a layout: each rank's shard of a unit lies in one piece or two, and 64 ele
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from fzero import tree
 from fzero.collectives.moves import to_device, to_host
-from fzero.layout.boxes import Shard
+from fzero.layout.boxes import Shard, is_box
 from fzero.layout.pieces import spaces
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._spread import Ratio, Spread, check_ratio, spread_like, spread_of
 
-__all__ = ["offload", "offloaded"]
+__all__ = ["DelayedState", "offload", "offloaded"]
 
 WAYS = ("host", "device")
 
 
-def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
+class DelayedState(NamedTuple):
+    """The state of a pair whose host updates by the gradients of the step before.
+
+    Attributes:
+        waiting: those gradients, of the units of which the host has a part; None of the others.
+        inner: the pair's state.
+    """
+
+    waiting: Updates
+    inner: OptState
+
+
+def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0) -> Optimizer:
     """Keep a ratio of a pair's state in host memory; the numbers are bit for bit those of `pair`.
 
     The host has the last units of the tree, and the end of one unit's shards: their gradients come first, and the next
@@ -35,6 +49,9 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
         update: where the host's share is updated. "host" sends gradients down and results up, and needs a pair that
             treats each element by itself. "device" lets the state come up one unit at a time, and go back; any pair
             will do.
+        delay: 1 to update the units of which the host has a part by the gradients of the step before, as ZeRO-Offload's
+            delayed parameter update does. Then the host computes beside the whole step. It is another algorithm: the
+            numbers are those of `pair` given these units' gradients one step late, and zeros at the first step.
 
     Returns:
         A pair. Its state is that of `pair`, whose boxes lie in pieces; so checkpoints of one ratio load at another. At
@@ -43,8 +60,9 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
     Raises:
         TypeError: if `ratio` is no number and no rule.
         ValueError: if `ratio` is not from 0 to 1, or `update` neither. If `pair` reads more than one element of a leaf,
-            and is to run on the host; or if it skips steps, since a loss scale goes around. On use, if the state was
-            cut at another ratio.
+            and is to run on the host; or if it skips steps, since a loss scale goes around. If `delay` is neither 0 nor
+            1, or is 1 with `update="device"`. On use, if the state was cut at another ratio, or made for gradients of
+            another dtype.
 
     Example:
         >>> import fzero
@@ -69,13 +87,16 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
             f"offload: {known.name} reads whole leaves or trees, and the host has a piece of each: put what clips "
             'before offload, in a chain, or let the state come up to be updated, offload(pair, ratio, update="device")'
         )
-    run = _on_host if update == "host" else _on_device
+    if delay not in (0, 1) or (delay and update == "device"):
+        raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update="host"')
+    run = _late if delay else _on_host if update == "host" else _on_device
 
     def init(params: Params) -> OptState:
         lay = spread_of(params, ratio, known.precision)
         if known.pointwise is False:
             return lay.lowered(pair.init(params))
-        return pair.init(lay.cut(params, to_host))
+        state = pair.init(lay.cut(params, to_host))
+        return DelayedState(_no_gradients(lay, params, known), state) if delay else state
 
     def updated(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         lay = spread_of(grads if params is None else params, ratio, known.precision)
@@ -89,9 +110,57 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host") -> Optimizer:
 def _on_host(
     pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
-    """Send the host's share of the gradients down, update each share where it lies, and send the results up."""
+    """Send the host's share of the gradients down first."""
+    return _by_gradients(pair, lay, lay.cut(grads, to_host), state, params)
+
+
+def _late(
+    pair: Optimizer, lay: Spread, grads: Updates, state: DelayedState, params: Params | None
+) -> tuple[Updates, OptState]:
+    """Update by the gradients that have waited, and let those of this step wait."""
+    new = lay.cut(grads, to_host)
+    waiting = lay.hosts(new)
+    _check_waiting(waiting, state.waiting)
+    updates, inner = _by_gradients(pair, lay, lay.replaced(new, state.waiting), state.inner, params)
+    return updates, DelayedState(waiting, inner)
+
+
+def _check_waiting(new: Updates, waiting: Updates) -> None:
+    paths, leaves, _ = tree.flatten_with_paths(new, is_box)
+    for path, x, before in zip(paths, leaves, tree.flatten(waiting, is_box)[0], strict=True):
+        if (x is None) != (before is None):
+            has = "has no gradient" if before is None else "waits with a gradient"
+            raise ValueError(
+                f"offload: the state {has} for leaf {path!r}: "
+                "with delay=1 a state keeps the ratio that it was made with"
+            )
+        if isinstance(x, Shard) and x.dtype != before.dtype:
+            raise ValueError(
+                f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state waits for {before.dtype}: give "
+                "value_and_grad and master_weights the same precision; within a loss scale, whose gradients are wide, "
+                "there is no delay"
+            )
+
+
+def _no_gradients(lay: Spread, params: Params, pair: Optimizer) -> Updates:
+    """Make what waits before the first step: zeros, in the dtype of the gradients that come."""
+
+    def zeros(path: str, x: torch.Tensor | None) -> torch.Tensor | None:
+        policy = pair.precision
+        if x is None:
+            return None
+        dtype = x.dtype if policy is None else policy.gradients(policy.dtype_of(path, x)).grad
+        return torch.zeros_like(x, dtype=dtype)
+
+    return tree.map_with_path(zeros, lay.hosts(lay.cut(params, to_host)))
+
+
+def _by_gradients(
+    pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
+) -> tuple[Updates, OptState]:
+    """Update each share where it lies, and send the results up."""
     below = None if params is None else lay.cut(params, to_host)
-    updates, state = pair.update(lay.cut(grads, to_host), state, params=below)
+    updates, state = pair.update(grads, state, params=below)
     if pair.precision is None or params is None:
         return lay.joined(updates, lambda i, u: [lay.up(*x) for x in zip(spaces(u), u.parts, strict=True)]), state
     masters = lay.entries(find_state(state, MasterState).master)

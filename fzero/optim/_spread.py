@@ -113,6 +113,16 @@ class Spread:
                 out[i] = Slot(place.base, place.index) if place.shape is None else whole[place.base]
         return tree.unflatten(self.structure, out)
 
+    def hosts(self, values: Tree) -> Tree:
+        """Keep of a tree in pieces the units of which the host has a part, and None of all else."""
+        kept = [x if isinstance(x, Shard | Slot) and spec_of(x.uid).host else None for x in self.entries(values)]
+        return tree.unflatten(self.structure, kept)
+
+    def replaced(self, values: Tree, units: Tree) -> Tree:
+        """Return a tree with other units in the places of those of which the host has a part."""
+        pairs = zip(self.entries(values), self.entries(units), strict=True)
+        return tree.unflatten(self.structure, [x if unit is None else unit for x, unit in pairs])
+
     def lowered(self, state: Tree) -> Tree:
         """Move the host's share of a state that lies on the device down; plain leaves go into boxes over no axis."""
         paths, out, structure = tree.flatten_with_paths(state, is_box)

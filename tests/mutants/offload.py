@@ -121,8 +121,8 @@ MUTANTS = [
     Mutant(
         "gradients go down widened",
         "optim/_offload.py",
-        "pair.update(lay.cut(grads, to_host), state",
-        "pair.update(lay.cut(grads, lambda x: to_host(x.float()) if x.is_floating_point() else to_host(x)), state",
+        "_by_gradients(pair, lay, lay.cut(grads, to_host), state",
+        "_by_gradients(pair, lay, lay.cut(grads, lambda x: to_host(x.float())), state",
         SPACES,
     ),
     Mutant(
@@ -269,4 +269,21 @@ MUTANTS = [
         REMAT,
     ),
     Mutant("loops' parameters wait on the host", "graph/_pipeline.py", ", moves=moves(loop.body))", ")", REMAT),
+    # delay
+    Mutant("gradients do not wait", "optim/_offload.py", "lay.replaced(new, state.waiting)", "new", OFFLOAD),
+    Mutant(
+        "gradients wait for ever",
+        "optim/_offload.py",
+        "DelayedState(waiting, inner)",
+        "DelayedState(state.waiting, inner)",
+        OFFLOAD,
+    ),
+    Mutant("a delayed state fits any ratio", "optim/_offload.py", "(x is None) != (before is None)", "False", OFFLOAD),
+    Mutant(
+        "what waits at first are parameters",
+        "optim/_offload.py",
+        "return torch.zeros_like(x, dtype=dtype)",
+        "return x.to(dtype)",
+        OFFLOAD,
+    ),
 ]

@@ -452,3 +452,89 @@ def test_meta_parameters_are_planned_for():
     real = step.init(small_params(), pair)[1]
     assert fzero.layouts(state) == fzero.layouts(real)
     assert all(x.is_meta for _, x in pieces_of(state))
+
+
+# ---------------------------------------------------------------- delay
+
+
+def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
+    """A pair that is given the gradients of some leaves one step late, and zeros at first."""
+
+    def late(tree_: Any, other: Any) -> Any:
+        paths, xs, structure = tree.flatten_with_paths(tree_, is_box)
+        ys = tree.flatten(other, is_box)[0]
+        return tree.unflatten(structure, [y if path_is_late(p) else x for p, x, y in zip(paths, xs, ys, strict=True)])
+
+    def init(params: Any) -> Any:
+        return tree.map(torch.zeros_like, params), pair.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        waiting, inner = state
+        updates, inner = pair.update(late(grads, waiting), inner, params)
+        return updates, (grads, inner)
+
+    return optim.Optimizer(init, update)
+
+
+@settings(max_examples=12)
+@given(
+    name=st.sampled_from(["adamw", "momentum", "lion", "a schedule", "clip before"]),
+    blocks=st.integers(0, 3),
+    jit=st.booleans(),
+    **layouts,
+)
+@example("clip before", 2, True, 2, 2, 2)
+def test_a_delay_is_the_pair_given_late_gradients(name, blocks, jit, stage, n, micro_batches):
+    """Of the units on the host; the others' gradients come at once."""
+    params = {"h": [{"w": normal((64,), i)} for i in range(3)]}
+    row, way = POINTWISE[name], Way(stage, n, micro_batches, jit)
+    late = [f"h.{i}.w" for i in range(3)][3 - blocks :]
+
+    def rule(path: str) -> float:
+        return float(path in late)
+
+    found = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1), steps=4)
+    expected = trained(
+        Way(stage, n, micro_batches), row, params, lambda p: one_late(p, lambda path: path in late), steps=4
+    )
+    assert same_bits((found[0], found[2]), (expected[0], expected[2]))
+
+
+def test_a_delayed_state_is_kept_and_loaded_elsewhere():
+    """At another stage, on other ranks, training goes on bit for bit."""
+    row, params = POINTWISE["masters, clip before"], small_params()
+
+    def steps(way: Way, state: Any, numbers: Any) -> Any:
+        pair = row.make(lambda p: optim.offload(p, 0.5, delay=1), params)
+        step = way.step(pair, row)
+        state = (
+            list(step.init(params, pair))
+            if state is None
+            else fzero.load(state, [*step.init(params, pair)], mesh=step.mesh)
+        )
+        for i in numbers:
+            *state, _ = step(*state, step.mesh.split(batches_of(12, 6)[i]))
+        return step, state
+
+    with tempfile.TemporaryDirectory() as folder:
+        step, state = steps(Way(2, 2), None, range(3))
+        fzero.save(folder, state, mesh=step.mesh)
+        step, state = steps(Way(3, 2), folder, range(3, 6))
+    other, expected = steps(Way(2, 2), None, range(6))
+    assert same_bits(step.gather(state[0]), other.gather(expected[0]))
+
+
+def test_a_delay_says_what_it_cannot():
+    with pytest.raises(ValueError, match="offload: delay=2: expected 0, or 1 with"):
+        optim.offload(optim.sgd(0.1), delay=2)
+    with pytest.raises(ValueError, match="offload: delay=1: expected 0, or 1 with"):
+        optim.offload(optim.sgd(0.1), update="device", delay=1)
+    params = {"a": normal((64,)), "b": normal((64,), 1)}
+    half, whole = (optim.offload(optim.sgd(0.1), ratio, delay=1) for ratio in (0.5, 1.0))
+    with pytest.raises(ValueError, match="the state has no gradient for leaf 'a': with delay=1"):
+        whole.update(params, optim.offloaded(half.init(params), params, 1.0), params)
+    with pytest.raises(ValueError, match="the state waits with a gradient for leaf 'a'"):
+        half.update(params, optim.offloaded(whole.init(params), params, 0.5), params)
+    row = POINTWISE["a loss scale around"]
+    with pytest.raises(ValueError, match=r"gradient of leaf 'h.1.w' is torch.float32, .* there is no delay"):
+        trained(Way(2, 2), row, small_params(), lambda p: optim.offload(p, 0.5, delay=1))
