@@ -9,14 +9,15 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._torch import group_of
+from fzero.axes.axis import PLANNED
 from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import bound
 from fzero.collectives.moves import to_device
-from fzero.layout.boxes import Shard, box_of, is_box
+from fzero.layout.boxes import Shard, Slot, box_of, is_box
 from fzero.layout.spec import facts, on_host
 from fzero.tree import Tree
 
-__all__ = ["concatenated", "host_elements", "in_pieces", "map_spaces", "on_device", "spaces"]
+__all__ = ["concatenated", "host_elements", "in_pieces", "lifted", "map_spaces", "on_device", "spaces"]
 
 
 def spaces(box: Shard) -> list[str]:
@@ -30,7 +31,9 @@ def host_elements(uid: int) -> int:
 
 
 def in_pieces(box: Shard, uid: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
-    """Cut a shard that is in one piece in those of `uid`, and move those of the host."""
+    """Cut a shard that is in one piece in those of `uid`, and move those of the host; one that is cut so stays."""
+    if box.uid == uid:
+        return box
     x, parts = box.data, []
     for piece in facts(uid).pieces:
         whole = piece.stop - piece.start == x.shape[-1]
@@ -68,6 +71,17 @@ def on_device(box: Shard, device: torch.device | None = None) -> Shard:
     return Shard(concatenated(parts), on_host(box.uid, 0))
 
 
+def lifted(values: Tree) -> Tree:
+    """Return a tree whose boxes are in one piece each, on the device."""
+    entries, structure = tree.flatten(values, is_box)
+    for i, x in enumerate(entries):
+        if isinstance(x, Shard):
+            entries[i] = on_device(x)
+        elif isinstance(x, Slot):
+            entries[i] = Slot(on_host(x.uid, 0), x.index)
+    return tree.unflatten(structure, entries)
+
+
 def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
     """Apply `f(space, x, ...)` to the leaves of trees cut alike, where each says in which memory it lies."""
     entries, structure = tree.flatten(values, is_box)
@@ -85,7 +99,7 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
 
 def _device_of_the_mesh() -> torch.device:
     """Return the device that the bound axes' process groups communicate on; the CPU in a simulation."""
-    groups = [a.group for a in bound() if a.group and not is_lockstep(a.group)]
+    groups = [a.group for a in bound() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
     if any("nccl" in dist.get_backend(group_of(group)) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -77,6 +77,7 @@ class Optimizer:
         skips: whether the pair skips steps that overflowed: a loss scale.
         parts: the pairs that it is made of.
         pointwise: False of a pair that reads more of a leaf than one element to update it, such as a norm.
+        lowers: the share of the parameters that `step.init` puts into host memory, or a rule `(path) -> share`.
 
     Example:
         >>> from fzero import optim
@@ -91,6 +92,7 @@ class Optimizer:
     skips: bool = False
     parts: tuple["Optimizer", ...] = ()
     pointwise: bool | None = None
+    lowers: float | Callable[[str], float] = 0
 
     @property
     def name(self) -> str:
@@ -134,6 +136,7 @@ def around(
         skips=any(pair.skips for pair in known),
         parts=tuple(known),
         pointwise=False if any(pair.pointwise is False for pair in known) else None,
+        lowers=next((pair.lowers for pair in known if pair.lowers), 0),
     )
 
 

@@ -92,7 +92,7 @@ def dynamic_loss_scale(
         good = all_finite(grads)
         updates, inner = pair.update(grads, state.inner, params=params)
         # only minus zero leaves every number as it is: -0.0 + 0.0 is 0.0
-        updates = tree.map(lambda u: torch.where(good, u, torch.full_like(u, -0.0)), updates)
+        updates = map_spaces(lambda space, u: _chosen(good, space, u, torch.full_like(u, -0.0)), updates)
         inner = map_spaces(partial(_chosen, good), inner, state.inner)
         growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
         grows = growth >= growth_interval

@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero.collectives.moves import to_device, to_host
 from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import spaces
+from fzero.layout.pieces import lifted, spaces
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._spread import Ratio, Spread, check_ratio, spread_like, spread_of
@@ -34,7 +34,7 @@ class DelayedState(NamedTuple):
     inner: OptState
 
 
-def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0) -> Optimizer:
+def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False) -> Optimizer:
     """Keep a ratio of a pair's state in host memory; the numbers are bit for bit those of `pair`.
 
     The host has the last units of the tree, and the end of one unit's shards: their gradients come first, and the next
@@ -52,6 +52,8 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         delay: 1 to update the units of which the host has a part by the gradients of the step before, as ZeRO-Offload's
             delayed parameter update does. Then the host computes beside the whole step. It is another algorithm: the
             numbers are those of `pair` given these units' gradients one step late, and zeros at the first step.
+        params: whether the host's share of the parameters lies there, too, where `step.init` puts it; at stage 3 alone.
+            A unit's share comes up whenever the unit is gathered. What follows in a chain sees it on the host.
 
     Returns:
         A pair. Its state is that of `pair`, whose boxes lie in pieces; so checkpoints of one ratio load at another. At
@@ -61,8 +63,8 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         TypeError: if `ratio` is no number and no rule.
         ValueError: if `ratio` is not from 0 to 1, or `update` neither. If `pair` reads more than one element of a leaf,
             and is to run on the host; or if it skips steps, since a loss scale goes around. If `delay` is neither 0 nor
-            1, or is 1 with `update="device"`. On use, if the state was cut at another ratio, or made for gradients of
-            another dtype.
+            1, or is 1 with `update="device"`. In `step.init`, if `params` is asked at another stage than 3. On use, if
+            the state was cut at another ratio, or made for gradients of another dtype.
 
     Example:
         >>> import fzero
@@ -104,7 +106,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         return run(known, lay, grads, state, params)
 
     updated.__qualname__ = "offload.update"
-    return replace(around(init, updated, pair), pointwise=known.pointwise)
+    return replace(around(init, updated, pair), pointwise=known.pointwise, lowers=ratio if params else 0)
 
 
 def _on_host(
@@ -161,8 +163,9 @@ def _by_gradients(
     """Update each share where it lies, and send the results up."""
     below = None if params is None else lay.cut(params, to_host)
     updates, state = pair.update(grads, state, params=below)
+    low = lay.is_low(params)
     if pair.precision is None or params is None:
-        return lay.joined(updates, lambda i, u: [lay.up(*x) for x in zip(spaces(u), u.parts, strict=True)]), state
+        return lay.joined(updates, lambda i, u: [lay.up(*x) for x in zip(spaces(u), u.parts, strict=True)], low), state
     masters = lay.entries(find_state(state, MasterState).master)
     narrow = lay.entries(lay.cut(params, lambda x: x))
 
@@ -175,15 +178,16 @@ def _by_gradients(
             for space, x, p, m in zip(spaces(u), u.parts, narrow[i].parts, masters[i].parts, strict=True)
         ]
 
-    return lay.joined(updates, on_device), state
+    return lay.joined(updates, on_device, low), state
 
 
 def _on_device(
     pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Let the host's share of the state come up, update all of it on the device, and send that share back."""
-    updates, new = pair.update(grads, lay.lifted(state), params=params)
-    return updates, lay.lowered(new)
+    above = None if params is None else lifted(params)
+    updates, new = pair.update(grads, lay.lifted(state), params=above)
+    return lay.cut(updates, to_host, boxes_only=True) if lay.is_low(params) else updates, lay.lowered(new)
 
 
 def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:

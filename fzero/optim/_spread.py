@@ -17,7 +17,7 @@ from fzero.layout.spec import facts, intern_parts, on_host, spec_of
 from fzero.precision import Precision
 from fzero.tree import Tree
 
-__all__ = ["Ratio", "Spread", "check_ratio", "spread_like", "spread_of"]
+__all__ = ["Ratio", "Spread", "check_ratio", "lower", "spread_like", "spread_of"]
 
 Ratio = float | Callable[[str], float]
 """The share of a state that lies on the host, or a rule `(path) -> share`."""
@@ -81,28 +81,36 @@ class Spread:
         """List what a tree of this structure has at each place."""
         return tree.leaves_up_to(tree.unflatten(self.structure, [None] * len(self.places)), values, is_box)
 
-    def cut(self, values: Tree, move: Move) -> Tree:
-        """Cut a tree like the parameters in pieces, and move those of the host."""
+    def cut(self, values: Tree, move: Move, boxes_only: bool = False) -> Tree:
+        """Cut a tree like the parameters in pieces, and move those of the host; leaves in no box, too, or boxes only."""
         out = self.entries(values)
         for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
-            if place is None or x is None:
+            if place is None or x is None or (boxes_only and place.shape is not None):
                 continue
             uid = self.uids[place.base]
             box = x if place.shape is None else Shard(x.reshape(-1), place.base)
+            if spec_of(box.uid).host not in (0, spec_of(uid).host):
+                raise ValueError(
+                    f"offload: unit {facts(uid).unit!r} has {_in_words(box.uid)} on the host, and ratio says "
+                    f"{_in_words(uid)}: give step.init the pair that the step updates with"
+                )
             out[i] = in_pieces(box, uid, move) if place.first else Slot(uid, place.index)
         return tree.unflatten(self.structure, out)
 
-    def joined(self, values: Tree, on_device: Callable[[int, Shard], Sequence[torch.Tensor]]) -> Tree:
+    def joined(
+        self, values: Tree, on_device: Callable[[int, Shard], Sequence[torch.Tensor]], leaves_only: bool = False
+    ) -> Tree:
         """Put the pieces of each unit together: the inverse of `cut`.
 
         Args:
             values: a tree in pieces.
             on_device: given the number of an entry and its box, returns the pieces, all on the device.
+            leaves_only: whether boxes stay in pieces, and only what was in no box is put together.
         """
         out = self.entries(values)
         whole: dict[int, torch.Tensor] = {}  # of leaves that were in no box: ties stay tied
         for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
-            if place is None or x is None:
+            if place is None or x is None or (leaves_only and place.shape is None):
                 continue
             if place.first:
                 data = concatenated(on_device(i, x))
@@ -175,6 +183,11 @@ class Spread:
         total = sum([_weight(uid) for uid in self.taken])  # a unit of the pair's own: as much of it as of all others
         host = sum([share * _weight(uid) for uid, share in self.taken.items()])
         return _with_share(base, Fraction(host, total) if total else Fraction(0))
+
+    def is_low(self, params: Tree | None) -> bool:
+        """Return whether the host's share of the parameters lies there, too."""
+        entries = [] if params is None else self.entries(params)
+        return any(isinstance(x, Shard) and spec_of(x.uid).host for x in entries)
 
     def check(self, state: Tree) -> None:
         """Check that a state is cut as this says.
@@ -254,9 +267,9 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
     seen: dict[Any, Place] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            found.append(Place(x.uid, 0, True, None))
+            found.append(Place(on_host(x.uid, 0), 0, True, None))
         elif isinstance(x, Slot):
-            found.append(Place(x.uid, x.index, False, None))
+            found.append(Place(on_host(x.uid, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             found.append(None)  # of numbers it could not be told which are a pair's own, such as a rate
         elif tree.identity(x) in seen:
@@ -268,6 +281,20 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
             found.append(Place(uid, 0, True, shape))
             seen[tree.identity(x)] = Place(uid, 0, True, shape)
     return found
+
+
+def lower(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:
+    """Put the last share of sharded parameters into host memory.
+
+    Raises:
+        ValueError: if all of them are whole, as at stages 0 to 2.
+    """
+    if not any(isinstance(x, Shard) and spec_of(x.uid).axes for x in tree.flatten(params, is_box)[0]):
+        raise ValueError(
+            "offload: params=True: no parameter is cut, and whole ones stay on the device: use stage=3, and a rule of "
+            "units that cuts some"
+        )
+    return spread_of(params, ratio, precision).cut(params, to_host, boxes_only=True)
 
 
 def _taken(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
