@@ -1,5 +1,6 @@
 """The smallest ratio of offload whose plan fits a budget."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from fzero.graph.plan._text import size
 from fzero.tuning._planned import MakeStep, World, checked_bytes, planned_at
 
 __all__ = ["OffloadRatio", "Tried", "offload_ratio"]
-
-LINES = 4  # so many plans are chosen by lines alone; then every other one halves what is left
 
 
 class Tried(NamedTuple):
@@ -150,7 +149,8 @@ def offload_ratio(
 def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | None:
     """Return the first of 0 to `parts` at which a falling function is at most `budget`; None if it is at none.
 
-    It looks where a line between the nearest values known meets the budget, or just beside it.
+    It looks where a line between the nearest values known meets the budget, each time further from these values. So
+    a line takes two looks, and any other function no more than twice those of halving.
     """
     if (above := peak(0)) <= budget:
         return 0
@@ -159,11 +159,10 @@ def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | No
     low, high, looks = 0, parts, 0
     while high - low > 1:
         share = (above - budget) / (above - below)
-        guess = low + -int(-share * (high - low) // 1)
-        if looks >= LINES and looks % 2:
-            guess = (low + high) // 2
-        k = min(max(guess, low + 1), high - 1)
+        guess = low + math.ceil(share * (high - low))
+        least = min(max(1, 2**looks // 2), (high - low) // 2)
         looks += 1
+        k = min(max(guess, low + least), high - least)
         if (value := peak(k)) <= budget:
             high, below = k, value
         else:
