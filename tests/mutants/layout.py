@@ -100,6 +100,13 @@ MUTANTS = [
         WRITES,
     ),
     Mutant(
+        "memory is known by its address",
+        "_torch/levels.py",
+        "StorageWeakRef(x.untyped_storage()))",
+        "x.untyped_storage()._cdata)",
+        ("tests/_torch/test_torch.py",),
+    ),
+    Mutant(
         "skip the psum in the norm",
         "layout/segments.py",
         "[psum(square, axes) for axes, square in",
