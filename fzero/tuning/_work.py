@@ -145,7 +145,8 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     What moves at ratio 0 already, such as activations of `remat(save="host")`, is taken to go on beside the passes.
 
     Args:
-        make_step: as of `offload_ratio`: a function from a ratio to `(step, *args)`, or to a plan.
+        make_step: as of `offload_ratio`: a function from a ratio to `(step, *args)`, or to a plan. Its step is one
+            without `delay`; the costs have that schedule too.
         world_size: as of `fzero.plan`.
 
     Returns:
