@@ -80,8 +80,8 @@ def offload_ratio(
     """Find the smallest ratio of `optim.offload` at which a step fits the device, by its plans.
 
     The less lies on the host, the sooner a step ends, so the smallest ratio that fits is the one to take. The device's
-    peak falls with the ratio, nearly along a line. So the plans at 0 and 1 tell where to look, and two or three
-    more find it. Nothing runs, and with meta tensors nothing is allocated.
+    peak falls with the ratio, nearly along a line. So the plans at 0 and 1 tell where to look, and two to six more
+    find it. Nothing runs, and with meta tensors nothing is allocated.
 
     Args:
         make_step: a function from a ratio to `(step, *args)`, which is what `fzero.plan` takes: the step, jitted or
