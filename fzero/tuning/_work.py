@@ -180,7 +180,7 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     if min(state, down, up) <= 0:
         raise ValueError(
             "make_step: its plan at ratio 1 has no more on the host than that at 0: does it hand its argument to "
-            "optim.offload?"
+            "optim.offload, around a pair that has a state?"
         )
     if not _computes_on_host(all_):
         raise ValueError('make_step: its step updates on the device: plan it with update="host", the costs have both')
