@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, units
+from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, tuning, units
 from fzero._donated import DonatedError
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
@@ -41,6 +41,7 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
+from fzero.tuning import OffloadRatio, offload_ratio
 
 if TYPE_CHECKING:
     from fzero import dcp
@@ -57,6 +58,7 @@ __all__ = [
     "Layouts",
     "Log",
     "Mesh",
+    "OffloadRatio",
     "PerRank",
     "Plan",
     "Precision",
@@ -94,6 +96,7 @@ __all__ = [
     "metrics",
     "moe",
     "nn",
+    "offload_ratio",
     "optim",
     "partition",
     "plan",
@@ -118,6 +121,7 @@ __all__ = [
     "to_host",
     "transforms",
     "tree",
+    "tuning",
     "units",
     "value_and_grad",
 ]

@@ -19,6 +19,7 @@ from tests.mutants import (
     road,
     stages,
     transforms,
+    tuning,
     units,
 )
 from tests.mutants.mutant import Mutant
@@ -41,6 +42,7 @@ TABLES = (
     road,
     moe,
     units,
+    tuning,
     profiling,
     others,
 )
