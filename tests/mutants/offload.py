@@ -286,4 +286,25 @@ MUTANTS = [
         "return x.to(dtype)",
         OFFLOAD,
     ),
+    # parameters
+    Mutant("parameters go up to stay", "stages/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
+    Mutant(
+        "whole parameters go down", "optim/_spread.py", "boxes_only and place.shape", "False and place.shape", OFFLOAD
+    ),
+    Mutant(
+        "updates of low parameters go up",
+        "optim/_spread.py",
+        "leaves_only and place.shape",
+        "False and place.shape",
+        OFFLOAD,
+    ),
+    Mutant("a shard that came up stays", "graph/passes/_regather.py", "seen.intersection(chain)", "False", OFFLOAD),
+    Mutant("any ratio fits low parameters", "optim/_spread.py", "not in (0, spec_of(uid).host)", "is None", OFFLOAD),
+    Mutant(
+        "low parameters at any stage",
+        "optim/_spread.py",
+        "    if not any(isinstance(x, Shard) and spec_of(x.uid).axes",
+        "    if not any(isinstance(x, object)",
+        OFFLOAD,
+    ),
 ]

@@ -481,11 +481,14 @@ def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
     name=st.sampled_from(["adamw", "momentum", "lion", "a schedule", "clip before"]),
     blocks=st.integers(0, 3),
     jit=st.booleans(),
+    low=st.booleans(),
     **layouts,
 )
-@example("clip before", 2, True, 2, 2, 2)
-def test_a_delay_is_the_pair_given_late_gradients(name, blocks, jit, stage, n, micro_batches):
+@example("clip before", 2, True, False, 2, 2, 2)
+@example("adamw", 2, False, True, 3, 2, 1)
+def test_a_delay_is_the_pair_given_late_gradients(name, blocks, jit, low, stage, n, micro_batches):
     """Of the units on the host; the others' gradients come at once."""
+    low = low and stage == 3
     params = {"h": [{"w": normal((64,), i)} for i in range(3)]}
     row, way = POINTWISE[name], Way(stage, n, micro_batches, jit)
     late = [f"h.{i}.w" for i in range(3)][3 - blocks :]
@@ -493,7 +496,7 @@ def test_a_delay_is_the_pair_given_late_gradients(name, blocks, jit, stage, n, m
     def rule(path: str) -> float:
         return float(path in late)
 
-    found = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1), steps=4)
+    found = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1, params=low), steps=4)
     expected = trained(
         Way(stage, n, micro_batches), row, params, lambda p: one_late(p, lambda path: path in late), steps=4
     )
