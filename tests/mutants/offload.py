@@ -3,7 +3,7 @@
 from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
-SPACES = ("tests/graph/test_spaces.py",)
+SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
 
 MUTANTS = [
     # moves
@@ -250,6 +250,26 @@ MUTANTS = [
         "nbytes(*values(n)), 1) for",
         SPACES,
     ),
+    # copies on their way
+    Mutant(
+        "what comes is read at once",
+        "graph/run/_arrivals.py",
+        "use.replace_input_with(old, made[old])",
+        "use.replace_input_with(old, node if old is node else made[old])",
+        ARRIVALS,
+    ),
+    Mutant(
+        "a copy is waited for where it starts", "graph/run/_arrivals.py", "node.target = on_its_way", "pass", ARRIVALS
+    ),
+    Mutant("a copy is waited for too late", "graph/run/_arrivals.py", "min(users, key", "max(users, key", ARRIVALS),
+    Mutant(
+        "loops wait for no copy",
+        "graph/run/_arrivals.py",
+        "with_body(node, arriving(loop.body, kinds))",
+        "pass",
+        ARRIVALS,
+    ),
+    Mutant("an arrival is not waited for", "collectives/moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
     # activations
     Mutant("leaves wait on the host", "transforms/_remat/_waiting.py", " and not tensors[i].is_leaf", "", REMAT),
     Mutant("numbers wait on the host", "transforms/_remat/_waiting.py", "tensors[i].dim() and ", "", REMAT),
