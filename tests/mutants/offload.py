@@ -4,6 +4,7 @@ from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
 SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
+COST = ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     # moves
@@ -270,6 +271,23 @@ MUTANTS = [
         ARRIVALS,
     ),
     Mutant("an arrival is not waited for", "collectives/moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
+    # clocks
+    Mutant("the host takes no time", "graph/plan/_cost.py", "return max(work, host.now)", "return work", COST),
+    Mutant(
+        "the host waits for nothing",
+        "graph/plan/_cost.py",
+        "max(self.now, self.arrival(node)) + takes",
+        "self.now + takes",
+        COST,
+    ),
+    Mutant(
+        "the device does not wait for the host",
+        "graph/plan/_cost.py",
+        "max(work, host.arrival(node)) +",
+        "work +",
+        COST,
+    ),
+    Mutant("a view is there at once", "graph/plan/_cost.py", "            host.passes_on(node)\n", "", COST),
     # activations
     Mutant("leaves wait on the host", "transforms/_remat/_waiting.py", " and not tensors[i].is_leaf", "", REMAT),
     Mutant("numbers wait on the host", "transforms/_remat/_waiting.py", "tensors[i].dim() and ", "", REMAT),
