@@ -18,8 +18,8 @@ MUTANTS = [
     Mutant(
         "a move where it is there already is no copy",
         "collectives/moves.py",
-        "    staged = ",
-        "    return x.view_as(x)\n    staged = ",
+        "    return _below(x).copy_(x)",
+        "    return x.view_as(x)",
         MOVES,
     ),
     Mutant(
@@ -325,6 +325,13 @@ MUTANTS = [
         OFFLOAD,
     ),
     # parameters
+    Mutant(
+        "bytes of one memory are those of both",
+        "stages/_state_bytes.py",
+        "if space not in (None, memory):",
+        "if False:",
+        OFFLOAD,
+    ),
     Mutant("parameters go up to stay", "stages/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
     Mutant(
         "whole parameters go down", "optim/_spread.py", "boxes_only and place.shape", "False and place.shape", OFFLOAD
