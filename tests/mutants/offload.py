@@ -4,7 +4,7 @@ from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
 SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
-COST = ("tests/graph/test_cost.py",)
+ARENA, COST = ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     # moves
@@ -324,6 +324,8 @@ MUTANTS = [
         "return x.to(dtype)",
         OFFLOAD,
     ),
+    # pieces
+    Mutant("a piece keeps the whole shard", "layout/pieces.py", "part = part.clone()", "pass", ARENA),
     # parameters
     Mutant(
         "bytes of one memory are those of both",
