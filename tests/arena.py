@@ -1,4 +1,4 @@
-"""Two memories on a machine that has one: which storage lies where, how much is alive in each, and no operation mixes them."""
+"""Two memories on a machine that has one: which storage lies where, what is alive in each, and nothing mixes them."""
 
 from typing import Any
 
