@@ -77,6 +77,7 @@ class Optimizer:
         skips: whether the pair skips steps that overflowed: a loss scale.
         parts: the pairs that it is made of.
         pointwise: False of a pair that reads more of a leaf than one element to update it, such as a norm.
+        offloads: whether a part of its state lies in host memory.
         lowers: the share of the parameters that `step.init` puts into host memory, or a rule `(path) -> share`.
 
     Example:
@@ -92,6 +93,7 @@ class Optimizer:
     skips: bool = False
     parts: tuple["Optimizer", ...] = ()
     pointwise: bool | None = None
+    offloads: bool = False
     lowers: float | Callable[[str], float] = 0
 
     @property
@@ -136,6 +138,7 @@ def around(
         skips=any(pair.skips for pair in known),
         parts=tuple(known),
         pointwise=False if any(pair.pointwise is False for pair in known) else None,
+        offloads=any(pair.offloads for pair in known),
         lowers=next((pair.lowers for pair in known if pair.lowers), 0),
     )
 

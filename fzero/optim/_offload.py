@@ -106,7 +106,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         return run(known, lay, grads, state, params)
 
     updated.__qualname__ = "offload.update"
-    return replace(around(init, updated, pair), pointwise=known.pointwise, lowers=ratio if params else 0)
+    return replace(around(init, updated, pair), pointwise=known.pointwise, offloads=True, lowers=ratio if params else 0)
 
 
 def _on_host(

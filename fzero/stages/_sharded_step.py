@@ -21,6 +21,7 @@ from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 from fzero.stages._checks import check_arguments, check_params, check_results, check_tree, check_unwritten
+from fzero.stages._host_memory import check_host_memory
 from fzero.stages._layouts import STAGES, StageLayouts
 from fzero.stages._optimizer import check_device, check_memory, check_optimizer, noted
 from fzero.stages._state_bytes import state_bytes
@@ -189,6 +190,7 @@ class ShardedStep:
                 device. Also if `opt` declares that it is not elementwise and the stage shards its state.
             TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. Names it.
             DonatedError: if a leaf was donated before.
+            MemoryError: if the host has less free than `optim.offload` is about to put there.
 
         Example:
             >>> import fzero, torch
@@ -204,6 +206,7 @@ class ShardedStep:
         wide = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
         with torch.inference_mode(False), torch.no_grad():
             params = wide._placed("params", params, "step.init(..., donate=True)" if donate else "")
+            check_host_memory(wide._state, params, opt, self.mesh)
             opt_state = wide._state(params, opt)
             params = params if precision is None else precision.cast(params)
             # a state that starts as the parameters: a jitted step writes into both

@@ -4,7 +4,7 @@ from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
 SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
-ARENA, COST = ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
+ROOM, ARENA, COST = ("tests/stages/test_host_memory.py",), ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     # moves
@@ -323,6 +323,24 @@ MUTANTS = [
         "return torch.zeros_like(x, dtype=dtype)",
         "return x.to(dtype)",
         OFFLOAD,
+    ),
+    # room
+    Mutant("the host has always room", "stages/_host_memory.py", "if needed > free:", "if False:", ROOM),
+    Mutant(
+        "one rank's share is the host's",
+        "stages/_host_memory.py",
+        "needed = ranks * state_bytes",
+        "needed = state_bytes",
+        ROOM,
+    ),
+    Mutant("low parameters take no room", "stages/_host_memory.py", "    if opt.lowers:", "    if False:", ROOM),
+    Mutant("a group's limit is not read", "stages/_host_memory.py", "min(free, int(most) - taken)", "free", ROOM),
+    Mutant(
+        "a chain does not offload",
+        "optim/_base.py",
+        "offloads=any(pair.offloads for pair in known)",
+        "offloads=False",
+        ROOM,
     ),
     # pieces
     Mutant("a piece keeps the whole shard", "layout/pieces.py", "part = part.clone()", "pass", ARENA),

@@ -1,0 +1,68 @@
+"""Check that a host has room for what `step.init` is about to put into its memory."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.graph.plan._text import size
+from fzero.optim._spread import lower
+from fzero.ranks.mesh import Mesh
+from fzero.stages._state_bytes import state_bytes
+
+__all__ = ["check_host_memory", "free_bytes"]
+
+MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any, mesh: Mesh) -> None:
+    """Check that the host's share of a state fits, for all ranks of this host, before any of it is made.
+
+    Nothing is checked without offload, for tensors on the meta device, and where the pair cannot make its state of
+    such; nor on a system that does not say what is free.
+
+    Args:
+        state_of: makes the state of parameters and a pair.
+        params: in the step's layout.
+        opt: the pair.
+        mesh: the ranks.
+
+    Raises:
+        MemoryError: if it does not fit. Says by how much.
+    """
+    if not getattr(opt, "offloads", False) or any(x.is_meta for x in tree.tensors(params)):
+        return
+    free = free_bytes()
+    if free is None:
+        return
+    meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
+    try:
+        held = [state_of(meta, opt)]
+    except (NotImplementedError, RuntimeError):  # it reads values
+        return
+    if opt.lowers:
+        held.append(lower(meta if opt.precision is None else opt.precision.cast(meta), opt.lowers, opt.precision))
+    ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = ranks * state_bytes(held, mesh, "host")
+    if needed > free:
+        raise MemoryError(
+            f"offload: {size(needed)} are to lie on this host, for its {ranks} ranks, and {size(free)} of its memory "
+            f"are free, {free / needed:.0%} of that: use a smaller ratio, or fewer ranks on a host"
+        )
+
+
+def free_bytes() -> int | None:
+    """Return how much of the host's memory this process's group may still take, or None if that is not known."""
+    if not MEMINFO.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = GROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        taken = int((GROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))  # a cache of files goes
+        free = min(free, int(most) - taken)
+    return free
