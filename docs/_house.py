@@ -42,6 +42,7 @@ CAPTIONS = {
     "moe": "experts, seats, balance",
     "hf": "Hugging Face folders",
     "dcp": "a door to torch's DCP",
+    "tuning": "what fits, what it costs",
     "nn": "modules as functions",
     "testing": "laws for your step",
 }

@@ -4,6 +4,7 @@
     python examples/train_gpt.py --stage 3 --steps 50 --compare   # unsharded training beside it
     python examples/train_gpt.py --stage 3 --plan              # one rank's memory and collectives; no training
     python examples/train_gpt.py --precision bfloat16 --accumulate 4 --remat  # as large models are trained
+    python examples/train_gpt.py --precision bfloat16 --offload 0.4 --plan    # two fifths of the state on the host
     torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
     python examples/train_gpt.py --checkpoints runs/gpt        # stop it, kill it; the same command goes on
 
@@ -100,9 +101,10 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
     """Train sharded over a mesh, or unsharded without one; returns the whole parameters and the losses."""
     schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)
     matrices = functools.partial(fzero.tree.map, lambda p: p.ndim >= 2)
-    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices))
     policy = fzero.Precision(param=getattr(torch, args.precision), full=lambda path, leaf: "norm" in path)
-    opt = optim.dynamic_loss_scale(optim.master_weights(opt, policy))
+    opt = optim.master_weights(optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices), policy)
+    opt = optim.offload(opt, args.offload) if args.offload else opt
+    opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), opt))
     objective = functools.partial(loss_fn, remat=args.remat)
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
+    parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--text", type=Path, help="a file to train on")
     parser.add_argument("--jit", action=argparse.BooleanOptionalAction, default=True, help="compile the step")

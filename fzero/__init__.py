@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, units
+from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, tuning, units
 from fzero._donated import DonatedError
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
@@ -13,10 +13,12 @@ from fzero.checkpoint import CheckpointError, Checkpoints, Saving, checkpoints, 
 from fzero.collectives._record import Log, record
 from fzero.collectives.exchange import all_to_all, broadcast, ppermute
 from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.collectives.moves import to_device, to_host
 from fzero.collectives.sums import all_gather, pmean, psum, psum_scatter
 from fzero.graph._absent import plan
 from fzero.graph._jit import Jitted, jit
 from fzero.graph.plan._plan import Plan
+from fzero.graph.spaces import SpaceError
 from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
 from fzero.layout.table import Layouts, layouts
@@ -39,6 +41,7 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
+from fzero.tuning import OffloadRatio, offload_ratio
 
 if TYPE_CHECKING:
     from fzero import dcp
@@ -55,6 +58,7 @@ __all__ = [
     "Layouts",
     "Log",
     "Mesh",
+    "OffloadRatio",
     "PerRank",
     "Plan",
     "Precision",
@@ -63,6 +67,7 @@ __all__ = [
     "Shard",
     "ShardedStep",
     "Slot",
+    "SpaceError",
     "Spec",
     "Split",
     "StageLayouts",
@@ -91,6 +96,7 @@ __all__ = [
     "metrics",
     "moe",
     "nn",
+    "offload_ratio",
     "optim",
     "partition",
     "plan",
@@ -111,8 +117,11 @@ __all__ = [
     "shard",
     "state_bytes",
     "step",
+    "to_device",
+    "to_host",
     "transforms",
     "tree",
+    "tuning",
     "units",
     "value_and_grad",
 ]

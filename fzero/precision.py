@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.boxes import Shard, Slot, box_of, is_box
 from fzero.layout.spec import facts
 from fzero.tree import Tree
 
@@ -89,7 +89,8 @@ class Precision:
         found: dict[int, torch.Tensor] = {}  # places of one tensor have one dtype, the first's
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                entries[i] = Shard(torch.empty(0, dtype=facts(x.uid).dtype, device="meta"), x.uid)
+                empty = torch.empty(0, dtype=facts(x.uid).dtype, device="meta")
+                entries[i] = box_of(x.uid, [empty] * len(x.parts))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in found:
                     found[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
@@ -121,7 +122,7 @@ class Precision:
                 leaf = torch.empty(shape, dtype=facts(x.uid).dtype, device="meta")
             if not isinstance(leaf, torch.Tensor):
                 continue
-            dtype = x.data.dtype if isinstance(x, Shard) else leaf.dtype
+            dtype = x.dtype if isinstance(x, Shard) else leaf.dtype
             if key not in expected:
                 expected[key] = self.dtype_of(path, leaf)
             if not dtype == leaf.dtype == expected[key]:

@@ -27,7 +27,7 @@ FLOORS = [
     ["init"],
     ["transforms"],
     ["stages", "moe"],
-    ["checkpoint"],
+    ["checkpoint", "tuning"],
     ["hf", "dcp"],
     ["nn"],
     ["testing"],
@@ -84,6 +84,7 @@ def public() -> list[tuple[str, object]]:
         "random",
         "testing",
         "tree",
+        "tuning",
         "units",
     )
     modules = ("fzero", *[f"fzero.{name}" for name in folders])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "Written",
@@ -55,10 +56,13 @@ def unwrapped(x: torch.Tensor) -> torch.Tensor:
 
 
 class Written(NamedTuple):
-    """A count that rises whenever a tensor is written in place, and the memory that it stands for."""
+    """A count that rises whenever a tensor is written in place, and the memory that it stands for.
+
+    The weak reference frees the memory, but not its address: no later storage is taken for this one.
+    """
 
     version: int
-    storage: int
+    storage: StorageWeakRef
 
 
 def written(x: torch.Tensor) -> Written:
@@ -67,7 +71,7 @@ def written(x: torch.Tensor) -> Written:
     Torch counts no writes through `x.data`, and none into what was made in inference mode.
     """
     x = unwrapped(x)  # only what lies below counts
-    return Written(0 if x.is_inference() else x._version, x.untyped_storage()._cdata)
+    return Written(0 if x.is_inference() else x._version, StorageWeakRef(x.untyped_storage()))
 
 
 def is_foreign(x: torch.Tensor) -> bool:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Axis", "AxisName", "Binding", "joined"]
+__all__ = ["PLANNED", "Axis", "AxisName", "Binding", "joined"]
+
+PLANNED = "fzero.plan/"  # the groups of ranks that are not at hand are named so
 
 AxisName = str | tuple[str, ...] | None
 

@@ -7,7 +7,8 @@ import torch
 from fzero import tree
 from fzero._torch import in_buffers
 from fzero.checkpoint._overlaps import overlapping
-from fzero.layout.boxes import PerRank, Shard, is_box
+from fzero.layout.boxes import PerRank, Shard, box_of, is_box
+from fzero.layout.pieces import spaces
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["made_of"]
@@ -28,13 +29,15 @@ def made_of(like: Any, mesh: Mesh | None) -> Any:
     made = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
     fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
     plain |= {**fresh, **dict(zip(meta, made, strict=True))}
-    own = iter([_zeros(x, device) if x.is_meta or i in shared else x for i, x in enumerate(boxed, len(plain))])
+    places = [place for entry in entries for place in _places(entry, device)]
+    fit = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
+    own = iter([x if fits else _zeros(x, to) for x, to, fits in zip(boxed, places, fit, strict=True)])
     for i, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
-            data = next(own)
-            entries[i] = x if data is x.data else Shard(data, x.uid)
+            parts = [next(own) for _ in x.parts]
+            entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.uid, parts)
         elif isinstance(x, PerRank):
             leaves, below = tree.flatten(x.value)
             entries[i] = PerRank(tree.unflatten(below, [next(own) if _is_tensor(y) else y for y in leaves]), x.axes)
@@ -48,8 +51,15 @@ def _is_tensor(x: Any) -> bool:
 def _boxed(entry: Any) -> list[torch.Tensor]:
     """List the tensors in a box."""
     if isinstance(entry, Shard):
-        return [entry.data]
+        return list(entry.parts)
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
+
+
+def _places(entry: Any, device: str) -> list[str]:
+    """List where the tensors in a box belong: the host's pieces of a shard into its memory."""
+    if isinstance(entry, Shard):
+        return ["cpu" if space == "host" else device for space in spaces(entry)]
+    return [device] * len(_boxed(entry))
 
 
 def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """What this process holds of a tree: how the tree is cut, and in whose memory each part of a leaf lies."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero.checkpoint._blocks import Range
 from fzero.checkpoint._cut import Cut, Group, Leaf, Piece
 from fzero.checkpoint._manifest import NAMES, is_json
 from fzero.layout.boxes import PerRank, Shard, is_box
@@ -16,6 +17,20 @@ from fzero.layout.units import cut_units
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["Holdings", "Plain", "holdings", "is_whole"]
+
+
+class Lying(NamedTuple):
+    """What a rank holds of a leaf, and where.
+
+    Attributes:
+        piece: what it is.
+        memory: the tensor that it lies in.
+        at: where it begins there, in elements.
+    """
+
+    piece: Piece
+    memory: torch.Tensor
+    at: int
 
 
 @dataclass(frozen=True)
@@ -33,9 +48,17 @@ class Holdings:
     ranks: range
     memory: tuple["Boxed | Plain", ...]
 
-    def lies_in(self, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
-        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
-        return self.memory[piece.group].lies_in(self.cut, piece, rank)
+    def held(self, rank: int) -> Iterator[Lying]:
+        """List what a rank holds, and where it lies."""
+        return self._lying(self.cut.held(rank), rank)
+
+    def owned(self, rank: int) -> Iterator[Lying]:
+        """List what a rank writes, in the order of its file, and where it lies."""
+        return self._lying(self.cut.owned(rank), rank)
+
+    def _lying(self, pieces: Iterator[Piece], rank: int) -> Iterator[Lying]:
+        for piece in pieces:
+            yield from self.memory[piece.group].lying(self.cut, piece, rank)
 
 
 @dataclass(frozen=True)
@@ -43,20 +66,30 @@ class Boxed:
     """A shard; in a simulation all ranks'.
 
     Attributes:
-        data: `[rows, k]`, or of `PerRank` values `[rows, ...]`.
+        parts: `[rows, k]`, or of `PerRank` values `[rows, ...]`; of a shard in two pieces one after the other.
         axes: along which the rows differ, in the mesh's order; none on processes.
     """
 
-    data: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
-    def lies_in(self, cut: Cut, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
-        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
-        return self.data[cut.index(self.axes, rank)], piece.at
+    def lying(self, cut: Cut, piece: Piece, rank: int) -> Iterator[Lying]:
+        """Find where a rank's piece lies: in one tensor, or where a shard is in two maybe in both."""
+        row = cut.index(self.axes, rank)
+        if len(self.parts) == 1:
+            yield Lying(piece, self.parts[0][row], piece.at)
+            return
+        first, (block, start, _) = 0, piece.range
+        for x in self.parts:
+            a, b = max(piece.at, first), min(piece.at + piece.numel, first + x.shape[-1])
+            if a < b:
+                own = Range(block, start + a - piece.at, start + b - piece.at)
+                yield Lying(piece._replace(range=own, at=a), x[row], a - first)
+            first += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:
         """List its tensors."""
-        return [self.data]
+        return list(self.parts)
 
 
 @dataclass(frozen=True)
@@ -65,9 +98,9 @@ class Plain:
 
     leaves: dict[int, torch.Tensor]
 
-    def lies_in(self, cut: Cut, piece: Piece, rank: int) -> tuple[torch.Tensor, int]:
-        """Return the tensor that a rank's piece lies in, and where it begins there, in elements."""
-        return self.leaves[piece.leaf], piece.range.start
+    def lying(self, cut: Cut, piece: Piece, rank: int) -> Iterator[Lying]:
+        """Find where a rank's piece lies."""
+        yield Lying(piece, self.leaves[piece.leaf], piece.range.start)
 
     def tensors(self) -> list[torch.Tensor]:
         """List its tensors."""
@@ -164,7 +197,7 @@ class _Found:
             if index in at:
                 self._tie(path, self.leaves[at[index]].path)
             else:
-                at[index] = self._add(path, spec.whole_shapes[index], shard.data.dtype)
+                at[index] = self._add(path, spec.whole_shapes[index], shard.dtype)
         missing = [spec.paths[index] for index in range(len(spec.shapes)) if index not in at]
         if missing:
             raise ValueError(
@@ -173,7 +206,7 @@ class _Found:
         numbers = tuple([at[index] for index in range(len(spec.shapes))])
         self.groups.append(Group(numbers, spec.axes, spec.shard_numel, spec.split))
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.together else ()
-        self.memory.append(Boxed(shard.data if self.together else shard.data[None], axes))
+        self.memory.append(Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes))
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
@@ -188,7 +221,7 @@ class _Found:
             numel = x.numel() // n if self.together else x.numel()
             i = self._add(name, shape, x.dtype, per_rank=True)
             self.groups.append(Group((i,), axes, numel))
-            self.memory.append(Boxed(x, axes) if self.together else Boxed(x[None], ()))
+            self.memory.append(Boxed((x,), axes) if self.together else Boxed((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):

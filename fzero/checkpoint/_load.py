@@ -192,8 +192,7 @@ def _by_file(manifest: Manifest, mine: Holdings) -> dict[int, list[Wanted]]:
     found: dict[int, list[Wanted]] = {}
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
-        for piece in mine.cut.held(rank):
-            x, first = mine.lies_in(piece, rank)
+        for piece, x, first in mine.held(rank):
             if (piece.leaf, x.data_ptr(), first) in seen:
                 continue
             seen.add((piece.leaf, x.data_ptr(), first))

@@ -14,7 +14,7 @@ from fzero._notice import notice
 from fzero._tracebacks import door
 from fzero.checkpoint._agree import Reports, agree, all_or_none
 from fzero.checkpoint._bytes import chunks, whole_or_chunks
-from fzero.checkpoint._cut import Cut, Piece
+from fzero.checkpoint._cut import Cut
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
@@ -165,8 +165,8 @@ def _check_values(mine: Holdings) -> None:
         ValueError: if a leaf is on the meta device. Names it.
     """
     for rank in mine.ranks:
-        for piece in mine.cut.owned(rank):
-            if mine.lies_in(piece, rank)[0].is_meta:
+        for piece, x, _ in mine.owned(rank):
+            if x.is_meta:
                 path = mine.cut.leaves[piece.leaf].path
                 raise ValueError(f"the tree leaf {path!r} is on the meta device, and has no values to save")
 
@@ -204,13 +204,8 @@ _Part = tuple[torch.Tensor, int, int]  # elements of a tensor, from one to befor
 
 def _memory(mine: Holdings, rank: int) -> list[_Part]:
     """List what a rank writes, in the order of its file."""
-
-    def part(piece: Piece) -> _Part:
-        x, at = mine.lies_in(piece, rank)
-        return x.detach(), at, at + piece.numel
-
     # of what is held, a piece begins where `owned` says
-    return [part(piece) for piece in mine.cut.owned(rank)]
+    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned(rank)]
 
 
 def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:

@@ -23,9 +23,11 @@ from fzero.collectives import _record
 
 __all__ = [
     "ALONE",
+    "NO_AXIS",
     "Along",
     "OfDeal",
     "OfUnit",
+    "OnDevice",
     "Options",
     "Pairs",
     "Row",
@@ -42,6 +44,7 @@ Tensors = Sequence[torch.Tensor]
 
 ALONE = "alone"
 """The group of an axis of one rank that is no axis of the mesh: collectives over no axis at all."""
+NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
 
 
 class Whole(NamedTuple):
@@ -82,7 +85,13 @@ class OfDeal(NamedTuple):
     number: int
 
 
-Options = Whole | Along | Source | Pairs | OfUnit | OfDeal
+class OnDevice(NamedTuple):
+    """The options of a move to host memory or back: the device at the other end."""
+
+    device: torch.device
+
+
+Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice
 
 
 class Row(NamedTuple):

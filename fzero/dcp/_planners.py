@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fzero.checkpoint._blocks import rectangles
-from fzero.checkpoint._cut import Leaf, Piece
+from fzero.checkpoint._cut import Leaf
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._holdings import Holdings
+from fzero.checkpoint._holdings import Holdings, Lying
 from fzero.dcp._names import Keys, flat, nested, parts_of, place_of
 from fzero.layout.elements import elements
 
@@ -48,12 +48,11 @@ class _Chunk(NamedTuple):
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
-def _chunks(mine: Holdings, pieces: Callable[[int], Iterator[Piece]]) -> dict[int, list[_Chunk]]:
+def _chunks(mine: Holdings, lying: Callable[[int], Iterator[Lying]]) -> dict[int, list[_Chunk]]:
     """List what this process has of each leaf: of pieces of all its ranks, each memory once."""
     found: dict[int, dict[Any, _Chunk]] = {}
     for rank in mine.ranks:
-        for piece in pieces(rank):
-            x, at = mine.lies_in(piece, rank)
+        for piece, x, at in lying(rank):
             block, start, stop = piece.range
             for r in rectangles(tuple([size for _, size in block]), start, stop):
                 offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
@@ -72,7 +71,7 @@ class SavePlanner(DefaultSavePlanner):
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
-        chunks = _chunks(mine, cut.owned)
+        chunks = _chunks(mine, mine.owned)
         for path, i in cut.number.items():
             leaf, where = cut.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in mine.ranks:  # nobody has elements of it, and it has a name
@@ -139,7 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        for i, chunks in _chunks(self._mine, self._mine.cut.held).items():
+        for i, chunks in _chunks(self._mine, self._mine.held).items():
             name = self._first[i]
             self._chunks[name] = chunks
             there: Any = self.metadata.state_dict_metadata[name]

@@ -10,10 +10,11 @@ import torch
 from fzero import tree
 from fzero._torch import in_buffers
 from fzero._tracebacks import door
+from fzero.axes.axis import PLANNED
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._step import step_of
 from fzero.graph.plan._plan import Plan
-from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.boxes import PerRank, Shard, Slot, box_of, is_box
 from fzero.layout.spec import intern, spec_of
 from fzero.ranks.mesh import Mesh
 from fzero.tree import Tree
@@ -97,7 +98,7 @@ def absent(shape: Shape) -> Mesh:
     """
     names = [name for name, _ in shape]
     joint = [",".join(chosen) for k in range(2, len(names) + 1) for chosen in combinations(names, k)]
-    return Mesh(shape, _Processes(), tuple([(axes, f"fzero.plan/{axes}") for axes in joint]))
+    return Mesh(shape, _Processes(), tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Processes:
 
     def get_group(self, name: str) -> "_Processes":
         """Return the group of an axis, of which a trace asks the name alone."""
-        return _Processes(f"fzero.plan/{name}")
+        return _Processes(f"{PLANNED}{name}")
 
 
 def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> Tree:
@@ -145,7 +146,8 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
             uid = intern(replace(x.spec, mesh=tuple((name, sizes[name]) for name in x.spec.axes)))
             if isinstance(x, Slot):
                 return Slot(uid, x.index)
-            return Shard(x.data.new_empty(spec_of(uid).shard_numel, device="meta"), uid)
+            like = x.parts[0]
+            return box_of(uid, [like.new_empty(p.stop - p.start, device="meta") for p in spec_of(uid).pieces])
         return metas[id(x)] if isinstance(x, torch.Tensor) else x
 
     return tree.map(convert, values, is_leaf=is_box)

@@ -1,5 +1,6 @@
 """One traced call of a step: its schedule, which arguments its results take the memory of, and how it runs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +18,12 @@ from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
 from fzero.graph.ir import is_input, results
 from fzero.graph.loops import graphs_in
+from fzero.graph.ops import name_of
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
-from fzero.graph.trace._arguments import Arguments, blocks_of
+from fzero.graph.spaces import check_spaces, moves
+from fzero.graph.trace._arguments import Arguments, Place, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
 from fzero.graph.turns import NotALoop, recorded
@@ -67,6 +70,7 @@ class Entry:
         positions: of the donated arguments.
         donated: the numbers of the donated tensors, with what to say when one is read.
         boxed: the positions of donated arguments that hold boxes.
+        written: the numbers of the donated tensors that are not handed on as they came.
         executable: the schedule made runnable, once it has run.
     """
 
@@ -80,14 +84,15 @@ class Entry:
     positions: tuple[int, ...]
     donated: dict[int, str]
     boxed: list[int]
+    written: list[int]
     executable: Executable | None = None
 
     def run(self, arguments: Arguments, args: tuple[Any, ...]) -> Any:
         """Run the step, and give the donated arguments' memory to the results."""
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
-        if self.donated:
-            check_separate(arguments, list(self.donated), captured)
+        if self.written:
+            check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
             self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh)
@@ -145,6 +150,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
 
     with _torch.TRACING:
         traced = _traced(flat, arguments, _labels(asked.step, arguments, args), asked)
+    check_spaces(traced.graph)
     out, leaves, structure, positions = returned.pop()
     donated = {
         i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
@@ -152,7 +158,13 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     into = pairs(arguments, positions, out, leaves)
     functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
     mesh, name = asked.step.mesh, asked.step.name
-    given = Given(tuple(sorted(into.items())), tuple(donated), functional, () if mesh is None else mesh.places())
+    given = Given(
+        tuple(sorted(into.items())),
+        tuple(donated),
+        functional,
+        () if mesh is None else mesh.places(),
+        moves(traced.graph),
+    )
     said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
     index = choose(offers, asked.knobs.memory_budget, name)
@@ -174,6 +186,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         positions=tuple(positions),
         donated=donated,
         boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
+        written=_written(traced, into, donated),
     )
 
 
@@ -200,14 +213,33 @@ def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dic
         kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
     places = arguments.places
     return [
-        {"label": str(place), "kind": kinds[place.position], "block": block}
-        for place, block in zip(places, blocks_of(places, step.params), strict=True)
+        {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place, x)
+        for place, block, x in zip(places, blocks_of(places, step.params), arguments.tensors, strict=True)
     ]
+
+
+def _space(place: Place, x: torch.Tensor) -> dict[str, str]:
+    """Say which memory an argument lies in; a number is small enough to lie in either."""
+    return {"space": place.space} if x.dim() or place.space == "host" else {}
 
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
     """List the results that are arguments, handed on."""
     return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
+
+
+def _written(traced: Traced, into: dict[int, int], donated: Iterable[int]) -> list[int]:
+    """List the donated tensors whose memory may get other values. The others may share it with whom they like."""
+    inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
+    same = {i for k, i in into.items() if _viewed(out[k]) is inputs[i]}  # which has the result's shape
+    return [i for i in donated if i not in same]
+
+
+def _viewed(node: Any) -> Any:
+    """Return what a node shows in another shape, element for element: a simulation of ranks leaves such views."""
+    while node is not None and name_of(node) in ("view", "alias", "detach"):
+        node = node.args[0]
+    return node
 
 
 def _check_results(paths: list[str], leaves: list[Any]) -> None:

@@ -20,6 +20,7 @@ from fzero.graph.passes import (
     bucket,
     carry,
     donate,
+    early_move,
     gather_into,
     hoist,
     in_place,
@@ -28,10 +29,12 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    stay,
 )
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
+from fzero.graph.spaces import moves
 
 __all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
 
@@ -76,12 +79,14 @@ class Given(NamedTuple):
         donated: the positions of all donated arguments.
         functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
         places: this rank's place in each process group, by the group's name.
+        moves: whether values are copied from one memory to the other.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     functional: bool = False
     places: tuple[tuple[str, int], ...] = ()
+    moves: bool = False
 
 
 class Pass(NamedTuple):
@@ -108,11 +113,13 @@ def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
 
 
 PASSES = (
+    Pass("stay", stay, lambda choice, given: () if given.moves else None),
     Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
     Pass("recast", recast, lambda choice, given: () if choice.recast else None),
+    Pass("early_move", early_move, lambda choice, given: () if given.moves else None),
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
@@ -201,7 +208,7 @@ class Pipeline:
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional)
+            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional, moves=moves(loop.body))
             self._bodies[node.target] = Pipeline(loop.body, given)
         return self._bodies[node.target]
 

@@ -47,6 +47,7 @@ REDUCTIONS = (
 )
 EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default
+CASTS = (aten._to_copy.default, aten.to.dtype)
 
 
 def is_wait(node: Node) -> bool:

@@ -89,6 +89,9 @@ OPERATIONS: dict[str, Known] = {
     "contiguous": CHEAP | COPIES,
     "_unsafe_view": VIEW,
     "_reshape_alias": VIEW,
+    # from one memory to the other
+    "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
     # cut and joined
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,

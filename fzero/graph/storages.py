@@ -1,7 +1,7 @@
 """In which memory the values of a flat graph lie."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
 from fzero.graph.ir import is_input, is_wait, values
+from fzero.graph.spaces import on_host
 
 __all__ = ["Storages", "storages", "storages_in"]
 
@@ -20,11 +21,13 @@ class Storages(NamedTuple):
         of: for each node, the storage of each tensor it computes.
         size: bytes of each storage.
         born: the node that allocates each storage.
+        on_host: the values that lie in host memory.
     """
 
     of: dict[Node, tuple[int, ...]]
     size: list[int]
     born: list[Node]
+    on_host: Set[Node] = frozenset()
 
     def read_by(self, node: Node) -> list[int]:
         """List the storages that a node's arguments lie in."""
@@ -38,7 +41,8 @@ def storages(graph: Graph) -> Storages:
 
 def storages_in(nodes: Iterable[Node]) -> Storages:
     """Find the storage of every value of a graph whose nodes run in this order."""
-    found = Storages({}, [], [])
+    nodes = list(nodes)
+    found = Storages({}, [], [], on_host(nodes))
     given: dict[int, int] = {}  # arguments that lie side by side share theirs
     for node in nodes:
         if node.op == "output":

@@ -136,8 +136,7 @@ def _parts(mine: Holdings) -> Iterator[tuple[int, _Part]]:
     """List what this process holds: the number of a leaf, and elements of it. What ranks share is there once."""
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
-        for piece in mine.cut.held(rank):
-            x, start = mine.lies_in(piece, rank)
+        for piece, x, start in mine.held(rank):
             key = (piece.leaf, x.data_ptr(), start)
             if key in seen:  # a simulation holds once what is replicated
                 continue

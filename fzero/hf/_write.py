@@ -196,11 +196,10 @@ def _write_own(files: Local, planned: Sequence[_File], nonce: str, held: Holding
     opened: dict[int, int] = {}
     try:
         for rank in held.ranks:
-            for piece in held.cut.owned(rank):
+            for piece, x, start in held.owned(rank):
                 i, leaf = home[piece.leaf], held.cut.leaves[piece.leaf]
                 if i not in opened:
                     opened[i] = os.open(os.path.join(files.path, _unfinished(planned[i].name, nonce)), os.O_WRONLY)
-                x, start = held.lies_in(piece, rank)
                 for run in runs(piece.range, Range(whole(leaf.shape), 0, leaf.numel)):
                     _write_run(opened[i], planned[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
         for fd in opened.values():

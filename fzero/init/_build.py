@@ -7,8 +7,9 @@ import torch
 from fzero import tree
 from fzero.init._deferred import Deferred
 from fzero.init._given import Given
-from fzero.layout.boxes import Shard, is_box
+from fzero.layout.boxes import box_of, is_box
 from fzero.layout.elements import elements
+from fzero.layout.pieces import spaces
 from fzero.layout.spec import Spec, spec_of
 from fzero.layout.units import cut_units
 from fzero.ranks.agreement import check_alike, check_equal, checksum
@@ -56,16 +57,16 @@ def build(what: str, source: Given | Deferred, layout: Any, mesh: Mesh) -> Any:
 
 
 class _Home(NamedTuple):
-    """Where a leaf belongs: in its unit's shard, or in all ranks' shards, those of the rows of `data`.
+    """Where a leaf belongs: in its unit's shard, or in all ranks' shards, those of the rows of `parts`.
 
     Attributes:
-        data: the shard, `[k]`; in a simulation `[N, k]`.
+        parts: the shard, `[k]`, of two pieces both; in a simulation `[N, k]`.
         spec: how the unit is cut.
         index: the leaf's place in the unit.
         ranks: of each row a rank whose shard it is.
     """
 
-    data: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     spec: Spec
     index: int
     ranks: tuple[int, ...]
@@ -73,13 +74,14 @@ class _Home(NamedTuple):
     def store(self, leaf: torch.Tensor, mesh: Mesh) -> None:
         """Copy into each shard its own elements of a whole leaf."""
         k, index = self.spec.shard_numel, self.index
-        for row, rank in zip(self.data.view(-1, k) if k else (), self.ranks, strict=False):
-            start = mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0
-            offset, size = self.spec.offsets[index], self.spec.sizes[index]
-            first, last = max(start, offset), min(start + k, offset + size)
-            if first < last:
-                part = self._part(leaf, mesh, rank)
-                row[first - start : last - start] = elements(part, first - offset, last - offset)
+        offset, size = self.spec.offsets[index], self.spec.sizes[index]
+        for x, piece in zip(self.parts, self.spec.pieces, strict=True):
+            for row, rank in zip(x.view(-1, x.shape[-1]) if x.numel() else (), self.ranks, strict=False):
+                start = (mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0) + piece.start
+                first, last = max(start, offset), min(start + x.shape[-1], offset + size)
+                if first < last:
+                    part = self._part(leaf, mesh, rank)
+                    row[first - start : last - start] = elements(part, first - offset, last - offset)
 
     def _part(self, leaf: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
         """View what a rank has of a leaf that is split along further axes."""
@@ -102,10 +104,11 @@ class _Filling:
         for uid, box, members in cut_units(paths, self.entries):
             at = [position for position, _ in members]
             _check_one_device(what, [paths[i] for i in at], [devices[i] for i in at])
-            data = torch.zeros(box.data.shape, dtype=box.data.dtype, device=devices[at[0]])
-            self.entries[at[0]] = Shard(data, uid)
+            places = ["cpu" if space == "host" else devices[at[0]] for space in spaces(box)]
+            made = [torch.zeros(x.shape, dtype=x.dtype, device=to) for x, to in zip(box.parts, places, strict=True)]
+            self.entries[at[0]] = box_of(uid, made)
             for position, index in members:
-                self.homes[position] = _Home(data, spec_of(uid), index, _ranks_of_rows(spec_of(uid), mesh))
+                self.homes[position] = _Home(tuple(made), spec_of(uid), index, _ranks_of_rows(spec_of(uid), mesh))
 
     def take(self, positions: list[int], leaf: torch.Tensor, may_keep: bool) -> None:
         """Put a leaf into its place, or places, if it is tied."""

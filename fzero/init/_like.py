@@ -35,7 +35,7 @@ def given_like(what: str, values: Any, like: Any, by: str = "") -> Given:
     owner: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # alike where leaves are tied
     for uid, box, members in cut_units(paths, entries):
         for position, index in members:
-            expected[position] = (spec_of(uid).whole_shapes[index], box.data.dtype)
+            expected[position] = (spec_of(uid).whole_shapes[index], box.dtype)
             owner[position] = (id(box), index)
     first: dict[Any, int] = {}  # owner -> position
     for i, key in enumerate(owner):

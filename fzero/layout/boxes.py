@@ -17,7 +17,7 @@ from fzero._torch.levels import Written, written
 from fzero.layout.spec import Spec, facts, intern, spec_of
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "give_up", "is_box", "own_values"]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box", "own_values"]
 
 
 class _Box:
@@ -121,7 +121,8 @@ class Shard(_Leaf):
 
     Attributes:
         data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
-            the ranks' pieces stacked: `[N, k]`, N ranks along `axes`.
+            the ranks' shards stacked: `[N, k]`, N ranks along `axes`. Of a shard of two pieces, one on the device and
+            one on the host (`optim.offload`), a tuple of both.
         uid: the interned `spec`.
         origin: the whole leaves that `partition` cut, as long as `data` is their part; else None. Flattening drops
             it, and writing into `data` in place does, so any changed box has forgotten it.
@@ -151,14 +152,19 @@ class Shard(_Leaf):
         return self._origin.leaves
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """What it holds for each of its spec's pieces: nearly always one tensor, `data`."""
+        return self.data if len(facts(self.uid).pieces) > 1 else (self.data,)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements, which for moments may be another than the parameter's."""
-        return self.data.dtype
+        return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are."""
-        return self.data.device
+        """Where the elements are; of a shard of two pieces the first ones."""
+        return self.parts[0].device
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -171,8 +177,9 @@ class Shard(_Leaf):
             return f"Shard({spec.unit!r}, donated)"
         axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
+        axes += [f"{p.stop - p.start} on the host" for p in spec.pieces if p.space == "host"]
         leaf = _in_words(spec.whole_shapes[0], self.dtype)
-        return f"Shard({spec.unit!r}, {leaf}, {spec.shard_numel} of {spec.numel} elements, {', '.join(axes)})"
+        return f"Shard({spec.unit!r}, {', '.join([leaf, f'{spec.shard_numel} of {spec.numel} elements', *axes])})"
 
     def whole_numel(self) -> int:
         """Count the elements of the unit's whole leaves."""
@@ -264,11 +271,16 @@ def _restore_shard(data: Any, spec: Spec) -> Shard:
     return Shard(data, intern(spec))
 
 
+def box_of(uid: int, parts: Sequence[Any]) -> Shard:
+    """Return a unit's box, given what it holds for each of the spec's pieces."""
+    return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)
+
+
 def _restore_slot(spec: Spec, index: int) -> Slot:
     return Slot(intern(spec), index)
 
 
-register_box(Shard, lambda box: ((box.data,), box.uid), lambda uid, children: Shard(children[0], uid))
+register_box(Shard, lambda box: (box.parts, box.uid), box_of)
 register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
 

@@ -18,11 +18,11 @@ from einops import rearrange
 from fzero.axes.axis import Axis, Binding
 from fzero.axes.scope import joint
 from fzero.collectives.sums import group_all_gather, group_psum, group_psum_scatter
-from fzero.collectives.table import ALONE, Along, OfUnit, Row, Tensors, add_row, apply
+from fzero.collectives.table import NO_AXIS, Along, OfUnit, Row, Tensors, add_row, apply
 from fzero.layout import flat
 from fzero.layout.spec import Spec, spec_of, unit_axes
 
-__all__ = ["NO_AXIS", "apply_over_unit_axes", "apply_to_unit"]
+__all__ = ["apply_over_unit_axes", "apply_to_unit"]
 
 
 def _spec(options: OfUnit) -> Spec:
@@ -184,7 +184,6 @@ add_row(
 
 # ---------------------------------------------------------------- over one axis after the other
 
-NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
 # after the slowest axis the unit is one tensor [k], for which these rows of single tensors do
 _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
 

@@ -10,32 +10,51 @@ import torch
 
 from fzero import tree
 from fzero.collectives.sums import psum
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.spec import facts, spec_of, unit_index
+from fzero.layout.boxes import Shard, box_of, is_box
+from fzero.layout.spec import Piece, facts, spec_of, unit_index
 from fzero.layout.units import CutUnit, cut_units, map_units
 from fzero.tree import Tree
 
 __all__ = ["abstract", "global_norm", "per_leaf"]
 
 
-def segment_ids(uid: int, device: torch.device) -> torch.Tensor:
+def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
     """Return for each element of this rank's shard the index of its leaf; padding has the number of leaves.
 
     Returns:
-        An int64 tensor `[k]`.
+        An int64 tensor `[k]`; for a piece of the shard, of its elements.
     """
     k = facts(uid).shard_numel
-    position = unit_index(uid).to(device) * k + torch.arange(k, device=device)
+    start, stop = (0, k) if piece is None else (piece.start, piece.stop)
+    position = unit_index(uid).to(device) * k + torch.arange(start, stop, device=device)
     return torch.bucketize(position, torch.tensor(facts(uid).offsets[1:], device=device), right=True)
 
 
 def without_padding(box: Shard) -> torch.Tensor:
-    """Return a shard's data `[k]` with zeros in the padding."""
+    """Return a shard's data `[k]` with zeros in the padding.
+
+    Raises:
+        ValueError: if a part of the shard lies on the host.
+    """
+    check_on_device(box, "a norm or a test of all elements")
     k, numel = facts(box.uid).shard_numel, facts(box.uid).numel
     if k * facts(box.uid).ranks == numel:
         return box.data
     position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
     return torch.where(position < numel, box.data, torch.zeros_like(box.data))
+
+
+def check_on_device(box: Shard, what: str) -> None:
+    """Check that all of a shard lies on the device, where ranks communicate.
+
+    Raises:
+        ValueError: if not. Names the unit.
+    """
+    if "host" in [piece.space for piece in facts(box.uid).pieces]:
+        raise ValueError(
+            f"{what} was given {box!r}, of which a part lies on the host: put what reads whole leaves before "
+            'optim.offload, in a chain, or use optim.offload(pair, ratio, update="device")'
+        )
 
 
 def global_norm(params: Tree) -> torch.Tensor:
@@ -131,9 +150,15 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
                 raise ValueError(_conflict(spec_of(uid).paths[index], paths[position]))
         row = [by_index[i] for i in range(len(by_index))]
-        if len(set(row)) == 1:
-            out[members[0][0]] = Shard(row[0], uid)
-        else:
-            table = torch.tensor([*row, 0.0], dtype=box.data.dtype, device=box.data.device)
-            out[members[0][0]] = Shard(table[segment_ids(uid, box.data.device)], uid)
+        pieces = facts(uid).pieces
+        parts = [_spread(row, uid, *x) for x in zip(pieces, box.parts, strict=True)]
+        out[members[0][0]] = box_of(uid, parts)
     return tree.unflatten(structure, out)
+
+
+def _spread(row: Sequence[float], uid: int, piece: Piece, x: torch.Tensor) -> Any:
+    """Return the number of each element of a piece's leaf, or one for all where they are the same."""
+    if len(set(row)) == 1:
+        return row[0]
+    table = torch.tensor([*row, 0.0], dtype=x.dtype, device=x.device)
+    return table[segment_ids(uid, x.device, piece)]

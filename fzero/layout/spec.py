@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,13 +19,16 @@ from fzero.axes.axis import Axis
 from fzero.axes.scope import axis_index, bound, lookup
 
 __all__ = [
+    "ALIGN",
     "Facts",
+    "Piece",
     "Spec",
     "Split",
     "check_cut_for",
     "facts",
     "intern",
     "intern_parts",
+    "on_host",
     "on_mesh",
     "spec_of",
     "unit_axes",
@@ -47,6 +51,23 @@ class Split(NamedTuple):
     dims: tuple[int, ...]
 
 
+ALIGN = 64  # elements: where a shard is cut in pieces, so that both begin on a cache line
+
+
+class Piece(NamedTuple):
+    """A range of each rank's shard, and the memory that it lies in.
+
+    Attributes:
+        start: its first element in the shard.
+        stop: the element behind its last one.
+        space: "device" or "host".
+    """
+
+    start: int
+    stop: int
+    space: str
+
+
 class Facts(NamedTuple):
     """What traced code may know of a spec: its attributes, and what follows from them, as plain Python values."""
 
@@ -65,6 +86,7 @@ class Facts(NamedTuple):
     split_ranks: int
     numel: int
     shard_numel: int
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +104,8 @@ class Spec:
         order: all these axes in the order of the mesh, which says which rank holds which shard.
         cast: in a gradient by a precision policy, its dtypes on the wire and in the end: the shard that is
             differentiated has the latter, and is gathered in `dtype`. A box between operations has None.
+        host: the share of each rank's shard, at its end, that lies in host memory, before it is rounded up to where a
+            shard may be cut. A share and no number of elements, so that it holds for any number of ranks.
     """
 
     unit: str
@@ -93,6 +117,7 @@ class Spec:
     split: tuple[Split, ...] = ()
     order: tuple[str, ...] = ()
     cast: tuple[torch.dtype, torch.dtype] | None = None
+    host: Fraction = Fraction(0)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -123,6 +148,7 @@ class Spec:
             split_ranks=self.split_ranks,
             numel=self.numel,
             shard_numel=self.shard_numel,
+            pieces=self.pieces,
         )
 
     @cached_property
@@ -165,6 +191,15 @@ class Spec:
     def shard_numel(self) -> int:
         """Elements of one rank's shard, padding included."""
         return -(-self.numel // self.ranks)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of a rank's shard, in order: nearly always one, and two where a part of it lies on the host."""
+        k = self.shard_numel
+        at = max(k - -(-math.ceil(self.host * k) // ALIGN) * ALIGN, 0)
+        if at == 0 or at == k:
+            return (Piece(0, k, "device" if at == k else "host"),)
+        return (Piece(0, at, "device"), Piece(at, k, "host"))
 
 
 _SPECS: list[Spec] = []
@@ -213,6 +248,12 @@ def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tu
 def with_cast(uid: int, wire: torch.dtype, grad: torch.dtype) -> int:
     """Return the uid of the same unit, whose gradients are summed over ranks in one dtype, and end in another."""
     return intern(replace(spec_of(uid), cast=(wire, grad)))
+
+
+@assume_constant_result
+def on_host(uid: int, part: int, of: int = 1) -> int:
+    """Return the uid of the same unit, of which the last `part / of` of each rank's shard lie in host memory."""
+    return intern(replace(spec_of(uid), host=Fraction(part, of)))
 
 
 @assume_constant_result

@@ -67,7 +67,9 @@ def layouts(values: Any) -> Layouts:
             spec = x.spec
             axes = ", ".join([f"{name}={size}" for name, size in spec.mesh]) or "no axis"
             parts = "".join([f", part of {s.axis}={s.size}" for s in spec.split])
+            host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             where = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
+            where += f", {host} of them on the host" if host else ""
             found.append(LeafLayout(path, tuple(x.shape), x.dtype, where))
         elif isinstance(x, Slot):
             found.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))

@@ -19,6 +19,7 @@ from fzero.optim._masked import masked
 from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
+from fzero.optim._offload import DelayedState, offload, offloaded
 from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
 from fzero.optim._sgd import SgdState, sgd
 from fzero.optim._whole import whole
@@ -37,6 +38,7 @@ __all__ = [
     "AdafactorState",
     "AdagradState",
     "AdamState",
+    "DelayedState",
     "EmaState",
     "InjectHyperparamsState",
     "LionState",
@@ -81,6 +83,8 @@ __all__ = [
     "master_params",
     "master_weights",
     "muon",
+    "offload",
+    "offloaded",
     "params_ema",
     "piecewise_constant",
     "scale",

@@ -101,7 +101,7 @@ def adafactor(
         updates = tree.map(step, steps, params, *leaf_rms((steps, params)), decays)
         return updates, AdafactorState(count, rows, columns)
 
-    return Optimizer(init, update, elementwise=True)
+    return Optimizer(init, update, elementwise=True, pointwise=False)
 
 
 def _zeros(params: Params) -> tuple[Tree, Tree]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fzero import tree
+from fzero.optim._pair import check_pair
 from fzero.precision import Precision
 from fzero.tree import Tree
 
@@ -75,6 +76,8 @@ class Optimizer:
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
         skips: whether the pair skips steps that overflowed: a loss scale.
         parts: the pairs that it is made of.
+        pointwise: False of a pair that reads more of a leaf than one element to update it, such as a norm.
+        lowers: the share of the parameters that `step.init` puts into host memory, or a rule `(path) -> share`.
 
     Example:
         >>> from fzero import optim
@@ -88,6 +91,8 @@ class Optimizer:
     precision: Precision | None = None
     skips: bool = False
     parts: tuple["Optimizer", ...] = ()
+    pointwise: bool | None = None
+    lowers: float | Callable[[str], float] = 0
 
     @property
     def name(self) -> str:
@@ -104,9 +109,15 @@ class Optimizer:
 
 
 def as_optimizer(pair: Pair) -> Optimizer:
-    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`."""
+    """Return a pair as an `Optimizer`; a third-party one may have an attribute `elementwise`.
+
+    Raises:
+        TypeError: if it is no pair.
+    """
     if isinstance(pair, Optimizer):
         return pair
+    for needed in ("init", "update"):
+        check_pair(pair, needed)
     return Optimizer(pair.init, pair.update, getattr(pair, "elementwise", None))
 
 
@@ -124,6 +135,8 @@ def around(
         precision=policies[0] if policies else None,
         skips=any(pair.skips for pair in known),
         parts=tuple(known),
+        pointwise=False if any(pair.pointwise is False for pair in known) else None,
+        lowers=next((pair.lowers for pair in known if pair.lowers), 0),
     )
 
 

@@ -68,7 +68,7 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
         scale = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
         return tree.map(lambda g: (g * scale).to(g.dtype), grads), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
 def clip_by_block_rms(threshold: Number) -> Optimizer:
@@ -97,4 +97,4 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
 
         return tree.map(clipped, grads, leaf_rms(grads)), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)

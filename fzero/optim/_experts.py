@@ -53,7 +53,7 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _clipped(grads, max_norm, tuple(names)), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
 class _Cut(NamedTuple):

@@ -79,7 +79,7 @@ def scale_by_trust_ratio() -> Optimizer:
             raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
         return tree.map(_scaled, grads, *leaf_norms((grads, params))), state
 
-    return Optimizer(lambda params: (), update, elementwise=True)
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
 def _scaled(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """An adapter for third-party pairs that take trees apart by themselves."""
 
 import inspect
+from typing import Any
 
 from fzero import tree
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer
@@ -46,11 +47,14 @@ def leafwise(pair: Pair) -> Optimizer:
         leaves, structure = tree.flatten(grads)
         states = tree.leaves_up_to(grads, state)
         whole = [None] * len(leaves) if params is None else tree.leaves_up_to(grads, params)
-        updates, new = [], []
-        for g, s, p in zip(leaves, states, whole, strict=True):
-            u, s = ([None], s) if g is None else pair.update([g], s, params=None if p is None else [p], **options)
-            updates.append(u[0])
-            new.append(s)
+        done: dict[Any, Any] = {}  # each tied leaf is updated once, or its places would part
+        keys: list[Any] = []
+        for i, (g, s, p) in enumerate(zip(leaves, states, whole, strict=True)):
+            keys.append(i if g is None or p is None else (tree.identity(g), tree.identity(p)))
+            if keys[-1] not in done:
+                u, s = ([None], s) if g is None else pair.update([g], s, params=None if p is None else [p], **options)
+                done[keys[-1]] = u[0], s
+        updates, new = ([done[key][j] for key in keys] for j in (0, 1))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
     return around(init, update, pair)

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero.collectives.moves import to_host
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
+from fzero.layout.pieces import map_spaces
 from fzero.layout.segments import without_padding
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, find_state
 from fzero.optim._hyper import positive
@@ -89,8 +92,8 @@ def dynamic_loss_scale(
         good = all_finite(grads)
         updates, inner = pair.update(grads, state.inner, params=params)
         # only minus zero leaves every number as it is: -0.0 + 0.0 is 0.0
-        updates = tree.map(lambda u: torch.where(good, u, torch.full_like(u, -0.0)), updates)
-        inner = tree.map(lambda new, old: _chosen(good, new, old), inner, state.inner)
+        updates = map_spaces(lambda space, u: _chosen(good, space, u, torch.full_like(u, -0.0)), updates)
+        inner = map_spaces(partial(_chosen, good), inner, state.inner)
         growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
         grows = growth >= growth_interval
         larger = (state.scale * growth_factor).clamp(max=maximum)
@@ -162,5 +165,7 @@ def _some_bad(x: torch.Tensor) -> torch.Tensor:
     return (~x.isfinite()).any().to(torch.float32)
 
 
-def _chosen(good: torch.Tensor, new: Any, old: Any) -> Any:
-    return torch.where(good, new, old) if isinstance(new, torch.Tensor) else new
+def _chosen(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
+    if not isinstance(new, torch.Tensor):
+        return new
+    return torch.where(to_host(good) if space == "host" else good, new, old)

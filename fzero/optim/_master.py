@@ -96,11 +96,20 @@ def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Return the update that makes a narrow parameter its master's rounded value, in the master's dtype.
 
     It is the difference of two narrow values. So `apply_updates` adds it to the parameter without a rounding of its
-    own, unless it is near zero. A master beyond the narrow dtype's range gives its largest number: an infinite
-    parameter could never be corrected.
+    own, unless it is near zero.
     """
-    largest = torch.finfo(p.dtype).max
-    return master.clamp(-largest, largest).to(p.dtype).to(master.dtype) - p.to(master.dtype)
+    return difference(p, rounded(master, p.dtype), master.dtype)
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round a master to a narrow dtype: beyond its range to its largest number, for infinity could not be corrected."""
+    largest = torch.finfo(dtype).max
+    return master.clamp(-largest, largest).to(dtype)
+
+
+def difference(p: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the update that makes of a narrow parameter a new one, in a wide dtype."""
+    return new.to(dtype) - p.to(dtype)
 
 
 def master_params(params: Params, opt_state: OptState) -> Params:
@@ -152,7 +161,7 @@ def _dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; a unit's other leaves have their first one's."""
     if isinstance(x, Slot):
         return facts(x.uid).dtype
-    data = x.data if isinstance(x, Shard) else x
+    data = x.parts[0] if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 
 

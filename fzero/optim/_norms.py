@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, is_box
-from fzero.layout.segments import segment_ids
+from fzero.layout.segments import check_on_device, segment_ids
 from fzero.layout.spec import facts
 from fzero.optim._hyper import at_least_float32
 from fzero.tree import Tree
@@ -74,6 +74,7 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
 
 def _sums_of_squares(box: Shard) -> torch.Tensor:
     """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
+    check_on_device(box, "a norm of leaves")
     squares, rows = at_least_float32(box.data).square(), len(facts(box.uid).shapes) + 1  # the last row: padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane

@@ -10,10 +10,9 @@ from fzero import tree
 from fzero.axes.scope import joint
 from fzero.collectives.invariant import own_part
 from fzero.collectives.sums import all_gather
-from fzero.collectives.table import Along, OfDeal, apply
+from fzero.collectives.table import NO_AXIS, Along, OfDeal, apply
 from fzero.layout.boxes import Shard, is_box
 from fzero.layout.deals import Deal, Matrix, deal_of, dealt
-from fzero.layout.rows import NO_AXIS
 from fzero.layout.spec import facts, unit_axes
 from fzero.layout.units import CutUnit, cut_units
 from fzero.tree import Tree

@@ -86,7 +86,7 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
 
 
 def _elementwise(pair: Optimizer) -> Optimizer:
-    return Optimizer(pair.init, pair.update, elementwise=True)
+    return Optimizer(pair.init, pair.update, elementwise=True, pointwise=False)
 
 
 def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:

@@ -134,7 +134,8 @@ def check_unwritten(cut: Sequence[Any], positions: Sequence[int]) -> None:
         shards = [x for x in tree.flatten(cut[i], is_box)[0] if isinstance(x, Shard)]
         refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
         for x in shards:
-            if x.origin is None:  # not written, and yet no longer what it was
+            # not written, and yet no longer what it was; a unit over no axis was not cut, and is the argument itself
+            if x.origin is None and facts(x.uid).axes:
                 raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 

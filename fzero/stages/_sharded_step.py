@@ -16,6 +16,7 @@ from fzero.init._like import given_like
 from fzero.init._side_by_side import lay_side_by_side
 from fzero.init._source import source_of
 from fzero.layout.boxes import PerRank, is_box
+from fzero.optim._spread import lower
 from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
@@ -207,6 +208,8 @@ class ShardedStep:
             params = params if precision is None else precision.cast(params)
             # a state that starts as the parameters: a jitted step writes into both
             opt_state = tree.map(copied_from(params), opt_state)
+            if ratio := getattr(opt, "lowers", 0):
+                params = lower(params, ratio, precision)
             leaves, structure = tree.flatten(params, is_box)
             del params
             return self._in_units(leaves, structure), opt_state

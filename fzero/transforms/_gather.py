@@ -11,6 +11,7 @@ from fzero.axes.scope import axis_names, joint
 from fzero.collectives.sums import all_gather
 from fzero.layout.boxes import Shard
 from fzero.layout.gathering import gather_unit
+from fzero.layout.pieces import on_device
 from fzero.layout.rows import apply_over_unit_axes
 from fzero.layout.spec import facts, on_mesh, unit_axes
 from fzero.layout.units import CutUnit, map_units
@@ -46,7 +47,8 @@ def gather(params: Any) -> Any:
 
 
 def _leaves(unit: CutUnit) -> tuple[torch.Tensor, ...]:
-    return gather_unit(unit.uid, unit.shard.data, unit.shard.origin)
+    box = on_device(unit.shard)
+    return gather_unit(box.uid, box.data, box.origin)
 
 
 def replicate(params: Any) -> Any:

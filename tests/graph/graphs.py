@@ -206,10 +206,19 @@ def _full(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
     return [b(aten.full.default, b.shape(x), 0.5) if flag else b(aten.zeros_like.default, x)]
 
 
+def _offload(b: Builder, x: Node, y: Node, flag: bool) -> list[Node]:
+    """A value that is scaled by a number, goes to the host, is computed with there, and comes back."""
+    norm = b(aten.sum.default, b(aten.mul.Tensor, y, 0.01))
+    scaled = b(aten.mul.Tensor, x, norm) if flag else b(aten.mul.Tensor, norm, x)
+    below = b(torch.ops.fzero.to_host.default, b.flat(scaled))
+    both = b(aten.add.Tensor, b(aten.mul.Tensor, below, 0.5), below)
+    return [b(torch.ops.fzero.to_device.default, both, torch.device("cpu"))]
+
+
 STEPS: dict[str, Callable[[Builder, Node, Node, bool], list[Node]]] = {
     f.__name__: f
     for f in (_gather, _gather_of_another_group, _mm, _pointwise, _tanh, _update, _reduce_scatter, _all_reduce)
-} | {f.__name__: f for f in (_clip, _var_mean, _unbind, _layer_norm, _view, _full)}
+} | {f.__name__: f for f in (_clip, _var_mean, _unbind, _layer_norm, _view, _full, _offload)}
 LOCAL = sorted({*STEPS} - {"_gather", "_gather_of_another_group", "_reduce_scatter", "_all_reduce", "_clip"})
 # what steps do most: gather, work, reduce, update
 COMMON = ["_gather", "_gather", "_gather", "_mm", "_mm", "_mm", "_reduce_scatter", "_all_reduce", "_update", "_update"]

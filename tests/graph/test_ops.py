@@ -25,7 +25,7 @@ def rows(column: Known) -> list[str]:
 def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
     if isinstance(getattr(flat, name, None), OneNode):
         return
-    packet = getattr(aten if hasattr(aten, name) else torch.ops.prims, name)
+    packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
     assert packet not in flop_registry
     assert not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
@@ -49,6 +49,8 @@ CALLS = {  # of operations that are linear, or lay out, or share memory: what th
     "_unsafe_view": lambda x: aten._unsafe_view.default(x, [6]),
     "packed": lambda x: flat.packed([x, x], 0, 2),
     "unpacked": lambda x: flat.unpacked(x.view(6), [2, 4], [[2], [2, 2]])[0],
+    "to_host": torch.ops.fzero.to_host.default,
+    "to_device": lambda x: torch.ops.fzero.to_device.default(x, torch.device("cpu")),
     "_reshape_alias": lambda x: aten._reshape_alias.default(x, [6], [1]),
 }
 

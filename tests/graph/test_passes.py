@@ -39,6 +39,7 @@ from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import (
     bucket,
     donate,
+    early_move,
     gather_into,
     hoist,
     in_place,
@@ -47,6 +48,7 @@ from fzero.graph.passes import (
     recompute,
     regather,
     schedule,
+    stay,
 )
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
@@ -96,11 +98,13 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
 def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     asked = {
+        "stay": stay,
         "hoist": lambda g: hoist(g, how["reuse"]),
         "recompute": lambda g: recompute(g, 1),
         "regather": lambda g: regather(g, how["reuse"]),
         "bucket": lambda g: bucket(g, how["bucket_bytes"]),
         "recast": lambda g: recast(g, 1),
+        "early_move": early_move,
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
         "in_place": in_place,
         "gather_into": gather_into,

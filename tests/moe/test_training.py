@@ -178,6 +178,17 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
     assert sorted(sent) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3}], ids=str)
+def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
+    mesh = fzero.mesh(**axes)
+    step = fzero.shard(train_step_for(loss_for(2, 1.0), OPT), stage=stage, mesh=mesh, split=SPLIT)
+    batch = mesh.split(batch_of(12))
+    one = step(*step.init(params_of(), OPT), batch)
+    other = fzero.jit(step, backend="fx")(*step.init(params_of(), OPT), batch)
+    assert_trees_close([step.gather(x) for x in other], [step.gather(x) for x in one])
+
+
 def test_a_jitted_loop_over_micro_batches_with_remat_and_jitter():
     mesh = fzero.mesh(dp=2, ep=2)
     train_step = train_step_for(jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)

@@ -10,6 +10,7 @@ from tests.mutants import (
     layout,
     moe,
     nn,
+    offload,
     optim,
     others,
     profiling,
@@ -18,6 +19,7 @@ from tests.mutants import (
     road,
     stages,
     transforms,
+    tuning,
     units,
 )
 from tests.mutants.mutant import Mutant
@@ -26,6 +28,7 @@ TABLES = (
     layout,
     collectives,
     transforms,
+    offload,
     optim,
     graph,
     random,
@@ -39,6 +42,7 @@ TABLES = (
     road,
     moe,
     units,
+    tuning,
     profiling,
     others,
 )

@@ -32,7 +32,11 @@ MUTANTS = [
         SHARING,
     ),
     Mutant(
-        "boxes may share memory", "checkpoint/_empty.py", "x.is_meta or i in shared else", "x.is_meta else", SHARING
+        "boxes may share memory",
+        "checkpoint/_empty.py",
+        "not x.is_meta and i not in shared for",
+        "not x.is_meta for",
+        SHARING,
     ),
     Mutant(
         "columns of a matrix overlap",
@@ -154,8 +158,8 @@ MUTANTS = [
     Mutant(
         "rows of a simulation are ranks",
         "checkpoint/_holdings.py",
-        "self.data[cut.index(self.axes, rank)]",
-        "self.data[rank % len(self.data)]",
+        "row = cut.index(self.axes, rank)",
+        "row = rank % len(self.parts[0])",
         LAWS,
     ),
     # ranges

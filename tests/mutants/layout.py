@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "a moment has its parameter's dtype",
         "layout/boxes.py",
-        "        return self.data.dtype",
+        "        return self.parts[0].dtype",
         "        return self.spec.dtype",
         ("tests/layout/test_answers.py",),
     ),
@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "origin that outlives a change",
         "layout/boxes.py",
-        "Shard(children[0], uid)",
-        "Shard(children[0], uid, _LAST.get(uid))",
+        "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)",
+        "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid, _LAST.get(uid))",
         more=(  # a memory that no flattening clears
             (
                 "if origin is None else _Origin(origin,",
@@ -98,6 +98,13 @@ MUTANTS = [
         "self._origin.written != _written(self.data)",
         "False",
         WRITES,
+    ),
+    Mutant(
+        "memory is known by its address",
+        "_torch/levels.py",
+        "StorageWeakRef(x.untyped_storage()))",
+        "x.untyped_storage()._cdata)",
+        ("tests/_torch/test_torch.py",),
     ),
     Mutant(
         "skip the psum in the norm",

@@ -107,7 +107,7 @@ MUTANTS = [
         "[torch.stack(found).sum() for",
         HALF,
     ),
-    Mutant("a skipped step counts", "optim/_loss_scale.py", "torch.where(good, new, old) if", "new if", HALF),
+    Mutant("a skipped step counts", "optim/_loss_scale.py", "good, new, old)\n", "good, new, new)\n", HALF),
     Mutant(
         "zero is taken for nothing", "optim/_loss_scale.py", "torch.full_like(u, -0.0)", "torch.zeros_like(u)", HALF
     ),

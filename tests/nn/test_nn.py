@@ -106,9 +106,13 @@ def test_params_are_the_modules_own_tensors_detached():
         assert buffers[name].data_ptr() != b.data_ptr() and torch.equal(buffers[name], b)
 
 
-def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own():
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, stage):
     module, opt, mesh = built(Norms), optim.sgd(0.1), fzero.mesh(dp=2)
+    module.conv.requires_grad_(not frozen)  # a frozen one is handed on, in memory that the module has as well
     apply, params, buffers = functional(module)
+    averaged = {name for name, b in module.named_buffers() if b.is_floating_point()}
 
     def train_step(params: Any, opt_state: Any, buffers: Any, x: Any) -> Any:
         def loss(params: Any, x: Any) -> Any:
@@ -117,13 +121,14 @@ def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own():
 
         (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, x)
         params, opt_state = fzero.step(opt)(params, grads, opt_state)
-        new = tree.map(lambda b: fzero.pmean(b) if b.is_floating_point() else b, new)
+        new = tree.map_with_path(lambda name, b: fzero.pmean(b) if name in averaged else b, new)
         return params, opt_state, new, value
 
     before = copy.deepcopy(module.state_dict())
-    step = fzero.jit(fzero.shard(train_step, stage=3, mesh=mesh), backend="fx")
-    *_, after, _ = step(*step.init(params, opt), buffers, mesh.split(IMAGES[0]))
-    assert after["norm2d.num_batches_tracked"] == 1 and after["norm2d.running_mean"].any()
+    step = fzero.jit(fzero.shard(train_step, stage=stage, mesh=mesh), backend="fx")
+    new, state, after, _ = step(*step.init(params, opt), buffers, mesh.split(IMAGES[0]))
+    *_, after, _ = step(new, state, after, mesh.split(IMAGES[0]))
+    assert after["norm2d.num_batches_tracked"] == 2 and after["norm2d.running_mean"].any()
     with pytest.raises(fzero.DonatedError):
         buffers["norm2d.running_mean"].sum()
     assert_trees_close(dict(module.state_dict()), dict(before), 0.0)

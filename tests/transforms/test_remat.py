@@ -22,7 +22,7 @@ from tests.memory import peak_bytes
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
-SAVES = (None, "matmuls", lambda op: "tanh" in str(op))
+SAVES = (None, "matmuls", "host", lambda op: "tanh" in str(op))
 
 
 def block(p: Any, x: torch.Tensor, scale: float = 1.0) -> Any:
@@ -85,6 +85,43 @@ DERIVATIVES = {
 def test_derivatives_are_the_plain_blocks(save, derivative):
     p, x = inputs(2)
     assert_trees_close(derivative(loss_of(fzero.remat(block, save)))(p, x), derivative(loss_of(block))(p, x))
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_what_waits_on_the_host_has_all_derivatives(name):
+    """It was computed, so it moves; a second derivative is one of the copy, too."""
+
+    def after(f: Any) -> Any:
+        return DERIVATIVES[name](lambda p, x: loss_of(f)(p, (x * p["w"][:, 0]).tanh()))
+
+    p, x = inputs(2)
+    f = after(fzero.remat(block, "host"))
+    assert_trees_close(f(p, x), after(block)(p, x))
+    assert ("fzero::to_host" in ops(f, p, x)) == (name not in ("value", "jacfwd", "jacfwd of jacfwd"))
+
+
+def test_a_second_derivative_by_plain_autograd_of_what_waits_on_the_host():
+    p, x = inputs()
+
+    def twice(f: Any) -> Any:
+        own = {k: v.clone().requires_grad_() for k, v in p.items()}
+        (g,) = torch.autograd.grad(loss_of(f)(own, (x * own["w"][:, 0]).tanh()), own["w"], create_graph=True)
+        return torch.autograd.grad(g.square().sum(), own["w"])
+
+    assert_trees_close(twice(fzero.remat(block, "host")), twice(block))
+
+
+def test_parameters_and_numbers_do_not_wait_on_the_host():
+    p, x = inputs()
+    assert "fzero::to_host" not in ops(grad(loss_of(fzero.remat(block, "host"))), p, x)
+    f = fzero.remat(lambda p, x, scale: torch.tanh(x @ p["w"]) * scale, "host")
+    assert "fzero::to_host" not in ops(grad(lambda p: f(p, x, p["w"].sum()).sum()), p)
+
+    def boxed(p: Any) -> Any:
+        return loss_of(fzero.remat(block, "host"))(fzero.partition(tree.map(lambda w: w * 1, p)), x)
+
+    program = fzero.mesh(dp=1).spmd(lambda p: fzero.PerRank(grad(boxed)(p)))
+    assert "fzero::to_host" not in ops(program, p)
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -204,9 +241,9 @@ def test_inputs_without_gradient_cost_none():
 def test_what_is_kept_is_not_computed_again():
     p, x = inputs()
     counts = {save: ops(grad(loss_of(fzero.remat(block, save))), p, x) for save in SAVES}
-    none, matmuls, tanhs = counts.values()
-    assert (none["mm"], matmuls["mm"], tanhs["mm"]) == (3, 2, 3)
-    assert (none["tanh"], matmuls["tanh"], tanhs["tanh"]) == (2, 2, 1)
+    none, matmuls, host, tanhs = counts.values()
+    assert (none["mm"], matmuls["mm"], host["mm"], tanhs["mm"]) == (3, 2, 3, 3)
+    assert (none["tanh"], matmuls["tanh"], host["tanh"], tanhs["tanh"]) == (2, 2, 2, 1)
 
 
 def test_kept_results_that_are_written_into():
@@ -538,6 +575,27 @@ def test_a_plan_holds_one_input_a_layer(backend):
     assert growth(peak(deep)) > 5
     assert growth(peak(fzero.remat(deep))) < 1.05 + gradients
     assert 3 < growth(peak(fzero.remat(deep, "matmuls"))) < 4.05 + gradients
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("stage,whole", [(0, True), (1, True), (2, True), (3, True), (3, False)])
+def test_activations_wait_on_the_host(stage, k, whole):
+    """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""
+
+    def planned(layers: int, save: str | None) -> fzero.Plan:
+        params, x = deep_inputs(layers)
+        f, opt = fzero.remat(deep, save), fzero.optim.sgd(0.1)
+        loss = deep_loss(lambda p, x: f(tree.map(lambda w: w.t(), p) if whole else p, x))  # what is viewed is no leaf
+        step = fzero.shard(train_step_for(loss, opt, micro_batches=k, gather=whole), stage=stage, mesh=fzero.mesh(dp=2))
+        args = (*step.init(params, opt), step.mesh.split(x))
+        return fzero.jit(step, backend="fx", recompute=False).plan(*args)
+
+    few, many = (planned(layers, "host") for layers in (4, 12))
+    up, down = (sum(t.bytes * t.times for t in many.transfers if t.kind == kind) for kind in ("to_device", "to_host"))
+    assert up == down == 11 * UNIT  # the first input is the batch
+    assert many.peak_of("host") - few.peak_of("host") == 8 * UNIT / k
+    kept, waiting = (planned(12, save).peak_of("device") for save in (None, "host"))
+    assert kept - waiting > (11 - 4) * UNIT / k - UNIT
 
 
 def test_a_plan_computes_a_block_again():

@@ -3,6 +3,7 @@
 from fzero.graph.passes._bucket import bucket
 from fzero.graph.passes._carry import carry
 from fzero.graph.passes._donate import donate
+from fzero.graph.passes._early_move import early_move
 from fzero.graph.passes._gather_into import gather_into
 from fzero.graph.passes._hoist import hoist
 from fzero.graph.passes._in_place import in_place
@@ -11,11 +12,13 @@ from fzero.graph.passes._recast import recast
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
 from fzero.graph.passes._schedule._schedule import schedule
+from fzero.graph.passes._stay import stay
 
 __all__ = [
     "bucket",
     "carry",
     "donate",
+    "early_move",
     "gather_into",
     "hoist",
     "in_place",
@@ -24,4 +27,5 @@ __all__ = [
     "recompute",
     "regather",
     "schedule",
+    "stay",
 ]

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import LATE, aten, copied, is_collective, nbytes, values
+from fzero.graph.ir import CASTS, LATE, copied, is_collective, nbytes, values
 from fzero.graph.passes._uses import again, family
 
 __all__ = ["recast"]
 
 LEAST = 1 << 14  # bytes of a value from which on another cast is worth its memory
-CASTS = (aten._to_copy.default, aten.to.dtype)
 
 
 def recast(graph: Graph, least: int = LEAST) -> Graph:

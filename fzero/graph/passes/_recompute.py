@@ -21,6 +21,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.ops import is_view, leaves_memory_as_it_is
 from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.spaces import is_move
 
 __all__ = ["recompute"]
 
@@ -91,7 +92,7 @@ def _bytes_made(node: Node) -> int:
 
 def _repeats(node: Node) -> bool:
     """Return whether a node is cheap, and computes the same whenever it runs."""
-    if is_view(node) or is_wait(node) or is_collective(node) or node.target is COPY:
+    if is_view(node) or is_wait(node) or is_collective(node) or is_move(node) or node.target is COPY:
         return False
     return isinstance(node.target, OpOverload) and is_cheap(node) and not leaves_memory_as_it_is(node)
 

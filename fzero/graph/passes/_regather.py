@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import copied, nbytes, parameter_gathers, values
+from fzero.graph.ir import copied, is_input, nbytes, parameter_gathers, values
 from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.spaces import UP
 
 __all__ = ["regather"]
 
@@ -45,8 +46,31 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         apart = functools.partial(_lets_go, order, max_reuse_bytes, wait)
         for cluster in clusters(uses[wait], apart)[1:]:
             again(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
+    _bring_up_anew(graph)
     graph.eliminate_dead_code()
     return graph
+
+
+def _bring_up_anew(graph: Graph) -> None:
+    """Copy a shard on the host to the device again for each of its gathers, so that it does not stay between them."""
+    index, seen = {n: i for i, n in enumerate(graph.nodes)}, set()
+    for gather in parameter_gathers(graph):
+        chain = _brought_up(gather, index)
+        if seen.intersection(chain):
+            again(graph, chain, chain[-1:], [gather], index)
+        seen.update(chain)
+
+
+def _brought_up(gather: Node, index: Mapping[Node, int]) -> list[Node]:
+    """List, in order, what makes the one operand of a gather of a shard on the host; nothing where it is elsewhere."""
+    found: set[Node] = set()
+    todo = gather.all_input_nodes
+    while todo:
+        node = todo.pop()
+        if not is_input(node) and node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return sorted(found, key=index.__getitem__) if any(n.target is UP for n in found) else []
 
 
 class _Order(NamedTuple):

@@ -1,6 +1,7 @@
 """Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class Range(NamedTuple):
         kind: one of `KINDS`. "gradients" are gradients of parameters, whole or reduced; "buffers" what collectives
             are given, and the update's own values.
         label: an argument's name, a gathered unit's, or the source line that computed it.
+        space: the memory that it takes: "device" or "host".
     """
 
     start: int
@@ -63,6 +65,7 @@ class Range(NamedTuple):
     bytes: int
     kind: str
     label: str
+    space: str = "device"
 
 
 def live_ranges(graph: Graph) -> list[Range]:
@@ -84,13 +87,14 @@ def live_ranges(graph: Graph) -> list[Range]:
 
 
 def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
-    """Count the bytes that are alive while each node runs: those of `live_ranges`, which also says what they are.
+    """Count the device's bytes that are alive while each node runs: of `live_ranges`, which also says what they are.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
         lent: the graph's storages, if they are known.
     """
-    return live_bytes(_unnamed(order, storages_in(order) if lent is None else lent), len(order))
+    ranges = _unnamed(order, storages_in(order) if lent is None else lent)
+    return live_bytes([r for r in ranges if r.space == "device"], len(order))
 
 
 def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
@@ -103,19 +107,19 @@ def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
             for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
                 starts[s] += 1
     own = [
-        Range(start, len(order) if start < 0 else stop, size, "", "")
-        for start, stop, size in zip(starts, stops, lent.size, strict=True)
+        Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
+        for start, stop, size, n in zip(starts, stops, lent.size, lent.born, strict=True)
     ]
     return own + _copies(position)
 
 
 def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     """Find for each storage the place of the last node that needs it; the number of nodes for results."""
-    stop = [position[n] for n in lent.born]
+    stop, later = [position[n] for n in lent.born], _waits_again(position)
     for node, i in position.items():
         # the parts that a view cuts a value in lie in one storage
         held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
-        for source in _sources(node):  # it holds what the collective was given
+        for source in () if node in later else _sources(node):  # it holds what the collective was given
             held += [] if is_carried(source) else lent.read_by(collective_of(source))
         for s in held:
             stop[s] = i if node.op != "output" else len(position)
@@ -128,18 +132,32 @@ def _copies(position: Mapping[Node, int]) -> list[Range]:
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
     operand, and one that arrives becomes the result.
     """
-    found = []
+    found, later = [], _waits_again(position)
     for node, i in position.items():
         if loop := loop_of(node):
             found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
         if extra := workspace_bytes(node):
             found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
+        if node in later:
+            continue
         for source in _sources(node):
             found += _on_the_way(source, i if is_wait(node) else len(position), position)
         if is_wait(node) and _is_messages(awaited(node)):
             x = values(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 found.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))  # in float32 the sum, and a row
+    return found
+
+
+def _waits_again(order: Iterable[Node]) -> set[Node]:
+    """List the waits for what an earlier wait has ended, as `recompute` makes them: nothing more is held."""
+    seen: set[tuple[Node, object]] = set()
+    found: set[Node] = set()
+    for node in order:
+        if is_wait(node):
+            source = node.all_input_nodes[0]
+            key = (collective_of(source), source.args[1] if source.target is operator.getitem else None)
+            (found.add(node) if key in seen else seen.add(key))
     return found
 
 
@@ -200,7 +218,7 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 
 def peak_bytes(graph: Graph) -> int:
-    """Return the most bytes that are alive at any time of a graph, its arguments included."""
+    """Return the most bytes of the device that are alive at any time of a graph, its arguments included."""
     return max(live_in(list(graph.nodes)))
 
 

@@ -1,6 +1,6 @@
 """A plan as a picture: live bytes over the step, its passes and its collectives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -12,38 +12,50 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d"}
+MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
 
 
 def draw(plan: "Plan") -> Any:
-    """Draw a plan as a figure of matplotlib."""
+    """Draw a plan as a figure of matplotlib; what lies on the host is below, with the copies that go there and back."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    offloads = bool(plan.peak_of("host"))
+    figure = Figure(figsize=(11, 8 if offloads else 5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    kinds = [k for k in KINDS if any(r.kind == k for r in plan.ranges)]
-    rows = [[x / 1e6 for x in plan.live_of(k)] for k in kinds]
-    axes.stackplot(range(len(plan.operations)), rows, labels=kinds, step="post")
+    rows = figure.subplots(1 + offloads, 1, squeeze=False, sharex=True)[:, 0]
+    _draw_memory(plan, rows[0], "device", [(c.kind, c.position) for c in plan.collectives])
+    if offloads:
+        _draw_memory(plan, rows[1], "host", [(t.kind, t.position) for t in plan.transfers])
     top = plan.peak_bytes / 1e6
-    for kind, marker in MARKERS.items():
-        at = [c.position for c in plan.collectives if c.kind == kind]
-        if at:
-            axes.plot(at, [1.05 * top] * len(at), marker, color="black", markersize=4, label=kind, linestyle="none")
-    axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
     for start, stop, name in spans(plan):
-        if start:
-            axes.axvline(start, color="black", linewidth=0.6)
+        for axes in rows:
+            if start:
+                axes.axvline(start, color="black", linewidth=0.6)
         if stop - start > 0.04 * len(plan.operations):
-            axes.text((start + stop) / 2, 1.13 * top, name, ha="center", va="center")
-    axes.set(
-        xlabel="operation", xlim=(0, max(len(plan.operations) - 1, 1)),
-        ylabel="live, MB", ylim=(0, 1.18 * top or 1),
-        title=f"{plan.name}: peak {size(plan.peak_bytes)}",
-    )  # fmt: skip
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+            rows[0].text((start + stop) / 2, 1.13 * top, name, ha="center", va="center")
+    rows[-1].set(xlabel="operation", xlim=(0, max(len(plan.operations) - 1, 1)))
+    on_host = f", {size(plan.peak_of('host'))} on the host" if offloads else ""
+    rows[0].set(title=f"{plan.name}: peak {size(plan.peak_bytes)}{on_host}")
     return figure
+
+
+def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str, int]]) -> None:
+    """Draw the live bytes of a memory by kind, and above them what moves."""
+    kinds = [k for k in KINDS if any(r.kind == k and r.space == space for r in plan.ranges)]
+    colors = [f"C{KINDS.index(k)}" for k in kinds]  # a kind has one in both memories
+    live = [[x / 1e6 for x in plan.live_of(k, space)] for k in kinds]
+    axes.stackplot(range(len(plan.operations)), live, labels=kinds, colors=colors, step="post")
+    top, at = plan.peak_of(space) / 1e6, list(marks)
+    for kind, marker in MARKERS.items():
+        found = [position for name, position in at if name == kind]
+        if found:
+            axes.plot(
+                found, [1.05 * top] * len(found), marker, color="black", markersize=4, label=kind, linestyle="none"
+            )
+    axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
+    axes.set(ylabel="live, MB" if space == "device" else "on the host, MB", ylim=(0, 1.18 * top or 1))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:

@@ -14,17 +14,20 @@ from torch.fx import Graph, Node
 from fzero._notebook import shown
 from fzero._torch import line_of
 from fzero.graph._wire import elements, wire
-from fzero.graph.ir import flops, is_collective, values
+from fzero.graph.ir import flops, is_collective, nbytes, values
 from fzero.graph.loops import loop_of
-from fzero.graph.ops import title_of
+from fzero.graph.ops import name_of, title_of
 from fzero.graph.plan import _picture, _text
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._layers import layers
 from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
 from fzero.graph.plan._phases import phases
+from fzero.graph.spaces import is_move
 
-__all__ = ["Collective", "Operation", "Plan", "Rejected", "Settings"]
+__all__ = ["Collective", "Operation", "Plan", "Rejected", "Settings", "Transfer"]
+
+SPACES = ("device", "host")
 
 
 class Operation(NamedTuple):
@@ -85,6 +88,22 @@ class Collective(NamedTuple):
     times: int = 1
 
 
+class Transfer(NamedTuple):
+    """A copy from one memory to the other.
+
+    Attributes:
+        position: of the operation.
+        kind: "to_host" or "to_device".
+        bytes: that it copies.
+        times: how often it runs: more than once in a loop over micro-batches.
+    """
+
+    position: int
+    kind: str
+    bytes: int
+    times: int = 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """The schedule of one step, by the live ranges of its values.
@@ -100,6 +119,7 @@ class Plan:
         settings: the arguments of the passes that made this schedule.
         seconds: what the cost model says; good to compare schedules, not to predict a machine.
         rejected: the schedules that were not kept.
+        transfers: the copies from the device to the host and back, in order.
     """
 
     name: str
@@ -109,6 +129,7 @@ class Plan:
     settings: Settings
     seconds: float
     rejected: tuple[Rejected, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def steps(self) -> tuple[Operation, ...]:
@@ -118,13 +139,31 @@ class Plan:
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes alive while each operation runs, arguments included."""
-        return live_bytes(self.ranges, len(self.operations))
+        """Bytes of the device alive while each operation runs, arguments included."""
+        return self.live_in("device")
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are alive at any time, arguments included."""
+        """The most bytes of the device that are alive at any time, arguments included: `peak_of("device")`."""
         return max(self.live, default=0)
+
+    def live_in(self, space: str) -> list[int]:
+        """Bytes of a memory, "device" or "host", alive while each operation runs, arguments included.
+
+        Raises:
+            ValueError: if `space` is neither.
+        """
+        if space not in SPACES:
+            raise ValueError(f"space={space!r}: expected one of {SPACES}")
+        return live_bytes([r for r in self.ranges if r.space == space], len(self.operations))
+
+    def peak_of(self, space: str) -> int:
+        """Return the most bytes of a memory, "device" or "host", that are alive at any time, arguments included.
+
+        Raises:
+            ValueError: if `space` is neither.
+        """
+        return max(self.live_in(space), default=0)
 
     @property
     def peak_at(self) -> int:
@@ -133,8 +172,8 @@ class Plan:
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of the step's arguments."""
-        return sum(r.bytes for r in self.ranges if r.start < 0)
+        """Bytes of the step's arguments on the device."""
+        return sum(r.bytes for r in self.ranges if r.start < 0 and r.space == "device")
 
     @property
     def added_bytes(self) -> int:
@@ -147,18 +186,18 @@ class Plan:
         return sum(o.flops * o.times for o in self.operations)
 
     def alive(self, position: int) -> list[Range]:
-        """List the storages that are alive while the operation at `position` runs, the largest first."""
+        """List the storages, of both memories, that are alive while an operation runs, the largest first."""
         return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
 
-    def live_of(self, kind: str) -> list[int]:
-        """Bytes of one kind alive while each operation runs: "parameters", "gathered", "gradients", ...
+    def live_of(self, kind: str, space: str = "device") -> list[int]:
+        """Bytes of one kind in a memory alive while each operation runs: "parameters", "gathered", "gradients", ...
 
         Raises:
             ValueError: if `kind` is none.
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
-        return live_bytes([r for r in self.ranges if r.kind == kind], len(self.operations))
+        return live_bytes([r for r in self.ranges if r.kind == kind and r.space == space], len(self.operations))
 
     def __repr__(self) -> str:
         return f"Plan({_text.headline(self)})"
@@ -186,9 +225,10 @@ class Plan:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["settings"] = _finite(self.settings)
         fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
-        for name in ("operations", "ranges", "collectives"):
+        for name in ("operations", "ranges", "collectives", "transfers"):
             fields[name] = [x._asdict() for x in fields[name]]
         totals = {name: getattr(self, name) for name in ("peak_bytes", "peak_at", "argument_bytes", "flops", "live")}
+        totals["host_peak_bytes"] = self.peak_of("host")
         return json.dumps({**fields, **totals})
 
 
@@ -204,6 +244,7 @@ def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Reje
         settings,
         seconds(graph),
         tuple(rejected),
+        tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
     )
 
 

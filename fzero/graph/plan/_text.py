@@ -20,7 +20,8 @@ NAMED = ("gathered", "activations", "gradients", "buffers")  # the kinds of whic
 def headline(plan: "Plan") -> str:
     """Say what the peak is."""
     parts = f"{size(plan.argument_bytes)} of arguments + {size(plan.added_bytes)}"
-    return f"{plan.name}: peak {size(plan.peak_bytes)} = {parts}"
+    host = plan.peak_of("host")
+    return f"{plan.name}: peak {size(plan.peak_bytes)} = {parts}" + (f"; on the host {size(host)}" if host else "")
 
 
 def summary(plan: "Plan") -> str:
@@ -38,6 +39,9 @@ def summary(plan: "Plan") -> str:
     if count:
         lines.append(f"{count} collectives move {size(moved)}:")
         lines += _groups(plan)
+    if plan.transfers:
+        down, up = (sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device"))
+        lines.append(f"{len(plan.transfers)} transfers: {size(down)} to the host, {size(up)} to the device")
     others = f"; {len(plan.rejected)} other schedules were not kept" if plan.rejected else ""
     lines.append(f"{_work(plan)}{others}; details() says all")
     return "\n".join(lines)
@@ -55,7 +59,7 @@ def _alive(plan: "Plan") -> Iterable[tuple[str, Counter[str]]]:
     for kind in KINDS:
         same: Counter[str] = Counter()
         for r in alive:
-            if r.kind == kind:
+            if r.kind == kind and r.space == "device":
                 same[short(r.label)] += r.bytes
         if sum(same.values()):
             yield kind, same

@@ -11,16 +11,18 @@ from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait,
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view, name_of
 from fzero.graph.run._scalars import scalars
+from fzero.graph.spaces import is_move, on_host
 
 __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
 
 
 def cut(graph: Graph) -> list[list[Node]]:
-    """Cut a graph at its collectives and their packing, and where it goes on to another block's parameters.
+    """Cut a graph at its collectives, their packing and its moves, and where it goes on to another block's parameters.
 
-    Blocks of one shape so give equal segments. Aliases are in no group: they go where they are used. Scalars that
-    depend on no large value of their segment come before it, in groups of their own: an optimizer's corrections, a
-    learning rate. Inductor would compute them anew for each few elements of a loop that reads them.
+    Blocks of one shape so give equal segments. A group lies in one memory, so that it runs on one device. Aliases are
+    in no group: they go where they are used. Scalars that depend on no large value of their segment come before it, in
+    groups of their own: an optimizer's corrections, a learning rate. Inductor would compute them anew for each few
+    elements of a loop that reads them.
 
     Returns:
         Groups of nodes, in order: of one node that runs alone, of scalars, or of nodes that are compiled together.
@@ -28,8 +30,8 @@ def cut(graph: Graph) -> list[list[Node]]:
     groups: list[list[Node]] = []
     places: list[int] = []  # of the groups of scalars; one lies before each group that is compiled
     home: dict[Node, int] = {}
-    small = scalars(graph)
-    block, fresh = "", True
+    small, host = scalars(graph), on_host(graph.nodes)
+    block, fresh, space = "", True, False
     for n in graph.nodes:
         if n.op != "call_function" or is_alias(n):
             continue
@@ -49,6 +51,8 @@ def cut(graph: Graph) -> list[list[Node]]:
         mine = next((b for a in n.all_input_nodes if (b := _block(a))), "")
         if (mine and mine != block) or (groups and not fresh and _overwrites_unseen(n, groups[-1])):
             block, fresh = mine, True
+        if space != (n in host):
+            space, fresh = n in host, True
         if fresh:
             _begin_scalars(groups, places)
             groups.append([])
@@ -105,8 +109,8 @@ def is_own_part(node: Node) -> bool:
 
 
 def runs_alone(node: Node) -> bool:
-    """Return whether a node is compiled with no other: a collective, a wait, a loop, or a packing."""
-    return is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
+    """Return whether a node is compiled with no other: a collective, a wait, a move, a loop, or a packing."""
+    return is_collective(node) or is_wait(node) or is_move(node) or loop_of(node) is not None or _packs(node)
 
 
 def _packs(node: Node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from fzero import tree
 from fzero._torch import Buffer, buffers_of
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.pieces import spaces
 
 __all__ = ["Arguments", "Place", "arguments_of", "blocks_of", "places_of"]
 
@@ -29,10 +30,12 @@ class Place(NamedTuple):
         path: in a call "0.3.w" for leaf "w" of argument 3 by position, "1.lr.w" for leaf "w" of argument lr by keyword;
             in a result the leaf's own.
         unit: the unit that the leaf is a shard of, or "".
+        space: the memory that it lies in: "device" or "host".
     """
 
     path: str
     unit: str
+    space: str = "device"
 
     @property
     def position(self) -> int | None:
@@ -45,7 +48,7 @@ class Place(NamedTuple):
         name, _, leaf = rest.partition(".")
         name = name if kind == "0" else repr(name)
         if self.unit:
-            return f"argument {name}, unit {self.unit!r}"
+            return f"argument {name}, unit {self.unit!r}" + (", on the host" if self.space == "host" else "")
         return f"argument {name}, leaf {leaf!r}" if leaf else f"argument {name}"
 
 
@@ -159,7 +162,8 @@ def places_of(values: Any) -> list[Place]:
             paths = tree.flatten_with_paths(x.value)[0]
             found += [Place(f"{path}.{inner}".strip("."), "") for inner in paths]
         elif isinstance(x, Shard):
-            found += [Place(path, x.spec.unit)] * len(tree.flatten(x)[0])
+            for space, part in zip(spaces(x), x.parts, strict=True):
+                found += [Place(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
         elif not isinstance(x, Slot):
             found.append(Place(path, ""))
     return found

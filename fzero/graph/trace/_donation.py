@@ -100,22 +100,23 @@ def pairs(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequ
     """
     tensors = arguments.tensors
     free = {i for i, p in enumerate(arguments.places) if p.position in positions and _dense(tensors[i])}
-    by_path: dict[str, int] = {}
+    by_path: dict[tuple[str, str], int] = {}  # of a shard in two pieces, each by its memory, too
     for place, i in zip(arguments.leaf_places, arguments.index, strict=True):
         if i is not None and i in free:
-            by_path[place.path.split(".", 1)[1]] = i
-    results = [place.path for place in places_of(out)]
+            by_path[place.path.split(".", 1)[1], place.space] = i
+    results = places_of(out)
     single = not isinstance(out, tuple)
     into: dict[int, int] = {}
     taken: dict[int, int] = {}  # tensor -> id of the value that it takes
-    for k, (path, x) in enumerate(zip(results, leaves, strict=True)):
-        i = by_path.get(("0." + path).rstrip(".") if single else path)
+    for k, (place, x) in enumerate(zip(results, leaves, strict=True)):
+        i = by_path.get((("0." + place.path).rstrip(".") if single else place.path, place.space))
         if i is not None and _fits(x, tensors[i]) and taken.setdefault(i, id(x)) == id(x):
             into[k] = i
     values = {id(leaves[k]) for k in into}
     for k, x in enumerate(leaves):
         if k not in into and id(x) not in values:
-            i = next((i for i in sorted(free - taken.keys()) if _fits(x, tensors[i])), None)
+            alike = [i for i in sorted(free - taken.keys()) if arguments.places[i].space == results[k].space]
+            i = next((i for i in alike if _fits(x, tensors[i])), None)
             if i is not None:
                 into[k], taken[i] = i, id(x)
     return into

@@ -66,6 +66,7 @@ class Call:
         scope: the axes that are bound.
         tokens: the number of each of their tokens among the distinct tensors.
         casts: its autocast.
+        host: whether what it is given waits in host memory for the backward pass.
     """
 
     block: Callable[..., Any]
@@ -75,6 +76,14 @@ class Call:
     scope: Scope | None
     tokens: tuple[int, ...]
     casts: Casts
+    host: bool
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The numbers of the tensors that wait on the host: what is differentiated, but for parameters' boxes."""
+        if not self.host:
+            return frozenset()
+        return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed()
 
     def run(
         self, tensors: Sequence[torch.Tensor], guard: Guard, tape: Recorder | Player
@@ -108,7 +117,7 @@ class Call:
 
 
 def call_of(
-    block: Callable[..., Any], save: Chosen | None, args: Any, kwargs: Any
+    block: Callable[..., Any], save: Chosen | None, args: Any, kwargs: Any, host: bool = False
 ) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """Take a call down: return it, and its distinct tensors, the tokens of the bound axes among them.
 
@@ -122,4 +131,4 @@ def call_of(
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.number(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return Call(block, save, given, differentiated, scope, tokens, casts_here()), tuple(distinct.tensors)
+    return Call(block, save, given, differentiated, scope, tokens, casts_here(), host), tuple(distinct.tensors)

@@ -11,7 +11,7 @@ The algorithm, in five steps, each a file:
 4. A derivative is work: the call, and the steps that derive it, its vjp, the jvp of that, a map over a batch
    (`_steps`). To run it is to run the block again, with the recording played, inside these transforms (`_work`).
 5. The backward pass, the jvp and the vmap rule of the Function are the same Function, applied to the work that they
-   derive. So each order of differentiation keeps inputs only.
+   derive. So each order of differentiation keeps inputs only, in host memory if that is asked (`_waiting`).
 """
 
 import functools
@@ -26,6 +26,7 @@ from fzero.random._seeded import draw_from, next_key
 from fzero.transforms._remat._call import call_of, called
 from fzero.transforms._remat._steps import Jvp, Map, Vjp
 from fzero.transforms._remat._tape import Chosen, is_matmul
+from fzero.transforms._remat._waiting import brought_up, taken_down
 from fzero.transforms._remat._work import Ran, Work
 
 __all__ = ["remat"]
@@ -54,8 +55,9 @@ class _Remat(torch.autograd.Function):
         ctx.floats = [i for i, y in enumerate(outputs[:last]) if y.is_floating_point() or y.is_complex()]
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        waiting, ctx.up = taken_down(tensors, work.waiting)
+        ctx.save_for_backward(*waiting)
 
     @staticmethod
     def backward(ctx: Any, _: None, *grads: Any) -> Any:
@@ -64,7 +66,8 @@ class _Remat(torch.autograd.Function):
         found: list[Any] = [None] * (ctx.before + ctx.inputs)
         if given and wanted:
             work = ctx.work.then(Vjp(ctx.inputs, wanted, given))
-            gradients: Any = _Remat.apply(work, *ctx.saved_tensors, *[grads[i] for i in given])
+            saved = brought_up(ctx.saved_tensors, ctx.up)
+            gradients: Any = _Remat.apply(work, *saved, *[grads[i] for i in given])
             for i, g in zip(wanted, gradients[1:], strict=True):
                 found[ctx.before + i] = g
         return tuple(found)
@@ -109,7 +112,8 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
         save: the results to keep besides; None for none. "matmuls" keeps those of matrix products, convolutions and
             attention, so that only the cheap rest is computed again. Or a function that is given an aten operation
             (`torch.ops.aten.mm.default`) and says whether to keep its results. Forward-mode derivatives (`jvp`) compute
-            these again.
+            these again. "host" keeps nothing besides, and the arguments that earlier blocks computed wait in host
+            memory for the backward pass; parameters stay where they are.
 
     Returns:
         A function of the block's arguments.
@@ -132,9 +136,10 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
         >>> torch.func.grad(loss)(p)["w"].equal(torch.func.grad(lambda p: block(p, x).sum())(p)["w"])
         True
     """
-    chosen = is_matmul if save == "matmuls" else save
+    host = save == "host"
+    chosen = None if host else is_matmul if save == "matmuls" else save
     if isinstance(chosen, str) or not (chosen is None or callable(chosen)):
-        raise ValueError(f'save={save!r}: expected None, "matmuls", or a function of an operation')
+        raise ValueError(f'save={save!r}: expected None, "matmuls", "host", or a function of an operation')
 
     @functools.wraps(block)
     def drawing(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +150,7 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
         f, args = (block, args) if key is None else (drawing, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
             return called(f, args, kwargs)
-        call, tensors = call_of(f, chosen, args, kwargs)
+        call, tensors = call_of(f, chosen, args, kwargs, host)
         ran, *outputs = _Remat.apply(Work(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
         return ran.recording.result.filled(outputs)
 

@@ -35,15 +35,16 @@ class _At(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """Stands for a `Shard`: its unit, and the numbers of its data and of its origin."""
+    """Stands for a `Shard`: its unit, and the numbers of its pieces and of its origin."""
 
     uid: int
-    data: int
+    data: tuple[int, ...]
     origin: tuple[int, ...] | None
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Shard:
         origin = None if self.origin is None else tuple([tensors[i] for i in self.origin])
-        return Shard(tensors[self.data], self.uid, origin)
+        pieces = [tensors[i] for i in self.data]
+        return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), self.uid, origin)
 
 
 class Distinct:
@@ -81,6 +82,11 @@ class StandIns:
         """Return the tree with tensors in the places of their stand-ins."""
         leaves = [x.of(tensors) if isinstance(x, _At | _Box) else x for x in self.leaves]
         return tree.unflatten(self.structure, leaves)
+
+    def boxed(self) -> frozenset[int]:
+        """Return the numbers of the tensors in boxes."""
+        boxes = [x for x in self.leaves if isinstance(x, _Box)]
+        return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
     def has_boxes(self) -> bool:
         """Return whether a leaf is a box."""
@@ -122,7 +128,7 @@ def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
         return _At(distinct.number(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
-        return _Box(x.uid, distinct.number(x.data), origin)
+        return _Box(x.uid, tuple([distinct.number(y) for y in x.parts]), origin)
     if isinstance(x, CONSTANTS):
         return x
     name = type(x).__name__

@@ -64,6 +64,11 @@ class Work:
         """How many kept tensors come before the inputs."""
         return 0 if self.recording is None else self.recording.script.kept
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Which inputs wait on the host for the backward pass; those of a derivative are needed at once."""
+        return self.call.waiting if self.recording is None else frozenset()
+
     def then(self, step: Step) -> "Work":
         """Return the work with one more step."""
         return replace(self, steps=(*self.steps, step))

@@ -19,6 +19,7 @@ from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.table import Whole, apply_along
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 from fzero.layout.gathering import gather_unit
+from fzero.layout.pieces import lifted
 from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
 from fzero.layout.spec import facts, unit_axes, with_cast
 from fzero.layout.units import CutUnit, assign, cut_units, put
@@ -217,6 +218,7 @@ def open_argument(
         ValueError: if a unit is sharded over an axis that is not among `axes`; in a simulation, if a plain tensor
             differs by rank along one of them. Names the unit, or the path.
     """
+    arg = lifted(arg)  # parameters of which the host has a part
     paths, entries, structure = tree.flatten_with_paths(arg, is_box)
     _check_floating(paths, entries, name)
     if precision is not None:

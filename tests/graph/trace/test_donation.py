@@ -153,6 +153,53 @@ def test_memory_that_lives_on_elsewhere_is_not_donated(name):
     assert f(f(x)).tolist() == [3, 3, 3]
 
 
+HANDED_ON: dict[str, tuple[Callable[[Any, Any], Any], str]] = {  # what becomes of a and b, and what may not be shared
+    "a": (lambda a, b: (a, a + b), "b"),
+    "both": (lambda a, b: (a, b), ""),
+    "neither": (lambda a, b: (a + b, b + 1), "ab"),
+    "each in the other's place": (lambda a, b: (b, a), "ab"),
+    "one in both places": (lambda a, b: (a, a), "b"),
+    "in another shape and back": (lambda a, b: (a.view(3, 1).view(3), b), ""),
+    "turned twice": (lambda a, b: (a.flip(0).flip(0), b), "a"),
+}
+
+
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor-whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("held", "ab")
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_what_is_handed_on_as_it_came_may_be_shared(name, held, backend):
+    """Nothing is written into it: such as the frozen parameters of a living module."""
+    made, written = HANDED_ON[name]
+    f = fzero.jit(lambda p: dict(zip("ab", made(p["a"], p["b"]), strict=True)), donate=0, backend=backend)
+    params = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    owner, before = params[held].detach(), params[held].clone()
+    if held in written:
+        with pytest.raises(ValueError, match=f"leaf '{held}' shares its memory"):
+            f(params)
+        return
+    expected = dict(zip("ab", made(params["a"], params["b"]), strict=True))
+    expected = {name: x.clone() for name, x in expected.items()}
+    new = f(params)
+    assert all(torch.equal(new[name], x) for name, x in expected.items()) and torch.equal(owner, before)
+    with pytest.raises(fzero.DonatedError):
+        params[held].sum()
+    if new[held].data_ptr() == owner.data_ptr():
+        f(new)  # again, and still nothing is written
+        assert torch.equal(owner, before)
+
+
+def test_what_is_handed_on_may_overlap_an_argument_that_is_read():
+    """And not one that is written into."""
+    buffer = torch.arange(4.0)
+    f = fzero.jit(lambda p, x: {"a": p["a"], "b": p["b"] + x.sum()}, donate=0, backend="fx")
+    new = f({"a": buffer[:2], "b": torch.zeros(())}, buffer)
+    assert new["a"].tolist() == [0, 1] and new["b"] == 6 and buffer.tolist() == [0, 1, 2, 3]
+    g = fzero.jit(lambda p: {"a": p["a"], "b": p["b"] + 1}, donate=0, backend="fx")
+    with pytest.raises(ValueError, match="share memory, and one is donated"):
+        g({"a": buffer[:2], "b": buffer[1:3]})
+    assert buffer.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("hold", [lambda flat: flat, lambda flat: flat.detach(), lambda flat: (flat * LEAF).sum()])
 def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hold):
     f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")

@@ -12,7 +12,7 @@ from fzero.graph.ops import is_view
 from fzero.graph.passes._schedule._roles import Roles, roles, work_in_order
 from fzero.graph.storages import Storages
 
-__all__ = ["Rules", "listed", "rules_of"]
+__all__ = ["Rules", "listed", "readers_of_overwritten", "rules_of"]
 
 
 class Rules(NamedTuple):
@@ -66,7 +66,7 @@ class State:
 
 def rules_of(graph: Graph, lent: Storages) -> Rules:
     """Find what an order of a graph obeys, if no gather starts ahead and no collective is on its way beside work."""
-    nodes, readers = list(graph.nodes), _readers_of_overwritten(graph, lent)
+    nodes, readers = list(graph.nodes), readers_of_overwritten(graph, lent)
     index = {n: i for i, n in enumerate(nodes)}
     if any(index[reader] > index[write] for write, before in readers.items() for reader in before):
         nodes = after_needs(nodes, readers)
@@ -181,7 +181,7 @@ def _append(rules: Rules, state: State, node: Node) -> list[Node]:
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
+def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
     """Map each write into an argument to all other nodes that read the argument."""
     writes = [n for n in graph.nodes if is_write(n)]
     if not writes:

@@ -19,7 +19,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.ops import is_factory, is_random, is_view
 
-__all__ = ["Roles", "roles", "work_in_order"]
+__all__ = ["Roles", "made_of_inputs", "roles", "work_in_order"]
 
 
 class Roles(NamedTuple):
@@ -47,7 +47,7 @@ def roles(graph: Graph) -> Roles:
 
 def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     """List what can wait until it is needed: it depends on inputs alone, and holds less then than its result."""
-    movable = _made_of_inputs(nodes)
+    movable = made_of_inputs(nodes)
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in movable:
@@ -57,7 +57,7 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     return late
 
 
-def _made_of_inputs(nodes: Sequence[Node]) -> set[Node]:
+def made_of_inputs(nodes: Sequence[Node]) -> set[Node]:
     """List the cheap nodes that depend on inputs alone, through cheap nodes."""
     found: set[Node] = set()
     for n in nodes:

@@ -13,6 +13,7 @@ It is a list scheduling: nodes are put into a list one by one, each after all th
    unit go first. A write into an argument counts as early, and needs all that read the argument.
 5. Put off the wait of an early collective while no more than `in_flight` are on their way. Each holds its operand.
 6. If gathers are to start ahead, find from that list where each may start (`_ahead`), and list once more.
+7. What the host computes comes behind all that the device does (`_host_last`).
 """
 
 import math
@@ -23,6 +24,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import parameter_gathers, reordered
 from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
+from fzero.graph.passes._schedule._host_last import host_last
 from fzero.graph.passes._schedule._listing import Rules, listed, rules_of
 from fzero.graph.plan._liveness import live_in
 from fzero.graph.storages import Storages, storages
@@ -98,4 +100,4 @@ def schedule(
         if limit < math.inf:
             ahead = where_it_fits(ahead, order, found.live(in_flight), limit)
         order = listed(found.rules._replace(in_flight=in_flight, ahead=ahead))
-    return reordered(graph, order)
+    return host_last(reordered(graph, order))

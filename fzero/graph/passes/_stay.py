@@ -1,0 +1,47 @@
+"""stay: what is at hand in the backward pass anyway does not wait on the host for it."""
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import CASTS, copied, is_gather, is_input, is_wait, users_through_views
+from fzero.graph.ops import is_view
+from fzero.graph.spaces import DOWN, UP
+
+__all__ = ["stay"]
+
+
+def stay(graph: Graph) -> Graph:
+    """Take away copies to the host and back of parameters, and copy every other value down once.
+
+    A block with `remat(save="host")` is given whole parameters beside its activations. They are arguments of the step,
+    or gathered from them, so `regather` decides how long they stay.
+
+    Args:
+        graph: a flat graph.
+
+    Returns:
+        A graph with the same results, bit for bit; the graph itself if nothing comes back from the host.
+    """
+    if not any(n.target is UP for n in graph.nodes):
+        return graph
+    graph = copied(graph)
+    lower: dict[Node, Node] = {}  # each value, and its copy on the host
+    for n in [n for n in graph.nodes if n.target is DOWN]:
+        n.replace_all_uses_with(lower.setdefault(n.all_input_nodes[0], n))
+    parameters = _gathered(graph)
+    for n in [n for n in graph.nodes if n.target is DOWN and n.all_input_nodes[0] in parameters]:
+        above = users_through_views(n)
+        if all(u.target is UP for u in above):
+            for move in (n, *above):
+                move.replace_all_uses_with(move.all_input_nodes[0])
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _gathered(graph: Graph) -> set[Node]:
+    """List the inputs, and what is only gathered, cast or viewed of them."""
+    found: set[Node] = set()
+    for n in graph.nodes:
+        light = is_view(n) or is_gather(n) or is_wait(n) or n.target in CASTS
+        if is_input(n) or (light and n.all_input_nodes and all(a in found for a in n.all_input_nodes)):
+            found.add(n)
+    return found

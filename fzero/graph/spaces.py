@@ -1,0 +1,95 @@
+"""Spaces: which values of a graph lie in host memory, and that no operation mixes both.
+
+An argument says where it lies. A move changes that, and all other results lie where their operands do. A number (0-d)
+that is given, and a constant, may meet either. The same holds where both are one memory, so a forgotten move is
+found on a machine without accelerators.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from fzero._torch import line_of
+from fzero.collectives.moves import to_host
+from fzero.graph.ir import is_collective, is_input, shown
+from fzero.graph.ops import title_of
+
+__all__ = ["SpaceError", "check_spaces", "is_move", "moves", "on_host"]
+
+DOWN, UP = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
+assert to_host  # its module defines them
+
+
+class SpaceError(RuntimeError):
+    """An operation was given values of both memories."""
+
+
+def is_move(node: Node) -> bool:
+    """Return whether a node copies a tensor from one memory to the other."""
+    return node.target is DOWN or node.target is UP
+
+
+def moves(graph: Graph) -> bool:
+    """Return whether a graph copies values from one memory to the other."""
+    return any(is_move(n) for n in graph.nodes)
+
+
+def on_host(nodes: Iterable[Node]) -> set[Node]:
+    """List the values that lie in host memory; of a graph without moves there are none."""
+    order = list(nodes)
+    if not any(is_move(n) or _given_on_host(n) for n in order):
+        return set()
+    spaces = _spaces(order)
+    found = {n for n, space in spaces.items() if space == "host"}
+    for n in reversed(order):  # what is made of nothing lies where it is used
+        if n.op == "call_function" and spaces[n] is None and n.users and all(u in found for u in n.users):
+            found.add(n)
+    return found
+
+
+def check_spaces(graph: Graph) -> None:
+    """Check that no operation mixes values of the two memories, as a GPU would refuse to.
+
+    Raises:
+        SpaceError: if one does. Names it and its source line.
+    """
+    order = list(graph.nodes)
+    if any(is_move(n) or _given_on_host(n) for n in order):
+        _spaces(order)
+
+
+def _given_on_host(node: Node) -> bool:
+    return is_input(node) and node.meta.get("space") == "host"
+
+
+def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
+    found: dict[Node, str | None] = {}
+    for n in order:
+        if n.op == "output":
+            continue
+        if is_input(n):
+            found[n] = n.meta.get("space")  # what a step captures may lie in either
+        elif is_move(n):
+            found[n] = "host" if n.target is DOWN else "device"
+        else:
+            found[n] = _space_of_result(n, found)
+    return found
+
+
+def _space_of_result(node: Node, found: dict[Node, str | None]) -> str | None:
+    of = {a: found[a] for a in node.all_input_nodes}
+    host = [a for a, space in of.items() if space == "host"]
+    device = [a for a, space in of.items() if space == "device"]
+    if host and (is_collective(node) or device):
+        beside = f" and {_named(device[0])} on the device" if device else ", where ranks do not communicate"
+        raise SpaceError(
+            f"{title_of(node)} at {line_of(node) or 'no known line'} is given {_named(host[0])} in host memory"
+            f"{beside}: move one of them (fzero.to_host, fzero.to_device), or put what reads whole trees, such as a "
+            "clip by the global norm, before optim.offload"
+        )
+    return "host" if host else "device" if device else None
+
+
+def _named(node: Node) -> str:
+    return f"{node.meta.get('label', node.name)} ({shown(node)})"

@@ -1,0 +1,192 @@
+"""The smallest ratio of offload whose plan fits a budget."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fzero._notebook import as_text
+from fzero._notice import see
+from fzero._tracebacks import door
+from fzero.graph.plan._plan import Plan
+from fzero.graph.plan._text import size
+from fzero.tuning._planned import MakeStep, World, checked_bytes, planned_at
+
+__all__ = ["OffloadRatio", "Tried", "offload_ratio"]
+
+
+class Tried(NamedTuple):
+    """What the plan at a ratio says.
+
+    Attributes:
+        ratio: of the state that lies on the host.
+        device_bytes: the peak of the device.
+        host_bytes: the peak of the host's memory, of this rank.
+        down_bytes: that go to the host in a step.
+        up_bytes: that come back.
+    """
+
+    ratio: float
+    device_bytes: int
+    host_bytes: int
+    down_bytes: int
+    up_bytes: int
+
+
+@dataclass(frozen=True)
+class OffloadRatio:
+    """The smallest ratio of offload that fits, made by `fzero.offload_ratio`. Print it.
+
+    Attributes:
+        ratio: that fits; `1 / parts` less does not.
+        plan: of the step at this ratio.
+        memory_budget: bytes of the device that it fits.
+        tried: the ratios that were planned, in order of the ratio.
+    """
+
+    ratio: float
+    plan: Plan
+    memory_budget: float
+    tried: tuple[Tried, ...]
+
+    def __repr__(self) -> str:
+        return f"OffloadRatio({self.ratio:g}: {size(self.plan.peak_bytes)} of {size(self.memory_budget)})"
+
+    def __str__(self) -> str:
+        rows = [["ratio", "device", "host", "down", "up", ""]]
+        for t in self.tried:
+            over = t.device_bytes - self.memory_budget
+            said = f"{size(over)} too much" if over > 0 else "smallest that fits" if t.ratio == self.ratio else "fits"
+            rows.append([f"{t.ratio:g}", *[size(n) for n in t[1:]], said])
+        wide = [max([len(row[i]) for row in rows]) for i in range(5)]
+        lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
+        head = f"ratio {self.ratio:g} fits {size(self.memory_budget)} of the device"
+        return "\n".join([head, *[line.rstrip() for line in lines]])
+
+    def _repr_html_(self) -> str:
+        return as_text(str(self))
+
+
+@door
+def offload_ratio(
+    make_step: MakeStep,
+    memory_budget: float,
+    *,
+    host_budget: float | None = None,
+    world_size: World = None,
+    parts: int = 1000,
+) -> OffloadRatio:
+    """Find the smallest ratio of `optim.offload` at which a step fits the device, by its plans.
+
+    The less lies on the host, the sooner a step ends, so the smallest ratio that fits is the one to take. The device's
+    peak falls with the ratio, nearly along a line. So the plans at 0 and 1 tell where to look, and two to six more
+    find it. Nothing runs, and with meta tensors nothing is allocated.
+
+    Args:
+        make_step: a function from a ratio to `(step, *args)`, which is what `fzero.plan` takes: the step, jitted or
+            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a `fzero.Plan`.
+        memory_budget: the bytes of the device that a rank may hold at its peak, arguments included.
+        host_budget: the bytes of host memory that a rank may hold: the machine's, over its ranks.
+        world_size: as of `fzero.plan`: the number of ranks to plan for, or the size of each axis.
+        parts: ratios are multiples of `1 / parts`.
+
+    Returns:
+        An `OffloadRatio`: the ratio, its plan, and what was tried.
+
+    Raises:
+        TypeError: if `make_step` is no such function.
+        ValueError: if a budget is no positive number of bytes, or `parts` no int from 1 on. If not even a ratio of 1
+            fits, or what it takes on the host does not: says by how much, and what else could be done.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> mesh = fzero.mesh(dp=2)
+        >>> def make_step(ratio):
+        ...     opt = optim.offload(optim.adam(1e-3), ratio)
+        ...
+        ...     def train_step(params, opt_state, x):
+        ...         loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
+        ...         updates, opt_state = opt.update(grads, opt_state, params)
+        ...         return optim.apply_updates(params, updates), opt_state, loss
+        ...
+        ...     step = fzero.shard(train_step, stage=2, mesh=mesh)
+        ...     with torch.device("meta"):
+        ...         params, batch = {"w": torch.zeros(1024, 1024)}, torch.zeros(16, 1024)
+        ...     return step, *step.init(params, opt), mesh.split(batch)
+        >>> print(fzero.offload_ratio(make_step, memory_budget=14.2e6, parts=100))
+        ratio 0.63 fits 14.2 MB of the device
+        ratio   device     host    down      up
+            0  16.8 MB      0 B     0 B     0 B  2.6 MB too much
+         0.62  14.2 MB   7.8 MB  1.3 MB  1.3 MB  9.0 kB too much
+         0.63  14.2 MB   7.9 MB  1.3 MB  1.3 MB  smallest that fits
+            1  12.6 MB  12.6 MB  2.1 MB  2.1 MB  fits
+    """
+    budget = checked_bytes("memory_budget", memory_budget)
+    room = None if host_budget is None else checked_bytes("host_budget", host_budget)
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(f"parts={parts!r}: expected an int, at least 1")
+    plans: dict[int, Plan] = {}
+
+    def peak(k: int) -> int:
+        plans[k] = planned_at(make_step, k / parts, world_size)
+        return plans[k].peak_bytes
+
+    k = first_fit(peak, budget, parts)
+    if k is None:
+        raise ValueError(_does_not_fit(plans[0], plans[parts], budget))
+    found = OffloadRatio(k / parts, plans[k], budget, tuple([_tried(i / parts, plans[i]) for i in sorted(plans)]))
+    if room is not None and (host := plans[k].peak_of("host")) > room:
+        raise ValueError(
+            f"host_budget={host_budget:,}: at the smallest ratio that fits the device, {found.ratio:g}, the host holds "
+            f"{host:,} bytes for each rank, {host - room:,.0f} more. More ranks, each with a host's share of "
+            "the state, or a larger memory_budget need less of it"
+        )
+    return found
+
+
+def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | None:
+    """Return the first of 0 to `parts` at which a falling function is at most `budget`; None if it is at none.
+
+    It looks where a line between the nearest values known meets the budget, each time further from these values. So
+    a line takes two looks, and any other function no more than twice those of halving.
+    """
+    if (above := peak(0)) <= budget:
+        return 0
+    if (below := peak(parts)) > budget:
+        return None
+    low, high, looks = 0, parts, 0
+    while high - low > 1:
+        share = (above - budget) / (above - below)
+        guess = low + math.ceil(share * (high - low))
+        least = min(max(1, 2**looks // 2), (high - low) // 2)
+        looks += 1
+        k = min(max(guess, low + least), high - least)
+        if (value := peak(k)) <= budget:
+            high, below = k, value
+        else:
+            low, above = k, value
+    return high
+
+
+def _tried(ratio: float, plan: Plan) -> Tried:
+    down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
+    return Tried(ratio, plan.peak_of("device"), plan.peak_of("host"), down, up)
+
+
+def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:
+    """Say by how much a step does not fit, what it holds at its peak, and what would need less."""
+    held: Counter[str] = Counter()
+    for r in all_.alive(all_.peak_at):
+        held[r.kind] += r.bytes if r.space == "device" else 0
+    said = ", ".join([f"{size(n)} of {kind}" for kind, n in held.most_common(3) if n])
+    peak = all_.peak_bytes
+    if none.peak_bytes == peak:
+        why = "as at a ratio of 0: does make_step hand its argument to optim.offload?"
+    else:
+        why = "A higher stage, fzero.remat, more ranks, more micro-batches or smaller units need less"
+    return (
+        f"memory_budget={budget:,.0f}: with all of the state on the host the device still holds {peak:,} bytes at its "
+        f"peak, {peak - budget:,.0f} more: {said}. {why}{see('out-of-memory')}"
+    )

@@ -1,0 +1,155 @@
+"""offload_ratio: what it finds fits, one part less does not, and that is what trying every ratio finds."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import tuning
+from fzero.testing import world_sizes
+from fzero.tuning._ratio import first_fit
+from tests.tuning.steps import maker, planned
+
+PARTS = 5
+WAYS = st.sampled_from([(2, False, "host"), (3, True, "host"), (1, True, "device"), (0, False, "host")])
+
+
+def by_hand(peaks: list[int], budget: float) -> int | None:
+    """Return the first that fits, trying all."""
+    return next((k for k, peak in enumerate(peaks) if peak <= budget), None)
+
+
+falling = st.lists(st.integers(0, 10**6), min_size=2, max_size=300).map(lambda x: sorted(x, reverse=True))
+
+
+@given(peaks=falling, budget=st.integers(-1, 10**6 + 1))
+@example([5, 5, 5, 1], 4)
+@example([9, 1, 1, 1], 1)
+@example([2, 1], 1)
+def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
+    asked: list[int] = []
+    found = first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
+    assert found == by_hand(peaks, budget)
+    assert len(set(asked)) == len(asked) <= 5 + 2 * math.log2(len(peaks))
+
+
+@given(a=st.integers(1, 10**12), b=st.integers(0, 10**9), parts=st.integers(1, 10**5), share=st.floats(0, 1))
+def test_on_a_line_four_looks_are_enough(a, b, parts, share):
+    asked: list[int] = []
+    peaks = [a * parts + b, b]
+    first_fit(lambda k: asked.append(k) or a * (parts - k) + b, peaks[1] + share * (peaks[0] - peaks[1]), parts)
+    assert len(asked) <= 5
+
+
+@settings(max_examples=8)
+@given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
+@example((2, False, "host"), 8, 0.0)
+def test_a_ratio_is_that_of_trying_all(way, n, share):
+    """Of plans, at every world size; a larger budget never asks for more."""
+
+    def plan_at(ratio: float) -> fzero.Plan:
+        return planned(ratio, *way, world_size=n)
+
+    peaks = [plan_at(k / PARTS).peak_bytes for k in range(PARTS + 1)]
+    assert peaks == sorted(peaks, reverse=True), peaks
+    budget = peaks[-1] + share * (peaks[0] - peaks[-1])
+    found = tuning.offload_ratio(plan_at, budget, parts=PARTS)
+    k = round(found.ratio * PARTS)
+    assert found.ratio == k / PARTS and k == by_hand(peaks, budget)
+    assert found.plan is plan_at(found.ratio) and found.plan.peak_bytes <= budget
+    assert k == 0 or peaks[k - 1] > budget
+    more = tuning.offload_ratio(plan_at, budget + (peaks[0] - peaks[-1]) / 4, parts=PARTS)
+    assert more.ratio <= found.ratio
+    for t in found.tried:
+        plan = plan_at(t.ratio)
+        assert (t.device_bytes, t.host_bytes) == (plan.peak_of("device"), plan.peak_of("host"))
+        assert t.down_bytes + t.up_bytes == sum([x.bytes * x.times for x in plan.transfers])
+    assert [t.ratio for t in found.tried] == sorted({t.ratio for t in found.tried} | {found.ratio})
+
+
+def test_a_step_and_its_arguments_are_planned_for_any_world():
+    at = {n: [planned(r, world_size=n).peak_bytes for r in (0, 1)] for n in (2, 8)}
+    for n, (none, all_) in at.items():
+        asked: dict[str, Any] = {} if n == 2 else {"world_size": n}
+        found = fzero.offload_ratio(maker(), (none + all_) / 2, **asked)
+        assert abs(found.ratio - 0.5) < 0.02 and len(found.tried) <= 10
+        assert found.plan.argument_bytes < at[2][0]
+    assert at[8][0] < at[2][0]
+
+
+def test_a_jitted_step_keeps_its_knobs():
+    def make_step(ratio: float) -> Any:
+        step, *args = maker(stage=3)(ratio)
+        return fzero.jit(step, backend="fx", prefetch=0), *args
+
+    budget = (planned(0, 3).peak_bytes + planned(1, 3).peak_bytes) / 2
+    assert fzero.offload_ratio(make_step, budget, parts=4).plan.settings["prefetch"] == 0
+
+
+def test_it_prints_what_was_tried():
+    none, all_ = planned(0.0).peak_bytes, planned(1.0).peak_bytes
+    found = fzero.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
+    assert str(found).splitlines()[0] == f"ratio 1 fits {all_ / 1e3:.1f} kB of the device"
+    assert re.search(rf"\n +0 .* {(none - all_ - 1) / 1e3:.1f} kB too much\n", str(found))
+    assert str(found).endswith("smallest that fits") and "<pre>" in found._repr_html_()
+    assert repr(found).startswith("OffloadRatio(1: ")
+    loose = fzero.offload_ratio(lambda r: planned(r), none)
+    assert loose.ratio == 0 and len(loose.tried) == 1
+
+
+# ---------------------------------------------------------------- bad input
+
+ALL = planned(1.0).peak_bytes
+HOST = planned(1.0).peak_of("host")
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no function": ({"make_step": 3}, TypeError, r"make_step=3: expected a function \(ratio\)"),
+    "no step": ({"make_step": lambda r: r}, TypeError, r"make_step\(0\) returned float: expected \(step, \*args\)"),
+    "arguments alone": (
+        {"make_step": lambda r: (torch.ones(1), 2)},
+        TypeError,
+        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a fzero.Plan",
+    ),
+    "a plan of one world": ({"world_size": 8}, ValueError, r"world_size=8: make_step\(0\) returned a plan"),
+    "no parts": ({"parts": 0}, ValueError, r"parts=0: expected an int, at least 1"),
+    "true parts": ({"parts": True}, ValueError, r"parts=True: expected an int"),
+    "too small": (
+        {"memory_budget": ALL - 7},
+        ValueError,
+        rf"with all of the state on the host the device still holds {ALL:,} bytes at its peak, 7 more: .* of parameters"
+        r".*fzero.remat, more ranks, more micro-batches.*docs/trouble.md#out-of-memory",
+    ),
+    "no offload": (
+        {"make_step": lambda r: planned(0.0), "memory_budget": 1000},
+        ValueError,
+        r"as at a ratio of 0: does make_step hand its argument to optim.offload\?",
+    ),
+    "too small a host": (
+        {"memory_budget": ALL, "host_budget": HOST - 5, "parts": 1},
+        ValueError,
+        rf"at the smallest ratio that fits the device, 1, the host holds {HOST:,} bytes for each rank, 5 more",
+    ),
+}
+for _value in (0, -1.0, None, True, "75 GB", math.inf, math.nan):
+    BAD[f"a budget of {_value!r}"] = (
+        {"memory_budget": _value},
+        ValueError,
+        rf"memory_budget={re.escape(repr(_value))}: expected a number of bytes above 0, such as 75e9",
+    )
+BAD["a host's budget of 0"] = ({"host_budget": 0}, ValueError, r"host_budget=0: expected a number of bytes above 0")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_argument_is_refused(name):
+    given_, error, message = BAD[name]
+    asked: dict[str, Any] = {"make_step": lambda r: planned(r), "memory_budget": 10**9} | given_
+    with pytest.raises(error, match=message):
+        fzero.offload_ratio(**asked)
+
+
+def test_what_just_fits_is_let_through():
+    assert fzero.offload_ratio(lambda r: planned(r), ALL, host_budget=HOST, parts=1).ratio == 1
