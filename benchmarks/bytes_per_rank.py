@@ -1,4 +1,4 @@
-"""Print the table of ZeRO's stages, measured: what a rank holds between steps and what a step moves.
+"""Print the table of ZeRO's stages, measured: what a rank holds between steps, where, and what a step moves.
 
 python benchmarks/bytes_per_rank.py [RANKS]
 
@@ -51,10 +51,13 @@ def rows(ranks: int) -> list[str]:
                 step(cut, opt_state, mesh.split(torch.randint(257, (4 * ranks, 9))))
             moved.append(log.elements / psi)
         held = [step.state_bytes(x) / psi for x in (cut, opt_state)]
+        low = step.init(params, optim.offload(opt, 1.0, params=stage == 3))
+        lies = [step.state_bytes(*low, space=space) / psi for space in ("device", "host")]
         layout, grads = step.layout, {"once": "sharded, once a step", "each": "sharded, each micro-batch"}
         out.append(
             f"| {stage} | {layout.params} | {grads.get(layout.grads, layout.grads)} | {layout.opt_state} "
-            f"| {held[0]:.2f}Ψ + {held[1]:.2f}Ψ = {sum(held):.2f}Ψ | {moved[0]:.2f}Ψ | {moved[1]:.2f}Ψ |"
+            f"| {held[0]:.2f}Ψ + {held[1]:.2f}Ψ = {sum(held):.2f}Ψ | {lies[0]:.2f}Ψ, {lies[1]:.2f}Ψ "
+            f"| {moved[0]:.2f}Ψ | {moved[1]:.2f}Ψ |"
         )
     return out
 
@@ -63,8 +66,8 @@ def table(ranks: int) -> str:
     """Return the table as Markdown."""
     head = [
         "| stage | parameters | gradients | optimizer state | bytes held by a rank "
-        "| elements moved, 1 micro-batch | 4 micro-batches |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| offloaded: device, host | elements moved, 1 micro-batch | 4 micro-batches |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     return "\n".join(head + rows(ranks))
 

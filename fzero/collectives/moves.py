@@ -10,24 +10,30 @@ on every machine.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.collectives.table import NO_AXIS, OnDevice, Row, Tensors, add_row, apply
 
-__all__ = ["to_device", "to_host"]
+__all__ = ["Coming", "arrived", "on_its_way", "to_device", "to_host"]
 
 
 @torch.library.custom_op("fzero::to_host", mutates_args=())
 def _down(x: torch.Tensor) -> torch.Tensor:
-    staged = x.device.type == "cuda"  # a copy from there takes twice the time into memory that may be paged out
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=staged).copy_(x)
+    return _below(x).copy_(x)
 
 
 @torch.library.custom_op("fzero::to_device", mutates_args=())
 def _up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x)
+    if device.type == "cuda":  # from memory that may be paged out a copy would wait for all of the device's work
+        x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
+
+
+def _below(x: torch.Tensor) -> torch.Tensor:
+    """Make memory on the host for a tensor; one on a GPU is copied twice as fast where it cannot be paged out."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
 
 
 @_down.register_fake
@@ -73,3 +79,34 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         tensor([1., 1.])
     """
     return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, OnDevice(torch.device(device)), x)[0]
+
+
+class Coming(NamedTuple):
+    """A copy to the host that may be on its way.
+
+    Attributes:
+        value: in host memory; not to be read before it has arrived.
+        event: after which it has; None if it is there.
+    """
+
+    value: torch.Tensor
+    event: torch.Event | None
+
+
+def on_its_way(x: torch.Tensor) -> Coming:
+    """Start a copy to the host behind the device's work so far, and do not wait for it."""
+    return _enqueued(x)
+
+
+def _enqueued(x: torch.Tensor) -> Coming:
+    value = _below(x).copy_(x, non_blocking=True)
+    if x.device.type != "cuda":
+        return Coming(value, None)
+    return Coming(value, torch.cuda.current_stream(x.device).record_event())
+
+
+def arrived(coming: Coming) -> torch.Tensor:
+    """Wait for a copy to the host."""
+    if coming.event is not None:
+        coming.event.synchronize()
+    return coming.value

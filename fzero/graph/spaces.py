@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.collectives.moves import to_host
+from fzero.collectives.moves import on_its_way, to_host
 from fzero.graph.ir import is_collective, is_input, shown
 from fzero.graph.ops import title_of
 
@@ -27,7 +27,7 @@ class SpaceError(RuntimeError):
 
 def is_move(node: Node) -> bool:
     """Return whether a node copies a tensor from one memory to the other."""
-    return node.target is DOWN or node.target is UP
+    return node.target in (DOWN, UP, on_its_way)
 
 
 def moves(graph: Graph) -> bool:
@@ -71,7 +71,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
         if is_input(n):
             found[n] = n.meta.get("space")  # what a step captures may lie in either
         elif is_move(n):
-            found[n] = "host" if n.target is DOWN else "device"
+            found[n] = "device" if n.target is UP else "host"
         else:
             found[n] = _space_of_result(n, found)
     return found

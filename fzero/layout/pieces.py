@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._torch import group_of
+from fzero._torch import group_of, is_tracing
 from fzero.axes.axis import PLANNED
 from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import bound
@@ -38,7 +38,11 @@ def in_pieces(box: Shard, uid: int, move: Callable[[torch.Tensor], torch.Tensor]
     for piece in facts(uid).pieces:
         whole = piece.stop - piece.start == x.shape[-1]
         part = x if whole else x.narrow(-1, piece.start, piece.stop - piece.start)
-        parts.append(move(part) if piece.space == "host" else part)
+        if piece.space == "host":
+            part = move(part)
+        elif not whole and not is_tracing():  # a view would keep all of the shard on the device
+            part = part.clone()
+        parts.append(part)
     return box_of(uid, parts)
 
 

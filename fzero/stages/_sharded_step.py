@@ -312,8 +312,8 @@ class ShardedStep:
         whole = tree.map(copied_from(params), whole)
         return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
 
-    def state_bytes(self, *trees: Any) -> int:
-        """Count the bytes that one rank holds of trees in the step's layout; tied leaves count once.
+    def state_bytes(self, *trees: Any, space: str | None = None) -> int:
+        """Count the bytes that one rank holds of trees, in both memories or one; tied leaves count once.
 
         Example:
             >>> import fzero, torch
@@ -323,4 +323,4 @@ class ShardedStep:
             >>> step.state_bytes(params)
             100
         """
-        return state_bytes(trees, self.mesh)
+        return state_bytes(trees, self.mesh, space)

@@ -3,7 +3,8 @@
 from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
-SPACES = ("tests/graph/test_spaces.py",)
+SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
+ARENA, COST = ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     # moves
@@ -17,8 +18,8 @@ MUTANTS = [
     Mutant(
         "a move where it is there already is no copy",
         "collectives/moves.py",
-        "    staged = ",
-        "    return x.view_as(x)\n    staged = ",
+        "    return _below(x).copy_(x)",
+        "    return x.view_as(x)",
         MOVES,
     ),
     Mutant(
@@ -250,6 +251,43 @@ MUTANTS = [
         "nbytes(*values(n)), 1) for",
         SPACES,
     ),
+    # copies on their way
+    Mutant(
+        "what comes is read at once",
+        "graph/run/_arrivals.py",
+        "use.replace_input_with(old, made[old])",
+        "use.replace_input_with(old, node if old is node else made[old])",
+        ARRIVALS,
+    ),
+    Mutant(
+        "a copy is waited for where it starts", "graph/run/_arrivals.py", "node.target = on_its_way", "pass", ARRIVALS
+    ),
+    Mutant("a copy is waited for too late", "graph/run/_arrivals.py", "min(users, key", "max(users, key", ARRIVALS),
+    Mutant(
+        "loops wait for no copy",
+        "graph/run/_arrivals.py",
+        "with_body(node, arriving(loop.body, kinds))",
+        "pass",
+        ARRIVALS,
+    ),
+    Mutant("an arrival is not waited for", "collectives/moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
+    # clocks
+    Mutant("the host takes no time", "graph/plan/_cost.py", "return max(work, host.now)", "return work", COST),
+    Mutant(
+        "the host waits for nothing",
+        "graph/plan/_cost.py",
+        "max(self.now, self.arrival(node)) + takes",
+        "self.now + takes",
+        COST,
+    ),
+    Mutant(
+        "the device does not wait for the host",
+        "graph/plan/_cost.py",
+        "max(work, host.arrival(node)) +",
+        "work +",
+        COST,
+    ),
+    Mutant("a view is there at once", "graph/plan/_cost.py", "            host.passes_on(node)\n", "", COST),
     # activations
     Mutant("leaves wait on the host", "transforms/_remat/_waiting.py", " and not tensors[i].is_leaf", "", REMAT),
     Mutant("numbers wait on the host", "transforms/_remat/_waiting.py", "tensors[i].dim() and ", "", REMAT),
@@ -286,7 +324,16 @@ MUTANTS = [
         "return x.to(dtype)",
         OFFLOAD,
     ),
+    # pieces
+    Mutant("a piece keeps the whole shard", "layout/pieces.py", "part = part.clone()", "pass", ARENA),
     # parameters
+    Mutant(
+        "bytes of one memory are those of both",
+        "stages/_state_bytes.py",
+        "if space not in (None, memory):",
+        "if False:",
+        OFFLOAD,
+    ),
     Mutant("parameters go up to stay", "stages/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
     Mutant(
         "whole parameters go down", "optim/_spread.py", "boxes_only and place.shape", "False and place.shape", OFFLOAD

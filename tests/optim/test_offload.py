@@ -599,6 +599,22 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
     assert set(low.live_of("parameters", "host")) == {blocks * shard} and not any(low.live_of("parameters", "device"))
 
 
+@given(params=params_of(), ratio=RATIOS, n=st.integers(1, 4), low=st.booleans())
+def test_bytes_are_counted_by_memory(params, ratio, n, low):
+    step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=n))
+    state = step.init(params, optim.offload(optim.adam(0.1), ratio, params=low))
+    expected = {"device": 0, "host": 0}
+    for x in tree.flatten(state, is_box)[0]:
+        pieces = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", x)]
+        for space, part in pieces:
+            if isinstance(part, torch.Tensor):
+                expected[space] += part.nbytes // (n if part.dim() else 1)
+    assert {space: step.state_bytes(*state, space=space) for space in expected} == expected
+    assert step.state_bytes(*state) == sum(expected.values())
+    with pytest.raises(ValueError, match=r"space='disk': expected"):
+        step.state_bytes(*state, space="disk")
+
+
 def test_parameters_on_the_host_are_kept_and_loaded():
     row, params = POINTWISE["masters, clip before"], small_params()
 

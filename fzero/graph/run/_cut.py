@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
+from fzero.collectives.moves import arrived
 from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait, users_through_views, values
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view, name_of
@@ -109,8 +110,9 @@ def is_own_part(node: Node) -> bool:
 
 
 def runs_alone(node: Node) -> bool:
-    """Return whether a node is compiled with no other: a collective, a wait, a move, a loop, or a packing."""
-    return is_collective(node) or is_wait(node) or is_move(node) or loop_of(node) is not None or _packs(node)
+    """Return whether a node is compiled with no other: a collective, a move, a wait for one, a loop, or a packing."""
+    moves = is_move(node) or node.target is arrived
+    return moves or is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
 
 
 def _packs(node: Node) -> bool:

@@ -10,6 +10,7 @@ from torch.fx import Graph
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph.ir import is_input
+from fzero.graph.run._arrivals import arriving
 from fzero.graph.run._auto import auto
 from fzero.graph.run._clock import COMPILED, now, place_of, timed
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
@@ -38,7 +39,7 @@ def lower(graph: Graph, backend: str, mesh: Mesh | None = None) -> Executable:
 
 def _fx(graph: Graph, mesh: Mesh | None) -> Executable:
     """Run the graph's operations one by one: the reference."""
-    return one_by_one(graph)
+    return one_by_one(arriving(graph))
 
 
 def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
@@ -58,7 +59,7 @@ def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
 
 def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
     """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
-    program = program_of(graph)
+    program = program_of(arriving(graph))
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
     # on a GPU each would take a context; a torch.Generator has no stand-in
@@ -74,6 +75,7 @@ def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
 
 def _auto(graph: Graph, mesh: Mesh | None) -> Executable:
     """Run operations one by one until all segments are compiled, which happens in another process."""
+    graph = arriving(graph)
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]

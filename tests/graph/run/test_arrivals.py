@@ -1,0 +1,104 @@
+"""Copies to the host that are on their way: numbers are the same, and nothing reads one before it has arrived."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim
+from fzero.collectives import moves
+from fzero.graph.run import _arrivals, _lower
+from tests.checkpoint.states import same_bits
+from tests.optim.offloading import BF16, Row, Way, small_params, trained
+
+ROWS = {
+    "masters, clip before": Row(
+        lambda o, p: optim.chain(optim.clip_by_global_norm(1.0), o(optim.master_weights(optim.adamw(1e-2), BF16))), BF16
+    ),
+    "adamw": Row(lambda o, p: o(optim.adamw(1e-2))),
+}
+OPTIONS: dict[str, Any] = {
+    "host": {},
+    "device": {"update": "device"},
+    "a step late": {"delay": 1},
+    "parameters, too": {"params": True},
+}
+
+
+class Event(NamedTuple):
+    """Stands for a GPU's: the copy is done when it is waited for."""
+
+    value: torch.Tensor
+    read: torch.Tensor
+
+    def synchronize(self) -> None:
+        self.value.copy_(self.read)
+
+
+class Late:
+    """A device's queue of copies: each reads at once, in the order of the device's work, and writes when waited for."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def __call__(self, x: torch.Tensor) -> moves.Coming:
+        self.copies += 1
+        value = torch.full_like(x, torch.nan if x.is_floating_point() else 7)
+        return moves.Coming(value, Event(value, x.clone()))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    queue = Late()
+    monkeypatch.setattr(moves, "_enqueued", queue)
+    monkeypatch.setattr(_lower, "arriving", partial(_arrivals.arriving, kinds=("cpu",)))
+    return queue
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
+    def wrap(pair: Any) -> Any:
+        return optim.offload(pair, 0.6, **OPTIONS[option])
+
+    expected = trained(Way(3, 2, k), ROWS[name], small_params(), wrap)
+    assert not late.copies
+    assert same_bits(trained(Way(3, 2, k, jit=True), ROWS[name], small_params(), wrap), expected)
+    assert late.copies
+
+
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+def test_activations_that_wait_on_the_host_arrive(late, backend):
+    """In a loop over micro-batches, too; compiled pieces read what has arrived."""
+
+    def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params:
+            x = fzero.remat(lambda w, x: torch.tanh(x @ w), save="host")(w, x)
+        return x.square().mean()
+
+    def train_step(params: Any, x: torch.Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(loss_of, micro_batches=4)(params, x)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+    params = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    step = fzero.shard(train_step, 0, fzero.mesh(dp=1))
+    found = fzero.jit(step, backend=backend, donate=())(params, step.mesh.split(x))
+    assert late.copies == 8  # of two blocks in four turns; the batch stays
+    torch.testing.assert_close(found, train_step(params, x))
+
+
+def test_without_a_gpu_a_graph_stays_as_it_is():
+    traced = torch.fx.symbolic_trace(lambda x: x + 1).graph
+    for n in traced.nodes:
+        n.meta["val"] = torch.ones(2)
+    assert _arrivals.arriving(traced) is traced
+
+
+def test_a_copy_on_this_machine_is_there_at_once():
+    x = torch.arange(3)
+    coming = moves.on_its_way(x)
+    assert coming.event is None and moves.arrived(coming).equal(x) and moves.arrived(coming) is not x
