@@ -1,4 +1,4 @@
-"""Measure benchmarks/moe.py's systems on these ranks: memory and wire of each alone, then all in rounds that take turns.
+"""Measure benchmarks/moe.py's systems on these ranks: memory and wire of each alone, then all in rounds.
 
 torchrun --nproc-per-node 2 benchmarks/moe_measure.py OUT.json --config toy --rounds 2 --systems fzero-0 FSDP2
 """
@@ -42,7 +42,7 @@ def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--config", choices=CONFIGS, default="timed")
+    parser.add_argument("--config", choices=CONFIGS, default="state")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--systems", nargs="+", default=[""])
     args = parser.parse_args()

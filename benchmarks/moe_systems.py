@@ -14,7 +14,16 @@ import fzero
 from benchmarks.peers.systems import System, Train
 from fzero import moe, optim
 
-__all__ = ["CONFIGS", "MoeConfig", "SYSTEMS", "deepspeed_engine", "fully_sharded", "fzero_mesh", "has_deepspeed", "loss_of"]
+__all__ = [
+    "CONFIGS",
+    "SYSTEMS",
+    "MoeConfig",
+    "deepspeed_engine",
+    "fully_sharded",
+    "fzero_mesh",
+    "has_deepspeed",
+    "loss_of",
+]
 
 VOCAB, HEADS, BUCKET = 256, 4, 1_000_000
 
@@ -61,7 +70,8 @@ class MoeConfig(NamedTuple):
 CONFIGS = {
     "toy": MoeConfig(32, 64, 2, 8, batch=1, context=32),
     "numbers": MoeConfig(64, 128, 2, 8, batch=1, context=64, clip=0),
-    "timed": MoeConfig(256, 512, 4, 16, batch=2, context=256),
+    "state": MoeConfig(256, 512, 4, 16, batch=2, context=256),  # most of its memory is parameters and moments
+    "tokens": MoeConfig(256, 512, 2, 16, batch=4, context=512),  # and here activations
 }
 
 
