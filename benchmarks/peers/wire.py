@@ -24,6 +24,7 @@ BUFFERS = {
     "broadcast_": 0,
     "reduce_": 0,
     "alltoall_base_": 1,
+    "all_to_all_single": 0,
     "all_reduce": 0,
     "all_reduce_": 0,
     "all_reduce_coalesced": 0,

@@ -221,4 +221,11 @@ MUTANTS = [
         "p.ndim",
         TRANSFORMERS,
     ),
+    Mutant(
+        "experts over no axis were cut",
+        "stages/_checks.py",
+        "if x.origin is None and facts(x.uid).axes:",
+        "if x.origin is None:",
+        ("tests/moe/test_training.py",),
+    ),
 ]
