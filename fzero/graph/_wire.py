@@ -4,9 +4,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fzero.axes.axis import PLANNED
 from fzero.graph.ir import awaited, collective_of, is_gather, is_wait, nbytes, values
 
-__all__ = ["elements", "full_bytes", "group_size", "wire"]
+__all__ = ["axis_of", "elements", "full_bytes", "group_size", "wire"]
 
 
 def group_size(node: Node) -> int:
@@ -44,6 +45,12 @@ def elements(node: Node) -> int:
 def _full(sent: int, received: int, node: Node) -> int:
     """Return the size of a collective's full buffer, padding included."""
     return sent * group_size(node) if is_gather(node) else max(sent, received)
+
+
+def axis_of(node: Node) -> str:
+    """Return the axes that a collective runs over, joined by commas; "" unless its group is one of a planned world."""
+    groups = [x for x in [*node.args, *node.kwargs.values()] if isinstance(x, str) and x.startswith(PLANNED)]
+    return groups[0].removeprefix(PLANNED) if groups else ""
 
 
 def wire(node: Node) -> str:

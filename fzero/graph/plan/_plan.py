@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 
 from fzero._notebook import shown
 from fzero._torch import line_of
-from fzero.graph._wire import elements, wire
+from fzero.graph._wire import axis_of, elements, wire
 from fzero.graph.ir import flops, is_collective, nbytes, values
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import name_of, title_of
 from fzero.graph.plan import _picture, _text
-from fzero.graph.plan._cost import seconds
+from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._layers import layers
 from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
@@ -78,6 +78,7 @@ class Collective(NamedTuple):
         elements: of the full buffer, an all_reduce's counted twice.
         bytes: of those elements.
         times: how often it runs: more than once in a loop over micro-batches.
+        axis: of the mesh, or several joined by commas; "" where the group of ranks has another name.
     """
 
     position: int
@@ -86,6 +87,7 @@ class Collective(NamedTuple):
     elements: int
     bytes: int
     times: int = 1
+    axis: str = ""
 
 
 class Transfer(NamedTuple):
@@ -232,8 +234,10 @@ class Plan:
         return json.dumps({**fields, **totals})
 
 
-def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = ()) -> Plan:
-    """Make the plan of a scheduled graph."""
+def plan_of(
+    graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = (), device: Device | None = None
+) -> Plan:
+    """Make the plan of a scheduled graph, its seconds those of a device: of that which its values lie on by default."""
     found, of = listed(graph), phases(graph)
     named = layers(graph)
     return Plan(
@@ -242,7 +246,7 @@ def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Reje
         tuple(listed_ranges(graph)),
         tuple([_collective(i, n, times, named.get(n)) for i, (n, times) in enumerate(found) if is_collective(n)]),
         settings,
-        seconds(graph),
+        seconds(graph, device),
         tuple(rejected),
         tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
     )
@@ -255,7 +259,7 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
 
 def _collective(position: int, node: Node, times: int, layer: str | None) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
-    return Collective(position, wire(node), layer or node.meta.get("unit", ""), n, n * width, times)
+    return Collective(position, wire(node), layer or node.meta.get("unit", ""), n, n * width, times, axis_of(node))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:
