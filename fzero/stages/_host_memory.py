@@ -21,8 +21,8 @@ MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any, mesh: Mesh) -> None:
     """Check that the host's share of a state fits, for all ranks of this host, before any of it is made.
 
-    Nothing is checked without offload, for tensors on the meta device, and where the pair cannot make its state of
-    such; nor on a system that does not say what is free.
+    Nothing is checked without offload, for tensors on the meta device, and for a pair that cannot make its state of
+    such. A system that does not say what is free is not asked either.
 
     Args:
         state_of: makes the state of parameters and a pair.
