@@ -34,7 +34,10 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     total, seen = 0, set()
     for x in tree.flatten(values, is_box)[0]:
         leaves = tree.flatten(x)[0]
-        lies = spaces(x) if isinstance(x, Shard) else ["device"] * len(leaves)
+        parts = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", leaves)]
+        lies = [
+            memory for memory, part in parts for _ in tree.flatten(part)[0]
+        ]  # a part may be a tree (optim.leafwise)
         for axes, leaf, memory in zip(axes_of(x, mesh.axis_names), leaves, lies, strict=True):
             if space not in (None, memory):
                 continue
