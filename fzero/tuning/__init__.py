@@ -6,6 +6,7 @@ from fzero.tuning._ratio import OffloadRatio, Tried, offload_ratio
 from fzero.tuning._row import Row
 from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
+from fzero.tuning._steps import model_step
 from fzero.tuning._table import Best, Table
 from fzero.tuning._tune import tune
 from fzero.tuning._work import OffloadWork, model_work, planned_work
@@ -25,6 +26,7 @@ __all__ = [
     "Skipped",
     "Table",
     "Tried",
+    "model_step",
     "model_work",
     "offload_costs",
     "offload_ratio",
