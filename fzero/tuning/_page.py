@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.graph.plan._liveness import KINDS
+from fzero.graph.plan._picture import spans
 from fzero.graph.plan._plan import Plan
 from fzero.tuning._planned import planned_at
 from fzero.tuning._recipe import recipe, warnings_of
@@ -69,10 +70,11 @@ def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
     row = table.fitting[0]
     plan: Plan = planned_at(make_step, row.config, row.config.ranks, table.machine.as_device(), row.settings)
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
+    phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
     edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
     at = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
     return {
-        "phases": [plan.operations[i].phase for i in at],
+        "phases": [phases[i] for i in at],
         "kinds": {kind: [live[i] for i in at] for kind, live in by_kind.items() if any(live)},
     }

@@ -244,6 +244,9 @@ def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
         args = make_step(Configuration(3, 1, 1, ranks=ranks))
         times.append(fzero.plan(*args, device=at).seconds)
     assert times[0] < times[1] < times[2]
+    far = at._replace(latency=1.0, link=1e30, network=1e30)
+    few, many = (fzero.plan(*make_step(Configuration(3, 1, 1, ranks=n)), device=far).seconds for n in (16, 1024))
+    assert many == pytest.approx(10 / 4 * few, rel=0.01)
     near = at._replace(near=math.inf)
     assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
 
