@@ -17,7 +17,7 @@ def draw(table: "Table") -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     for stage in sorted({r.config.stage for r in table.rows}):
@@ -36,12 +36,12 @@ def draw(table: "Table") -> Any:
     if table.fitting:
         best = table.fitting[0]
         at = (best.seconds, best.peak_bytes / 1e9)
-        axes.plot(*at, "o", markersize=14, markerfacecolor="none", markeredgecolor="C2", markeredgewidth=2)
-        axes.annotate(str(best.config), at, (10, -18), textcoords="offset points", color="C2")
-    axes.set(xscale="log", xlabel="seconds of a step, by the model", ylabel="peak of a rank, GB")
+        axes.plot(*at, "o", ms=14, mfc="none", mec="C2", mew=2, linestyle="none", label=f"best: {best.config}")
+    axes.set(xlabel="seconds of a step, by the model", ylabel="peak of a rank, GB")
     axes.set(title=f"{len(table.fitting)} of {len(table.rows) + len(table.skipped)} fit {table.machine.name}")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fzero.tuning._row import Row
     from fzero.tuning._table import Table
 
-__all__ = ["cells", "duration", "notes", "rendered", "text"]
+__all__ = ["cells", "compared", "duration", "notes", "rendered", "text"]
 
 SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
 PARTS = {
@@ -103,3 +103,28 @@ def duration(seconds: float) -> str:
     if seconds >= 0.1:
         return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
+
+
+def compared(one: "Table", other: "Table", names: tuple[str, str]) -> Any:
+    """Render the configurations that two tables have, side by side, the fastest of the second first.
+
+    Args:
+        one: a table.
+        other: another.
+        names: of both.
+    """
+    from rich.table import Table as Drawn
+
+    before = {r.config: r for r in one.rows}
+    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
+    for name in ("configuration", *[f"{what}, {n}" for what in ("peak", "seconds") for n in names], "peak", "seconds"):
+        drawn.add_column(name, justify="left" if name == "configuration" else "right", no_wrap=True)
+    for row in sorted(other.rows, key=lambda r: r.seconds):
+        if (old := before.get(row.config)) is not None:
+            peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
+            changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
+            drawn.add_row(str(row.config), *map(size, peaks), *map(duration, times), *changes)
+    alone = [len(a.rows) - drawn.row_count for a in (one, other)]
+    if any(alone):
+        drawn.add_row(f"{alone[0]} only in {names[0]}, {alone[1]} only in {names[1]}", style="dim")
+    return drawn

@@ -1,7 +1,6 @@
 """tune: a table of the configurations of a step, and the fastest that fits."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from fzero._tracebacks import door
 from fzero.tuning._machines import Machine, machine_of
@@ -32,6 +31,7 @@ def tune(
     offload: Sequence[float] = (0.0,),
     depth: int | None = None,
     workers: int = 1,
+    seen: Callable[[Row | Skipped], None] | None = None,
 ) -> Table:
     """Plan a step in each configuration, and tabulate what fits, what it takes, and how fast it is by the cost model.
 
@@ -54,6 +54,7 @@ def tune(
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
         depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
+        seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
         workers: processes to plan on. They are forked, so ask for them before this process has used a GPU.
 
     Returns:
@@ -99,7 +100,11 @@ def tune(
         raise ValueError(f"workers={workers!r}: expected an int, at least 1")
     budget = budget_of(machine, memory, margin)
     with workers_of(workers) as each:
-        found: list[Any] = list(rows_of(space, make_step, machine, budget, each))
+        found: list[Row | Skipped] = []
+        for x in rows_of(space, make_step, machine, budget, each):
+            found.append(x)
+            if seen is not None:
+                seen(x)
         rows = refined([x for x in found if isinstance(x, Row)], make_step, machine, budget, each)
     return Table(tuple(rows), tuple([x for x in found if isinstance(x, Skipped)]), machine, memory, budget)
 

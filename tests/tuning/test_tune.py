@@ -51,7 +51,10 @@ def test_the_best_is_that_of_trying_all(share, at):
 
 
 def test_something_is_skipped():
-    assert fzero.tune(lambda c: planned(c), **SPACE, memory=PEAKS[0] / 2).skipped
+    """Where the leanest of all stages do not fit, no other micro-batch and no less of remat is planned."""
+    table = fzero.tune(lambda c: planned(c), **SPACE, memory=1000)
+    assert {(r.config.micro_batch, r.config.remat) for r in table.rows} == {(8, True)}
+    assert {s.config.micro_batch for s in table.skipped} == {8, 64}
 
 
 def test_what_is_surely_held_is_held_by_all_that_hold_no_less():
@@ -135,6 +138,7 @@ def test_the_host_updates_after_the_passes():
     state = sum(r.bytes for r in plan.ranges if r.space == "host" and r.start < 0)
     chain = max(down / m.link, (down + 2 * state + 2 * up) / (m.host_memory / m.ranks), up / m.link)
     assert state and rows[1.0].seconds == pytest.approx(plan.seconds + chain)
+    assert plan.seconds < 0.9 * planned(rows[0.0].config).seconds  # the device has less to do
     assert rows[0.0].seconds == planned(rows[0.0].config).seconds
 
 
@@ -240,6 +244,9 @@ def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
         args = make_step(Configuration(3, 1, 1, ranks=ranks))
         times.append(fzero.plan(*args, device=at).seconds)
     assert times[0] < times[1] < times[2]
+    far = at._replace(latency=1.0, link=1e30, network=1e30)
+    few, many = (fzero.plan(*make_step(Configuration(3, 1, 1, ranks=n)), device=far).seconds for n in (16, 1024))
+    assert many == pytest.approx(10 / 4 * few, rel=0.01)
     near = at._replace(near=math.inf)
     assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
 
