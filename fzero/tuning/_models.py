@@ -14,6 +14,7 @@ from fzero.transforms import gather
 __all__ = ["Shape", "batch_of", "init", "loss_of"]
 
 Params = dict[str, Any]
+Turns = tuple[torch.Tensor, torch.Tensor]  # by how much each position turns a query or key: cosines and sines
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ def loss_of(shape: Shape, explicit: bool, run: Callable[..., Any], params: Param
     """
     block = run(partial(_apply_block, shape, explicit))
     x = _embedded(shape, params, batch[0])
+    turns = _turns(shape, x) if shape.task == "causal" and not shape.positions else None
     for p in params["blocks"]:
-        x = block(p, x)
+        x = block(p, x, turns)
     x = _normed(shape, gather(params["norm"]), x)
     if shape.task == "image":
         x = x[:, 0]
@@ -173,12 +175,12 @@ def _normed(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
 
 
-def _apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
     """Apply a block; BERT's norms follow its parts, all others precede theirs."""
     if shape.task == "masked":
-        x = _normed(shape, p["norm1"], x + _attended(shape, explicit, p, x))
+        x = _normed(shape, p["norm1"], x + _attended(shape, explicit, p, x, turns))
         return _normed(shape, p["norm2"], x + _fed(shape, p["mlp"], x))
-    x = x + _attended(shape, explicit, p, _normed(shape, p["norm1"], x))
+    x = x + _attended(shape, explicit, p, _normed(shape, p["norm1"], x), turns)
     h = _normed(shape, p["norm2"], x)
     if "experts" not in p:
         return x + _fed(shape, p["mlp"], h)
@@ -199,23 +201,29 @@ def _fed_rows(shape: Shape, p: Params, rows: torch.Tensor, linear: moe.Linear) -
     return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
 
 
-def _attended(shape: Shape, explicit: bool, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _attended(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
     n, t, _ = x.shape
     q, k, v = (_applied(p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
     if shape.head_norm:
         q, k = _normed(shape, p["q_norm"], q), _normed(shape, p["k_norm"], k)
-    if shape.task == "causal" and not shape.positions:
-        q, k = _turned(q), _turned(k)
+    if turns is not None:
+        q, k = _turned(q, turns), _turned(k, turns)
     attend = _explicit if explicit else _fused
     return _applied(p["o"], attend(q, k, v, shape.task == "causal").transpose(1, 2).reshape(n, t, -1))
 
 
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys by their positions."""
-    t, width = x.shape[-2:]
+def _turns(shape: Shape, x: torch.Tensor) -> Turns:
+    """Say how far the positions turn queries and keys, once for all blocks."""
+    t, width = x.shape[1], shape.head_width
     speeds = torch.logspace(0, -1, width // 2, base=500_000.0, device=x.device)
     angles = torch.arange(t, device=x.device)[:, None] * speeds
     cos, sin = (f(torch.cat([angles, angles], -1)).to(x.dtype) for f in (torch.cos, torch.sin))
+    return cos, sin
+
+
+def _turned(x: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Turn queries or keys by their positions."""
+    cos, sin = turns
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
 

@@ -23,7 +23,8 @@ def draw(table: "Table") -> Any:
     for stage in sorted({r.config.stage for r in table.rows}):
         for fits, color in ((True, "C0"), (False, "0.7")):
             rows = [r for r in table.rows if r.config.stage == stage and (r.peak_bytes <= table.budget) == fits]
-            label = f"stage {stage}" if fits or not any(r.config.stage == stage for r in table.fitting) else None
+            fitting = any(r.config.stage == stage for r in table.fitting)
+            label = f"stage {stage}" if fits == fitting else None
             x, y = [r.seconds for r in rows], [r.peak_bytes / 1e9 for r in rows]
             axes.plot(x, y, MARKERS[stage], color=color, markersize=6, label=label, alpha=0.8)
     frontier = table.frontier
