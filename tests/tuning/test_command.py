@@ -71,6 +71,13 @@ def test_it_writes_tables_and_a_page(files):
     assert "{{" not in page and (files / "t.png").stat().st_size > 5000
 
 
+def test_a_page_holds_any_name(files):
+    from fzero.tuning._page import page
+
+    made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
+    assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
+
+
 def test_it_compares_two_tables(files, capsys):
     path = str(files / "t.json")
     assert main(["plan", "--compare", path, path]) == 0
