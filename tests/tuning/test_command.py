@@ -52,6 +52,7 @@ def test_the_lines_to_paste_run(files):
         names = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": lambda p, x: torch.tanh(x @ p["w"])}
         names["loss_fn"] = lambda p, x, names=names: names["block"](p, x).float().square().mean()
         text = recipe(config).replace("dp=-1", "dp=2")
+        assert ("gather=False" in text) == ("fzero.remat" in text) == bool(config.remat)
         exec(text, names)
         step = names["step"]
         params, opt_state = step.init({"w": torch.ones(4, 4)}, names["opt"])
