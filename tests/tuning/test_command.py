@@ -72,6 +72,16 @@ def test_it_writes_tables_and_a_page(files):
     assert "{{" not in page and (files / "t.png").stat().st_size > 5000
 
 
+def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
+    from fzero.tuning import _page, model_step
+
+    monkeypatch.setattr(_page, "POINTS", 7)
+    table = Table.from_json((files / "t.json").read_text())
+    drawn = _page._timeline(table, model_step("tiny", length=16))
+    assert len(drawn["phases"]) == 7
+    assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
+
+
 def test_a_page_holds_any_name(files):
     from fzero.tuning._page import page
 
