@@ -2,7 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
-TUNE = ("tests/tuning/test_tune.py",)
+TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
+OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
 MUTANTS = [
     Mutant("the budget is forgotten in the best", "tuning/_table.py", "r.peak_bytes <= self.budget]", "True]", TUNE),
@@ -100,4 +101,74 @@ MUTANTS = [
         "moved[c.axis] += c.bytes",
         TUNE,
     ),
+    # models by name
+    Mutant(
+        "a tied head counts twice",
+        "tuning/_models.py",
+        "    if shape.tied:\n        return params |",
+        "    if False:\n        return params |",
+        MODELS,
+    ),
+    Mutant(
+        "keys are as many as queries",
+        "tuning/_models.py",
+        "kv = (shape.kv_heads or shape.heads) * h",
+        "kv = shape.heads * h",
+        MODELS,
+    ),
+    Mutant(
+        "one expert stands for all", "tuning/_models.py", "before = (count,) if count else ()", "before = ()", MODELS
+    ),
+    Mutant(
+        "attention is always fused",
+        "tuning/_models.py",
+        "attend = _explicit if explicit else _fused",
+        "attend = _fused",
+        MODELS,
+    ),
+    Mutant(
+        "a head is as wide as its share",
+        "tuning/_models.py",
+        "return self.head or self.width // self.heads",
+        "return self.width // self.heads",
+        MODELS,
+    ),
+    Mutant("a long text is let through", "tuning/_steps.py", "0 < shape.positions < length", "False", MODELS),
+    # what others say
+    Mutant(
+        "gradients are left out",
+        "tuning/_others.py",
+        "device = 4 * parameters + int(16",
+        "device = 2 * parameters + int(16",
+        OTHERS,
+    ),
+    Mutant("a host has all that the hosts have", "tuning/_others.py", "/ hosts * 1.5", "* 1.5", OTHERS),
+    Mutant(
+        "the largest layer is left out",
+        "tuning/_others.py",
+        "n, big = near * hosts, 4 * largest",
+        "n, big = near * hosts, 0",
+        OTHERS,
+    ),
+    # the command
+    Mutant("a kilobyte is 1024 bytes", "tuning/_command.py", "1000**i", "1024**i", COMMAND),
+    Mutant("nothing that fits is a success", "tuning/_command.py", "    return 1\n", "    return 0\n", COMMAND),
+    Mutant(
+        "the lines to paste gather at once",
+        "tuning/_recipe.py",
+        '", gather=False)" if c.remat',
+        '", gather=True)" if c.remat',
+        COMMAND,
+    ),
+    Mutant(
+        "the lines to paste have another stage", "tuning/_recipe.py", "stage={c.stage}", "stage={c.stage + 2}", COMMAND
+    ),
+    Mutant(
+        "a timeline that misses the peak",
+        "tuning/_page.py",
+        "max(range(a, b), key=plan.live.__getitem__)",
+        "a",
+        COMMAND,
+    ),
+    Mutant("a script within the data ends the page", "tuning/_page.py", '.replace("</", "<\\\\/")', "", COMMAND),
 ]

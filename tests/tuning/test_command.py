@@ -52,6 +52,7 @@ def test_the_lines_to_paste_run(files):
         names = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": lambda p, x: torch.tanh(x @ p["w"])}
         names["loss_fn"] = lambda p, x, names=names: names["block"](p, x).float().square().mean()
         text = recipe(config).replace("dp=-1", "dp=2")
+        assert ("gather=False" in text) == ("fzero.remat" in text) == bool(config.remat)
         exec(text, names)
         step = names["step"]
         params, opt_state = step.init({"w": torch.ones(4, 4)}, names["opt"])
@@ -69,6 +70,23 @@ def test_it_writes_tables_and_a_page(files):
     assert most == best.peak_bytes
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
     assert "{{" not in page and (files / "t.png").stat().st_size > 5000
+
+
+def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
+    from fzero.tuning import _page, model_step
+
+    monkeypatch.setattr(_page, "POINTS", 7)
+    table = Table.from_json((files / "t.json").read_text())
+    drawn = _page._timeline(table, model_step("tiny", length=16))
+    assert len(drawn["phases"]) == 7
+    assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
+
+
+def test_a_page_holds_any_name(files):
+    from fzero.tuning._page import page
+
+    made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
+    assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
 
 
 def test_it_compares_two_tables(files, capsys):
