@@ -1,5 +1,7 @@
 """What a collective moves, as its node tells."""
 
+from collections.abc import Mapping
+
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -47,10 +49,17 @@ def _full(sent: int, received: int, node: Node) -> int:
     return sent * group_size(node) if is_gather(node) else max(sent, received)
 
 
-def axis_of(node: Node) -> str:
-    """Return the axes that a collective runs over, joined by commas; "" unless its group is one of a planned world."""
-    groups = [x for x in [*node.args, *node.kwargs.values()] if isinstance(x, str) and x.startswith(PLANNED)]
-    return groups[0].removeprefix(PLANNED) if groups else ""
+def axis_of(node: Node, groups: Mapping[str, str] | None = None) -> str:
+    """Return the axes that a collective runs over, joined by commas; "" for a group that is unknown.
+
+    Args:
+        node: the collective.
+        groups: the axes of each process group, by its name; those of a planned world are known without.
+    """
+    for x in [*node.args, *node.kwargs.values()]:
+        if isinstance(x, str) and (x.startswith(PLANNED) or x in (groups or {})):
+            return x.removeprefix(PLANNED) if groups is None or x not in groups else groups[x]
+    return ""
 
 
 def wire(node: Node) -> str:

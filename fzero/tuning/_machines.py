@@ -93,6 +93,8 @@ class Machine:
             self.network,
             self.ranks,
             slow=self.slow,
+            host=self.host_memory / self.ranks,
+            host_link=self.link,
         )
 
 

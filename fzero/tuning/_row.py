@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from fzero.graph.plan._liveness import KINDS
 from fzero.graph.plan._plan import Plan, Settings
-from fzero.tuning._machines import Machine
 from fzero.tuning._space import Configuration
 
 __all__ = ["Digest", "Row", "deeper", "digest_of", "row_of"]
@@ -32,14 +31,14 @@ class Digest:
     Attributes:
         held: at each place of the step, bytes of the device by kind.
         moved: bytes of collectives by axis.
-        host: bytes of the host at the peak; those of the state among them; those that go down, and up.
+        host: bytes of the host at the peak.
         flops: of the step.
         ways: the schedules, by their settings: the one that was kept first.
     """
 
     held: Mapping[Place, Held]
     moved: Held
-    host: tuple[float, float, float, float]
+    host: float
     flops: float
     ways: Mapping[tuple[tuple[str, Any], ...], Way]
 
@@ -103,11 +102,9 @@ def digest_of(plan: Plan) -> Digest:
     moved: Counter[str] = Counter()
     for c in plan.collectives:
         moved[c.axis] += c.bytes * c.times
-    state = sum([r.bytes for r in plan.ranges if r.space == "host" and r.start < 0])
-    down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
     ways = {tuple(plan.settings.items()): Way(plan.peak_bytes, plan.seconds)}
     ways |= {tuple(r.settings.items()): Way(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return Digest(held, dict(moved), (plan.peak_of("host"), state, down, up), plan.flops, ways)
+    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, ways)
 
 
 def _places(plan: Plan) -> dict[Place, int]:
@@ -145,16 +142,11 @@ def deeper(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) ->
 
     held = {place: each(one.held[place], two.held[place]) for place in two.held if place in one.held}
     ways = {s: Way(*map(at, one.ways[s], two.ways[s])) for s in two.ways if s in one.ways}
-    host = (at(*ends) for ends in zip(one.host, two.host, strict=True))
-    return Digest(held, each(one.moved, two.moved), (*host,), at(one.flops, two.flops), ways)  # pyright: ignore
+    return Digest(held, each(one.moved, two.moved), at(one.host, two.host), at(one.flops, two.flops), ways)
 
 
-def row_of(config: Configuration, digest: Digest, machine: Machine, in_full: bool) -> Row:
-    """Make a row: the host's update follows the passes, as with `OffloadCosts.seconds(ratio, "host", "after")`."""
-    peak, state, down, up = digest.host
-    chain = max(
-        (down + 2 * state + 2 * up) / (machine.host_memory / machine.ranks), down / machine.link, up / machine.link
-    )
-    seconds = digest.ways[digest.settings].seconds + (chain if state else 0.0)
+def row_of(config: Configuration, digest: Digest, in_full: bool) -> Row:
+    """Make a row of what a plan says."""
     held = {kind: n for kind, n in digest.at_peak.items() if n}
-    return Row(config, held, digest.moved, seconds, peak, digest.flops, in_full, dict(digest.settings))
+    seconds = digest.ways[digest.settings].seconds
+    return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, dict(digest.settings))

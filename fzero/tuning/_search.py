@@ -55,11 +55,11 @@ class _Measure:
         depth = config.depth
         found = None if depth is None or depth <= SHALLOW[depth % 2][1] else self._by_two(config, depth)
         in_full = found is None
-        return row_of(config, self._planned(config) if found is None else found, self.machine, in_full)
+        return row_of(config, self._planned(config) if found is None else found, in_full)
 
     def in_full(self, row: Row) -> Row:
         """Plan the configuration of a row as it is, with the schedule that is known."""
-        return row_of(row.config, self._planned(row.config, row.settings), self.machine, in_full=True)
+        return row_of(row.config, self._planned(row.config, row.settings), in_full=True)
 
     def _by_two(self, config: Configuration, depth: int) -> Digest | None:
         """Extrapolate all schedules, and say what that one holds which fzero.jit would keep; None if there is none."""

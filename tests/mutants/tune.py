@@ -77,7 +77,10 @@ MUTANTS = [
         TUNE,
     ),
     Mutant("no row is planned in full", "tuning/_search.py", "if not rough:", "if True:", TUNE),
-    Mutant("the host updates for nothing", "tuning/_row.py", "chain if state else 0.0", "0.0", TUNE),
+    Mutant(
+        "each device has the whole host", "tuning/_machines.py", "self.host_memory / self.ranks", "self.host_memory", TUNE
+    ),
+    Mutant("the host's link is the usual", "tuning/_machines.py", "host_link=self.link", "host_link=5e10", TUNE),
     Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", TUNE),
     Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
     Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),

@@ -235,16 +235,30 @@ class Plan:
 
 
 def plan_of(
-    graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = (), device: Device | None = None
+    graph: Graph,
+    name: str,
+    settings: Settings,
+    rejected: Iterable[Rejected] = (),
+    device: Device | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Make the plan of a scheduled graph, its seconds those of a device: of that which its values lie on by default."""
+    """Make the plan of a scheduled graph.
+
+    Args:
+        graph: the step, scheduled.
+        name: of the step.
+        settings: of its schedule.
+        rejected: the other schedules.
+        device: whose seconds it tells; by default that which its values lie on.
+        groups: the axes of each process group, by its name.
+    """
     found, of = listed(graph), phases(graph)
     named = layers(graph)
     return Plan(
         name,
         tuple([_operation(n, times, of[n]) for n, times in found]),
         tuple(listed_ranges(graph)),
-        tuple([_collective(i, n, times, named.get(n)) for i, (n, times) in enumerate(found) if is_collective(n)]),
+        tuple([_collective(i, *found[i], named, groups) for i, (n, _) in enumerate(found) if is_collective(n)]),
         settings,
         seconds(graph, device),
         tuple(rejected),
@@ -257,9 +271,12 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 
-def _collective(position: int, node: Node, times: int, layer: str | None) -> Collective:
+def _collective(
+    position: int, node: Node, times: int, named: Mapping[Node, str], groups: Mapping[str, str] | None
+) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
-    return Collective(position, wire(node), layer or node.meta.get("unit", ""), n, n * width, times, axis_of(node))
+    layer = named.get(node) or node.meta.get("unit", "")
+    return Collective(position, wire(node), layer, n, n * width, times, axis_of(node, groups))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:
