@@ -256,13 +256,17 @@ def _deepspeed_block(ep: int, rank: int) -> Callable[..., nn.Module]:
     return Block
 
 
-def deepspeed_engine(config: MoeConfig, stage: int, ranks: int, make_optimizer: Callable[..., Any]) -> Any:
+def deepspeed_engine(
+    config: MoeConfig, stage: int, ranks: int, make_optimizer: Callable[..., Any], compiled: bool = False
+) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     make = _deepspeed_block(min(ranks, 2), dist.get_rank())
     model = Gpt(config, make)
+    for one in model.blocks if compiled else ():
+        one.compile()
     groups = split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()], "name": "all"})
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     settings = {
@@ -276,14 +280,14 @@ def deepspeed_engine(config: MoeConfig, stage: int, ranks: int, make_optimizer: 
     return engine
 
 
-def deepspeed_system(stage: int) -> System:
+def deepspeed_system(stage: int, compiled: bool) -> System:
     """Make DeepSpeed's, with torch's fused AdamW."""
 
     def build(setup: Any) -> Train:
         def adamw(groups: Any) -> Any:
             return torch.optim.AdamW(groups, lr=1e-3, weight_decay=1e-2, fused=True)
 
-        engine = deepspeed_engine(setup.config, stage, setup.mesh.size, adamw)
+        engine = deepspeed_engine(setup.config, stage, setup.mesh.size, adamw, compiled)
 
         def train(tokens: torch.Tensor) -> torch.Tensor:
             loss = engine(tokens)
@@ -293,7 +297,7 @@ def deepspeed_system(stage: int) -> System:
 
         return train
 
-    return System("DeepSpeed", stage, "", build)
+    return System("DeepSpeed", stage, "compile" * compiled, build)
 
 
 def has_deepspeed() -> bool:
@@ -305,7 +309,7 @@ SYSTEMS = {
     s.key: s
     for s in [
         *[fzero_system(stage, backend) for stage in range(4) for backend in ("fx", "inductor")],
-        *[deepspeed_system(stage) for stage in (0, 1) if has_deepspeed()],
+        *[deepspeed_system(stage, compiled) for stage in (0, 1) for compiled in (False, True) if has_deepspeed()],
         *[fsdp2_system(reshard, compiled) for reshard, compiled in ((False, False), (True, False), (True, True))],
     ]
 }
