@@ -185,9 +185,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         asked=asked,
         traced=traced,
         chosen=kept,
-        plan=plan_of(
-            kept.graph, name, kept.settings, rejected, asked.device, None if mesh is None else mesh.groups()
-        ),
+        plan=plan_of(kept.graph, name, kept.settings, rejected, asked.device, None if mesh is None else mesh.groups()),
         structure=structure,
         into=into,
         kept=_unchanged(traced, into),

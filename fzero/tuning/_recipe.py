@@ -40,7 +40,9 @@ def warnings_of(table: Table) -> list[str]:
         "seconds are those of torch's operations one by one: Inductor's fused ones take less",
     ]
     if any(r.config.offload for r in table.rows):
-        found.append("offload's copies count where they stand in the step, and the host's update beside the work that follows it")
+        found.append(
+            "offload's copies count where they stand in the step, and the host's update beside the work that follows it"
+        )
     if any(r.config.precision == "float16" for r in table.rows):
         found.append("float16 needs a loss scale, which is not in the lines below: fzero.optim.dynamic_loss_scale")
     return found if gpu else found[1:]

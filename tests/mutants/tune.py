@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
+COST = ("tests/graph/test_cost.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
 MUTANTS = [
@@ -78,10 +79,14 @@ MUTANTS = [
     ),
     Mutant("no row is planned in full", "tuning/_search.py", "if not rough:", "if True:", TUNE),
     Mutant(
-        "each device has the whole host", "tuning/_machines.py", "self.host_memory / self.ranks", "self.host_memory", TUNE
+        "each device has the whole host",
+        "tuning/_machines.py",
+        "self.host_memory / self.ranks",
+        "self.host_memory",
+        TUNE,
     ),
     Mutant("the host's link is the usual", "tuning/_machines.py", "host_link=self.link", "host_link=5e10", TUNE),
-    Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", TUNE),
+    Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", COST),
     Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
     Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),
     Mutant("a GPU's plan has a CPU's seconds", "graph/_entry.py", "rejected, asked.device)", "rejected)", TUNE),

@@ -145,6 +145,8 @@ def test_the_host_takes_its_time_where_there_is_one():
     longer = row(1.0, host_memory=slow).seconds - row(1.0, host_memory=2 * slow).seconds
     # a share of the host reads and writes at least the state, which takes as much longer as it is slower
     assert longer >= 2 * state / (2 * slow / H100.ranks) > 10 * usual.seconds
+    fewer = row(1.0, host_memory=slow / 2, ranks=4).seconds  # half of the devices share half of the memory
+    assert fewer == pytest.approx(row(1.0, host_memory=slow).seconds, rel=0.01)
     assert row(1.0, link=H100.link / 1000).seconds > 2 * usual.seconds
     assert row(0.0, host_memory=slow, link=H100.link / 1000).seconds == there.seconds
 
