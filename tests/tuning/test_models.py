@@ -69,13 +69,18 @@ TINY = {
 }
 
 
+def kinds(*few: str) -> list[Any]:
+    """List the tiny models; all but a few are more of the same."""
+    return [n if n in few else pytest.param(n, marks=pytest.mark.slow) for n in TINY]
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     for name, shape in TINY.items():
         monkeypatch.setitem(PRESETS, f"tiny-{name}", shape)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", kinds("causal"))
 def test_every_model_can_be_planned(name, tiny):
     make_step = tuning.model_step(f"tiny-{name}", length=16)
     asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
@@ -85,7 +90,7 @@ def test_every_model_can_be_planned(name, tiny):
         assert row.flops and row.moved["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", kinds("causal", "image", "experts"))
 def test_a_models_loss_is_a_number_and_trains(name, tiny):
     """The functions are models, not only shapes: with real values a step lowers the loss."""
     step, params, opt_state, batch = tuning.model_step(f"tiny-{name}", length=16)(Configuration(3, 2, 1, ranks=2))
@@ -117,9 +122,10 @@ def test_explicit_attention_keeps_its_weights(tiny):
     assert plans[1].peak_bytes > plans[0].peak_bytes + 2 * 64 * 4 * 16 * 16
 
 
-def test_few_blocks_of_a_model_say_what_many_take():
+@pytest.mark.parametrize("stage", (pytest.param(2, marks=pytest.mark.slow), 3))
+def test_few_blocks_of_a_model_say_what_many_take(stage):
     make_step = tuning.model_step("gpt2", length=512)
-    asked = {"world_size": 16, "global_batch": 64, "device": "a100", "stages": (2, 3), "micro_batches": (4,)}
+    asked = {"world_size": 16, "global_batch": 64, "device": "a100", "stages": (stage,), "micro_batches": (4,)}
     rough = fzero.tune(make_step, **asked, memory=1, depth=12, remat=(True,))
     for row in rough.rows:
         plan = fzero.plan(*make_step(row.config), device=tuning.A100.as_device())
