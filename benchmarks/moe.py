@@ -4,8 +4,8 @@ python benchmarks/moe.py [--write] [--rounds 9] [--configs toy] [--systems fzero
 
 One GPT of mixtures, the same weights and data. Two gloo processes are timed: a round lets each system take one step,
 one after the other. Memory is by the allocator's own events. Gradients and their norm are compared with the model
-without ranks, on 1, 2 and 4 processes, first. DeepSpeed comes with `pip install -e '.[bench]'`, and is left out where it
-is not installed. `--write` keeps moe.md.
+without ranks, on 1, 2 and 4 processes, first. DeepSpeed comes with `pip install -e '.[bench]'`; it is left out where
+it is not installed. `--write` keeps moe.md.
 """
 
 import argparse

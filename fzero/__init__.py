@@ -41,7 +41,7 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
-from fzero.tuning import OffloadRatio, offload_ratio
+from fzero.tuning import OffloadRatio, offload_ratio, tune
 
 if TYPE_CHECKING:
     from fzero import dcp
@@ -121,6 +121,7 @@ __all__ = [
     "to_host",
     "transforms",
     "tree",
+    "tune",
     "tuning",
     "units",
     "value_and_grad",

@@ -30,7 +30,7 @@ FLOORS = [
     ["checkpoint", "tuning"],
     ["hf", "dcp"],
     ["nn"],
-    ["testing"],
+    ["testing", "__main__"],
 ]
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "DataDependentError",
     "OpOverload",
     "fake_like",
+    "fakes_on",
     "functional",
     "holders",
     "is_backward",
@@ -88,6 +89,16 @@ def fake_like(
 
     with _mode_of([] if beside is None else [beside]) if mode is None else mode:
         return in_buffers(tensors, empty)
+
+
+def fakes_on(fakes: Iterable[Any], kind: str) -> None:
+    """Have stand-ins say that they lie on another kind of device, such as "cuda", which need not be at hand.
+
+    Autograd asks a device for its streams, so a step is traced on a device that is there, and moved afterwards.
+    """
+    for x in fakes:
+        if isinstance(x, FakeTensor):
+            x.fake_device = torch.device(kind, 0)
 
 
 def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:

@@ -13,6 +13,7 @@ from fzero._tracebacks import door
 from fzero.axes.axis import PLANNED
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._step import step_of
+from fzero.graph.plan._cost import DEVICES, Device
 from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot, box_of, is_box
 from fzero.layout.spec import intern, spec_of
@@ -26,7 +27,11 @@ Shape = tuple[tuple[str, int], ...]
 
 @door
 def plan(
-    step: Callable[..., Any], *args: Any, world_size: int | Mapping[str, int] | None = None, **kwargs: Any
+    step: Callable[..., Any],
+    *args: Any,
+    world_size: int | Mapping[str, int] | None = None,
+    device: str | Device | None = None,
+    **kwargs: Any,
 ) -> Plan:
     """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
 
@@ -35,6 +40,8 @@ def plan(
         *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
         world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
             are cut anew for it; a rank's part of the batch stays as large as it is.
+        device: "cuda" plans for a GPU that need not be at hand: without the buffers of a CPU's collectives, and by
+            the seconds of a data-centre GPU. By default the arguments' own; meta tensors are taken for a CPU's.
         **kwargs: the step's arguments by name.
 
     Returns:
@@ -42,7 +49,7 @@ def plan(
 
     Raises:
         ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves, or is given for a
-            function that has no mesh.
+            function that has no mesh. If `device` is unknown.
 
     Example:
         >>> import fzero, torch
@@ -64,6 +71,7 @@ def plan(
         262152
     """
     jitted = step if isinstance(step, Jitted) else jit(step)
+    jitted = replace(jitted, device=_device_of(device), _entries={}) if device is not None else jitted
     asked = step_of(jitted.step)
     mesh = asked.mesh
     if mesh is None:
@@ -71,8 +79,18 @@ def plan(
             raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
+    if jitted.device is not None:
+        jitted = replace(jitted, device=jitted.device._replace(axes=shape), _entries={})
     args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
     return replace(jitted, step=asked._on(absent(shape)), _entries={}).plan(*args, **kwargs)
+
+
+def _device_of(device: str | Device) -> Device:
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r}: expected one of {', '.join(map(repr, DEVICES))}")
+    return DEVICES[device]
 
 
 def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:

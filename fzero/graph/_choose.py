@@ -125,7 +125,7 @@ def _rated(passes: Pipeline, choice: Choice, ratings: dict[Graph, tuple[int, flo
     """Schedule a graph by a choice, and rate what no other choice made before."""
     scheduled = passes.scheduled(choice)
     if scheduled not in ratings:
-        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled)
+        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.given.device)
     return Candidate(choice, scheduled, *ratings[scheduled])
 
 

@@ -16,9 +16,10 @@ from fzero.graph._collector import paused_collector
 from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
-from fzero.graph.ir import is_input, results
+from fzero.graph.ir import is_input, results, values
 from fzero.graph.loops import graphs_in
 from fzero.graph.ops import name_of
+from fzero.graph.plan._cost import Device
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
 from fzero.graph.run._lower import lower
 from fzero.graph.run._pieces import Executable
@@ -42,6 +43,7 @@ class Asked(NamedTuple):
         knobs: of the schedule.
         dump: the folder for the graph after each pass, if one was asked for.
         loop: whether micro-batches become a loop.
+        device: that it is planned for, if it is not the one at hand.
     """
 
     step: Step
@@ -50,6 +52,7 @@ class Asked(NamedTuple):
     knobs: Knobs
     dump: str | None
     loop: bool
+    device: Device | None = None
 
     def __str__(self) -> str:
         return f"jit({self.step.name})"
@@ -151,6 +154,8 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     with _torch.TRACING:
         traced = _traced(flat, arguments, _labels(asked.step, arguments, args), asked)
     check_spaces(traced.graph)
+    if asked.device is not None:
+        _torch.fakes_on([x for g in graphs_in(traced.graph) for n in g.nodes for x in values(n)], asked.device.kind)
     out, leaves, structure, positions = returned.pop()
     donated = {
         i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
@@ -164,6 +169,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         functional,
         () if mesh is None else mesh.places(),
         moves(traced.graph),
+        asked.device,
     )
     said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
@@ -179,7 +185,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         asked=asked,
         traced=traced,
         chosen=kept,
-        plan=plan_of(kept.graph, name, kept.settings, rejected),
+        plan=plan_of(kept.graph, name, kept.settings, rejected, asked.device, None if mesh is None else mesh.groups()),
         structure=structure,
         into=into,
         kept=_unchanged(traced, into),

@@ -16,6 +16,7 @@ from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
 from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
+from fzero.graph.plan._cost import Device
 from fzero.graph.plan._plan import Plan
 from fzero.graph.run._lower import BACKENDS
 from fzero.graph.trace._arguments import Arguments, arguments_of
@@ -125,6 +126,7 @@ class Jitted:
         knobs: what was asked of the schedule.
         dump: the folder for the graph after each pass, if one was asked for.
         loop: whether micro-batches become a loop.
+        device: that it is planned for, if it is not the one at hand; such a step is not run.
     """
 
     step: Callable[..., Any]
@@ -133,6 +135,7 @@ class Jitted:
     knobs: Knobs
     dump: str | None = None
     loop: bool = True
+    device: Device | None = None
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -160,7 +163,7 @@ class Jitted:
 
     @cached_property
     def _asked(self) -> Asked:
-        return Asked(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop)
+        return Asked(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -32,6 +32,7 @@ from fzero.graph.passes import (
     stay,
 )
 from fzero.graph.passes._schedule._schedule import Orders
+from fzero.graph.plan._cost import Device
 from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
 from fzero.graph.spaces import moves
@@ -80,6 +81,7 @@ class Given(NamedTuple):
         functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
         places: this rank's place in each process group, by the group's name.
         moves: whether values are copied from one memory to the other.
+        device: that the cost model takes, if it is not the one that the values lie on.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -87,6 +89,7 @@ class Given(NamedTuple):
     functional: bool = False
     places: tuple[tuple[str, int], ...] = ()
     moves: bool = False
+    device: Device | None = None
 
 
 class Pass(NamedTuple):

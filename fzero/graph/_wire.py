@@ -1,12 +1,15 @@
 """What a collective moves, as its node tells."""
 
+from collections.abc import Mapping
+
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fzero.axes.axis import PLANNED
 from fzero.graph.ir import awaited, collective_of, is_gather, is_wait, nbytes, values
 
-__all__ = ["elements", "full_bytes", "group_size", "wire"]
+__all__ = ["axis_of", "elements", "full_bytes", "group_size", "wire"]
 
 
 def group_size(node: Node) -> int:
@@ -44,6 +47,19 @@ def elements(node: Node) -> int:
 def _full(sent: int, received: int, node: Node) -> int:
     """Return the size of a collective's full buffer, padding included."""
     return sent * group_size(node) if is_gather(node) else max(sent, received)
+
+
+def axis_of(node: Node, groups: Mapping[str, str] | None = None) -> str:
+    """Return the axes that a collective runs over, joined by commas; "" for a group that is unknown.
+
+    Args:
+        node: the collective.
+        groups: the axes of each process group, by its name; those of a planned world are known without.
+    """
+    for x in [*node.args, *node.kwargs.values()]:
+        if isinstance(x, str) and (x.startswith(PLANNED) or x in (groups or {})):
+            return x.removeprefix(PLANNED) if groups is None or x not in groups else groups[x]
+    return ""
 
 
 def wire(node: Node) -> str:

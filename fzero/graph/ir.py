@@ -34,6 +34,11 @@ __all__ = [
 aten: Any = torch.ops.aten
 
 LATE = "late"
+# a CPU's attention, which torch does not count, and the operation of a GPU that does the same work
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
 WAIT = c10d.wait_tensor.default
 GATHER_INTO = gloo.all_gather_into  # with a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
@@ -233,6 +238,7 @@ def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> 
 def flops(node: Node) -> int:
     """Count a node's floating-point operations: of matrix products, convolutions and attention; 0 for others."""
     packet = getattr(node.target, "overloadpacket", None)
+    packet = ATTENTION.get(packet, packet)
     if packet not in flop_registry:
         return 0
 

@@ -191,8 +191,8 @@ class Mesh:
         return tuple(alone), tuple(several)
 
     def groups(self) -> dict[str, str]:
-        """Return the axis of each process group that this rank is in, by the group's name."""
-        return {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
+        """Return the axis of each process group that this rank is in, by the group's name; none in a simulation."""
+        return {} if self.simulated else {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
 
     def places(self) -> tuple[tuple[str, int], ...]:
         """Return this rank's place in each process group that it is in, by the group's name; none in a simulation."""

@@ -1,21 +1,40 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._costs import OffloadCosts, offload_costs
-from fzero.tuning._machines import A100, H100, H200, Machine
+from fzero.tuning._machines import A100, CPU, H100, H200, Machine
+from fzero.tuning._others import Said, deepspeed_zero2, deepspeed_zero3, others_say
 from fzero.tuning._ratio import OffloadRatio, Tried, offload_ratio
+from fzero.tuning._row import Row
+from fzero.tuning._search import Skipped
+from fzero.tuning._space import Configuration
+from fzero.tuning._steps import model_step
+from fzero.tuning._table import Best, Table
+from fzero.tuning._tune import tune
 from fzero.tuning._work import OffloadWork, model_work, planned_work
 
 __all__ = [
     "A100",
+    "CPU",
     "H100",
     "H200",
+    "Best",
+    "Configuration",
     "Machine",
     "OffloadCosts",
     "OffloadRatio",
     "OffloadWork",
+    "Row",
+    "Said",
+    "Skipped",
+    "Table",
     "Tried",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+    "model_step",
     "model_work",
     "offload_costs",
     "offload_ratio",
+    "others_say",
     "planned_work",
+    "tune",
 ]

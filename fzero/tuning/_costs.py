@@ -9,6 +9,7 @@ from fzero._tracebacks import door
 from fzero.graph.plan._text import size
 from fzero.tuning import _picture
 from fzero.tuning._machines import Machine
+from fzero.tuning._table_text import duration
 from fzero.tuning._work import OffloadWork
 
 __all__ = ["SCHEDULES", "WAYS", "OffloadCosts", "offload_costs"]
@@ -156,7 +157,7 @@ class OffloadCosts:
         first = self.first_fit
         ratios: list[float] = sorted({0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, first or 0.0})
         rows = [("update, schedule", [f"{r:g}" for r in ratios])]
-        rows += [(f"{way}, {s}", [_time(self.seconds(r, way, s)) for r in ratios]) for way, s in ROWS]
+        rows += [(f"{way}, {s}", [duration(self.seconds(r, way, s)) for r in ratios]) for way, s in ROWS]
         rows += [("device", [size(self.device_bytes(r)) for r in ratios])]
         rows += [("host, for a rank", [size(self.host_bytes(r)) for r in ratios])]
         wide = max([len(cell) for _, cells in rows for cell in cells])
@@ -225,10 +226,3 @@ def _between(ends: tuple[float, float], ratio: float) -> float:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio={ratio!r}: expected a number from 0 to 1")
     return ends[0] + ratio * (ends[1] - ends[0])
-
-
-def _time(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
-    if seconds >= 0.1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"

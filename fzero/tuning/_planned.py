@@ -2,32 +2,47 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from fzero.graph._absent import plan
-from fzero.graph.plan._plan import Plan
+from fzero.graph._jit import Jitted, jit
+from fzero.graph._knobs import Knobs
+from fzero.graph.plan._cost import Device
+from fzero.graph.plan._plan import Plan, Settings
+from fzero.ranks.mesh import Mesh
 
 __all__ = ["MakeStep", "World", "checked_bytes", "planned_at"]
 
-MakeStep = Callable[[float], Any]
+MakeStep = Callable[[Any], Any]
 World = int | Mapping[str, int] | None
 
 
-def planned_at(make_step: MakeStep, ratio: float, world_size: World) -> Plan:
-    """Plan the step that `make_step` makes for a ratio.
+def planned_at(
+    make_step: MakeStep, at: Any, world_size: World, device: Device | None = None, settings: Settings | None = None
+) -> Plan:
+    """Plan the step that `make_step` makes for a ratio or a configuration.
+
+    Args:
+        make_step: the user's function.
+        at: what it is given.
+        world_size: as of `fzero.plan`.
+        device: likewise.
+        settings: of the schedule, if they are known.
 
     Raises:
         TypeError: if `make_step` is no function, or returns neither a tuple `(step, *args)` nor a plan.
         ValueError: if it returns a plan and `world_size` is given.
     """
+    word, given_as = ("ratio", f"{at:g}") if isinstance(at, Real) else ("configuration", str(at))
     if not callable(make_step):
-        raise TypeError(f"make_step={make_step!r}: expected a function (ratio) -> (step, *args), or -> fzero.Plan")
-    made = make_step(ratio)
+        raise TypeError(f"make_step={make_step!r}: expected a function ({word}) -> (step, *args), or -> fzero.Plan")
+    made = make_step(at)
     if isinstance(made, Plan):
-        if world_size is not None:
+        if world_size is not None and word == "ratio":  # a configuration says the ranks itself
             raise ValueError(
-                f"world_size={world_size!r}: make_step({ratio:g}) returned a plan, which is of one world: plan for "
+                f"world_size={world_size!r}: make_step({given_as}) returned a plan, which is of one world: plan for "
                 "that size there, or return (step, *args)"
             )
         return made
@@ -36,9 +51,16 @@ def planned_at(make_step: MakeStep, ratio: float, world_size: World) -> Plan:
         if isinstance(made, tuple):
             given = f"({', '.join([type(x).__name__ for x in made])})"
         raise TypeError(
-            f"make_step({ratio:g}) returned {given}: expected (step, *args), what fzero.plan takes, or a fzero.Plan"
+            f"make_step({given_as}) returned {given}: expected (step, *args), what fzero.plan takes, or a fzero.Plan"
         )
-    return plan(*made, world_size=world_size)
+    step, *args = made
+    if settings is not None:
+        step = step if isinstance(step, Jitted) else jit(step)
+        knobs: dict[str, Any] = {name: value for name, value in settings.items() if name in Knobs._fields}
+        step = replace(step, knobs=Knobs(**knobs).checked(), _entries={})
+    mesh = getattr(step, "mesh", None)
+    same = isinstance(mesh, Mesh) and mesh.size == world_size  # then it may have several axes
+    return plan(step, *args, world_size=None if same else world_size, device=device)
 
 
 def checked_bytes(name: str, value: Any) -> float:

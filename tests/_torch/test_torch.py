@@ -201,6 +201,12 @@ def test_traced_code_knows_that_it_is_compiled_and_only_it():
     assert seen == [True] and not torch.compiler.is_compiling()
 
 
+def test_stand_ins_may_lie_on_a_device_that_is_not_at_hand():
+    (x,) = _torch.fake_like([torch.ones(2, dtype=torch.bfloat16)])
+    _torch.fakes_on([x, 3, torch.ones(1)], "cuda")
+    assert x.device.type == "cuda" and (x + x).device == x.device and x.dtype == torch.bfloat16
+
+
 def test_traces_compute_nothing():
     state = torch.get_rng_state()
     _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,11 +10,11 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.graph.plan._cost import Device, seconds
+from fzero.graph.plan._cost import DEVICES, Device, seconds
 
 X = torch.ones(4)  # 16 bytes
 # an operation of the device takes 1 s, a copy 1 s, and one of the host of 32 bytes 4 s
-DEVICE = Device(flops=1e30, memory=1e30, link=1e30, latency=0, launch=1, host=8, host_link=16)
+DEVICE = Device("gpu", flops=1e30, memory=1e30, link=1e30, latency=0, launch=1, host=8, host_link=16)
 
 
 def traced(f: Any) -> Graph:
@@ -47,8 +48,9 @@ def test_what_stays_on_the_host_is_part_of_the_step():
 
 
 def test_where_both_are_one_there_is_one_clock():
-    one = DEVICE._replace(host=0, host_link=0)
-    assert seconds(traced(down_up), device=one) == 7  # operations, of which the copies are two
+    assert seconds(traced(down_up)) == pytest.approx(7 * DEVICES["cpu"].launch)  # operations, of which two are copies
+    apart = DEVICE._replace(host=0, host_link=0)
+    assert seconds(traced(down_up), device=apart) == 4  # without those of the host, and without the copies
 
 
 speeds = st.floats(1, 1e3)

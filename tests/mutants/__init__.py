@@ -19,6 +19,7 @@ from tests.mutants import (
     road,
     stages,
     transforms,
+    tune,
     tuning,
     units,
 )
@@ -43,6 +44,7 @@ TABLES = (
     moe,
     units,
     tuning,
+    tune,
     profiling,
     others,
 )

@@ -577,8 +577,10 @@ def test_a_plan_holds_one_input_a_layer(backend):
     assert 3 < growth(peak(fzero.remat(deep, "matmuls"))) < 4.05 + gradients
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("stage,whole", [(0, True), (1, True), (2, True), (3, True), (3, False)])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "stage,whole", [(0, True), *[pytest.param(s, True, marks=pytest.mark.slow) for s in (1, 3)], (2, True), (3, False)]
+)
 def test_activations_wait_on_the_host(stage, k, whole):
     """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""
 

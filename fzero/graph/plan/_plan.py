@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 
 from fzero._notebook import shown
 from fzero._torch import line_of
-from fzero.graph._wire import elements, wire
+from fzero.graph._wire import axis_of, elements, wire
 from fzero.graph.ir import flops, is_collective, nbytes, values
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import name_of, title_of
 from fzero.graph.plan import _picture, _text
-from fzero.graph.plan._cost import seconds
+from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._layers import layers
 from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
@@ -78,6 +78,7 @@ class Collective(NamedTuple):
         elements: of the full buffer, an all_reduce's counted twice.
         bytes: of those elements.
         times: how often it runs: more than once in a loop over micro-batches.
+        axis: of the mesh, or several joined by commas; "" where the group of ranks has another name.
     """
 
     position: int
@@ -86,6 +87,7 @@ class Collective(NamedTuple):
     elements: int
     bytes: int
     times: int = 1
+    axis: str = ""
 
 
 class Transfer(NamedTuple):
@@ -232,17 +234,33 @@ class Plan:
         return json.dumps({**fields, **totals})
 
 
-def plan_of(graph: Graph, name: str, settings: Settings, rejected: Iterable[Rejected] = ()) -> Plan:
-    """Make the plan of a scheduled graph."""
+def plan_of(
+    graph: Graph,
+    name: str,
+    settings: Settings,
+    rejected: Iterable[Rejected] = (),
+    device: Device | None = None,
+    groups: Mapping[str, str] | None = None,
+) -> Plan:
+    """Make the plan of a scheduled graph.
+
+    Args:
+        graph: the step, scheduled.
+        name: of the step.
+        settings: of its schedule.
+        rejected: the other schedules.
+        device: whose seconds it tells; by default that which its values lie on.
+        groups: the axes of each process group, by its name.
+    """
     found, of = listed(graph), phases(graph)
     named = layers(graph)
     return Plan(
         name,
         tuple([_operation(n, times, of[n]) for n, times in found]),
         tuple(listed_ranges(graph)),
-        tuple([_collective(i, n, times, named.get(n)) for i, (n, times) in enumerate(found) if is_collective(n)]),
+        tuple([_collective(i, *found[i], named, groups) for i, (n, _) in enumerate(found) if is_collective(n)]),
         settings,
-        seconds(graph),
+        seconds(graph, device),
         tuple(rejected),
         tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
     )
@@ -253,9 +271,12 @@ def _operation(node: Node, times: int, phase: str) -> Operation:
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 
-def _collective(position: int, node: Node, times: int, layer: str | None) -> Collective:
+def _collective(
+    position: int, node: Node, times: int, named: Mapping[Node, str], groups: Mapping[str, str] | None
+) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
-    return Collective(position, wire(node), layer or node.meta.get("unit", ""), n, n * width, times)
+    layer = named.get(node) or node.meta.get("unit", "")
+    return Collective(position, wire(node), layer, n, n * width, times, axis_of(node, groups))
 
 
 def _finite(settings: Settings) -> dict[str, bool | int | float | str | None]:

@@ -1,0 +1,152 @@
+"""What one rank's plan says of a configuration, in a few numbers, and on what line they lie over the depth."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fzero.graph.plan._liveness import KINDS
+from fzero.graph.plan._plan import Plan, Settings
+from fzero.tuning._space import Configuration
+
+__all__ = ["Digest", "Row", "deeper", "digest_of", "row_of"]
+
+SLACK = 1.03  # as fzero.jit: without a budget, what a faster schedule may take of the smallest peak
+
+Place = tuple[str, ...]  # of an operation: its pass, its source line, its target, and which of such ones it is
+Held = Mapping[str, float]  # bytes by kind
+
+
+class Way(NamedTuple):
+    """What one schedule of a step takes."""
+
+    peak_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a plan says, as numbers each of which lies on a line over the depth.
+
+    Attributes:
+        held: at each place of the step, bytes of the device by kind.
+        moved: bytes of collectives by axis.
+        host: bytes of the host at the peak.
+        flops: of the step.
+        ways: the schedules, by their settings: the one that was kept first.
+    """
+
+    held: Mapping[Place, Held]
+    moved: Held
+    host: float
+    flops: float
+    ways: Mapping[tuple[tuple[str, Any], ...], Way]
+
+    @property
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """The settings of the schedule that was kept."""
+        return next(iter(self.ways))
+
+    @property
+    def fastest(self) -> tuple[tuple[str, Any], ...]:
+        """The settings that `fzero.jit` keeps: the fastest of those within 3% of the smallest."""
+        limit = SLACK * min([way.peak_bytes for way in self.ways.values()])
+        fits = {s: way for s, way in self.ways.items() if way.peak_bytes <= limit}
+        return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
+
+    @property
+    def at_peak(self) -> Held:
+        """Bytes of the device by kind where most is alive."""
+        return max(self.held.values(), key=lambda held: sum(held.values()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank takes of a configuration, as its plan says.
+
+    Attributes:
+        config: the configuration.
+        held: bytes of the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
+        moved: bytes that collectives move in a step, by axis.
+        seconds: of a step, by the cost model.
+        host_bytes: of the host at the peak.
+        flops: of a step, for this rank.
+        in_full: whether the step was planned as it is; else from two of fewer blocks.
+        settings: of the schedule that fzero.jit keeps, as `Plan.settings`.
+    """
+
+    config: Configuration
+    held: Held
+    moved: Held
+    seconds: float
+    host_bytes: float
+    flops: float
+    in_full: bool
+    settings: Settings
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes of the device that are alive at any time."""
+        return sum(self.held.values())
+
+    @property
+    def at_least(self) -> float:
+        """Bytes that a configuration holds which has no smaller a batch, no higher a stage, and no less of remat."""
+        return sum([self.held.get(kind, 0.0) for kind in ("parameters", "optimizer state", "activations")])
+
+
+def digest_of(plan: Plan) -> Digest:
+    """Take from a plan what lies on a line over the depth."""
+    by_kind = {kind: live for kind in KINDS if any(live := plan.live_of(kind))}
+    held = {place: {kind: live[i] for kind, live in by_kind.items()} for place, i in _places(plan).items()}
+    moved: Counter[str] = Counter()
+    for c in plan.collectives:
+        moved[c.axis] += c.bytes * c.times
+    ways = {tuple(plan.settings.items()): Way(plan.peak_bytes, plan.seconds)}
+    ways |= {tuple(r.settings.items()): Way(r.peak_bytes, r.seconds) for r in plan.rejected}
+    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, ways)
+
+
+def _places(plan: Plan) -> dict[Place, int]:
+    """Find where the most is alive of operations that are alike, and their first and their last.
+
+    At each such place the bytes that are alive lie on a line over the depth. The peak need not: with more blocks it
+    may come to lie elsewhere.
+    """
+    found: dict[Place, int] = {}
+    for i, o in enumerate(plan.operations):
+        alike = (o.phase, o.line, o.target)
+        found.setdefault((*alike, "first"), i)
+        found[*alike, "last"] = i
+        most = (*alike, "most")
+        if most not in found or plan.live[i] > plan.live[found[most]]:
+            found[most] = i
+    return found
+
+
+def deeper(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) -> Digest:
+    """Say what a model of more blocks takes, on the lines through two of fewer.
+
+    Args:
+        shallow: a number of blocks, and what they take.
+        deep: likewise, of more blocks.
+        depth: the number of blocks asked for.
+    """
+    (few, one), (more, two) = shallow, deep
+
+    def at(a: float, b: float) -> float:
+        return a + (b - a) * (depth - few) / (more - few)
+
+    def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+        return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+
+    held = {place: each(one.held[place], two.held[place]) for place in two.held if place in one.held}
+    ways = {s: Way(*map(at, one.ways[s], two.ways[s])) for s in two.ways if s in one.ways}
+    return Digest(held, each(one.moved, two.moved), at(one.host, two.host), at(one.flops, two.flops), ways)
+
+
+def row_of(config: Configuration, digest: Digest, in_full: bool) -> Row:
+    """Make a row of what a plan says."""
+    held = {kind: n for kind, n in digest.at_peak.items() if n}
+    seconds = digest.ways[digest.settings].seconds
+    return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, dict(digest.settings))

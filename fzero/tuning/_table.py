@@ -1,0 +1,211 @@
+"""A table of configurations: what fits, which is the fastest, and why."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fzero._notebook import shown
+from fzero.graph.plan._text import size
+from fzero.tuning import _table_picture, _table_text
+from fzero.tuning._machines import Machine
+from fzero.tuning._row import Row
+from fzero.tuning._search import Skipped
+from fzero.tuning._space import Configuration
+
+__all__ = ["Best", "Table"]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest configuration that fits.
+
+    Attributes:
+        row: what it takes.
+        reason: why no faster one was chosen.
+    """
+
+    row: Row
+    reason: str
+
+    @property
+    def config(self) -> Configuration:
+        """The configuration, as `make_step` takes it."""
+        return self.row.config
+
+    def __str__(self) -> str:
+        row = self.row
+        return f"best: {row.config}: {size(row.peak_bytes)}, {_table_text.duration(row.seconds)} a step. {self.reason}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Configurations of a step and what each takes, made by `fzero.tune`. Print it, plot it, ask for the best.
+
+    Attributes:
+        rows: the configurations that were planned.
+        skipped: those that were not, since they hold no less than one that does not fit.
+        machine: that was planned for.
+        memory: bytes of a device, as given.
+        budget: bytes of them that a plan may count.
+    """
+
+    rows: tuple[Row, ...]
+    skipped: tuple[Skipped, ...]
+    machine: Machine
+    memory: float | None
+    budget: float
+
+    @property
+    def fitting(self) -> list[Row]:
+        """The rows that fit, the fastest first."""
+        return _by_time([r for r in self.rows if r.peak_bytes <= self.budget])
+
+    @property
+    def too_large(self) -> list[Row]:
+        """The rows that do not fit, those that lack least first."""
+        return sorted([r for r in self.rows if r.peak_bytes > self.budget], key=lambda r: (r.peak_bytes, r.seconds))
+
+    @property
+    def frontier(self) -> list[Row]:
+        """The rows than which none is both faster and smaller, the fastest first."""
+        found: list[Row] = []
+        for row in _by_time(self.rows):
+            if not found or row.peak_bytes < found[-1].peak_bytes:
+                found.append(row)
+        return found
+
+    def best(self) -> Best:
+        """Return the fastest configuration that fits, and what the next faster one lacks.
+
+        Raises:
+            ValueError: if none fits. Says by how much the smallest does not, and what would need less.
+        """
+        if not self.fitting:
+            raise ValueError(self._nothing_fits())
+        row = self.fitting[0]
+        faster = [r for r in self.too_large if r.seconds < row.seconds]
+        if not faster:
+            return Best(row, "None that was planned is faster")
+        lacks, kind = faster[0].peak_bytes - self.budget, _largest(faster[0])
+        return Best(
+            row,
+            f"Of {len(faster)} that would be faster the nearest, {faster[0].config}, lacks {size(lacks)}: "
+            f"it holds {kind}",
+        )
+
+    def _nothing_fits(self) -> str:
+        """Say by how much nothing fits, and what was not tried that needs less."""
+        row = self.too_large[0]
+        c = row.config
+        untried = [
+            (c.stage < 3, "stage 3"),
+            (c.remat is not True, "remat=True"),
+            (c.micro_batch > 1, "a smaller micro-batch"),
+            (c.precision == "float32", 'precision "bfloat16"'),
+            (c.offload < 1, "offload of more of the state"),
+            (True, "more ranks"),
+        ]
+        parts = ", ".join([f"{size(n)} of {kind}" for kind, n in _parts(row)[:3]])
+        return (
+            f"no configuration fits {size(self.budget)}: the smallest, {c}, takes {size(row.peak_bytes)}, "
+            f"{size(row.peak_bytes - self.budget)} more: {parts}. Try {', or '.join([x for y, x in untried if y])}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Table({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
+
+    def __str__(self) -> str:
+        return _table_text.text(self)
+
+    def __rich__(self) -> Any:
+        return _table_text.rendered(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw peak against seconds, with the budget as a line and the frontier, into an image file (matplotlib).
+
+        Args:
+            path: of the file: its ending says the format, such as ".png" or ".svg".
+        """
+        _table_picture.draw(self).savefig(path, dpi=120)
+
+    def _repr_html_(self) -> str:
+        return shown(str(self), "peak against seconds", lambda: _table_picture.draw(self))
+
+    def records(self) -> list[dict[str, Any]]:
+        """List the rows as flat dictionaries: what `to_csv` writes."""
+        return [_record(row, self.budget) for row in [*self.fitting, *self.too_large]]
+
+    def to_csv(self) -> str:
+        """Write the rows as CSV: those that fit first, the fastest first."""
+        records, out = self.records(), io.StringIO()
+        names = list(dict.fromkeys([name for record in records for name in record]))
+        writer = csv.DictWriter(out, names, restval=0, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return out.getvalue()
+
+    def to_json(self) -> str:
+        """Write the table as JSON, with the machine's constants and what was not planned."""
+        head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
+        skipped = [{"config": asdict(s.config), "as_little_as": asdict(s.as_little_as)} for s in self.skipped]
+        best = {"config": asdict(self.best().config), "reason": self.best().reason} if self.fitting else None
+        return json.dumps({**head, "best": best, "rows": [_finite(asdict(r)) for r in self.rows], "skipped": skipped})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Table":
+        """Read a table that `to_json` wrote.
+
+        Raises:
+            ValueError: if the text is none.
+        """
+        try:
+            found = json.loads(text)
+            rows = [Row(**{**_infinite(r), "config": Configuration(**r["config"])}) for r in found["rows"]]
+            skipped = [
+                Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in found["skipped"]
+            ]
+            return cls(tuple(rows), tuple(skipped), Machine(**found["machine"]), found["memory"], found["budget"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
+
+
+def _by_time(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda r: (r.seconds, r.peak_bytes))
+
+
+def _parts(row: Row) -> list[tuple[str, float]]:
+    return sorted(row.held.items(), key=lambda item: -item[1])
+
+
+def _largest(row: Row) -> str:
+    kind, most = _parts(row)[0]
+    return f"{size(most)} of {kind}"
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a row's settings the infinity that JSON has not."""
+    return {**row, "settings": {k: None if v == math.inf else v for k, v in row["settings"].items()}}
+
+
+def _infinite(row: dict[str, Any]) -> dict[str, Any]:
+    """Put back what `_finite` left out."""
+    return {**row, "settings": {k: math.inf if v is None else v for k, v in row["settings"].items()}}
+
+
+def _record(row: Row, budget: float) -> dict[str, Any]:
+    return {
+        **asdict(row.config),
+        "peak_bytes": row.peak_bytes,
+        "over_bytes": max(row.peak_bytes - budget, 0),
+        "seconds": row.seconds,
+        "host_bytes": row.host_bytes,
+        "flops": row.flops,
+        "in_full": row.in_full,
+        **{f"{kind} bytes": n for kind, n in row.held.items()},
+        **{f"moved over {axis or '(unnamed)'}": n for axis, n in row.moved.items()},
+    }

@@ -1,0 +1,130 @@
+"""A table of configurations as text, by rich."""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from fzero.graph.plan._text import size
+
+if TYPE_CHECKING:
+    from fzero.tuning._row import Row
+    from fzero.tuning._table import Table
+
+__all__ = ["cells", "compared", "duration", "notes", "rendered", "text"]
+
+SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
+PARTS = {
+    "params": ("parameters",),
+    "state": ("optimizer state",),
+    "grads": ("gradients",),
+    "activations": ("activations",),
+    "gathered": ("gathered",),
+    "other": ("inputs", "buffers"),
+}
+
+
+def text(table: "Table") -> str:
+    """Render a table of configurations, without colours."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(rendered(table))
+    return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
+
+
+def rendered(table: "Table") -> Any:
+    """Render the answer, the rows, and the constants behind them."""
+    from rich.console import Group
+    from rich.text import Text
+
+    best = str(table.best()) if table.fitting else "nothing fits; best() says what would need less"
+    return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *notes(table)])))
+
+
+def headline(table: "Table") -> str:
+    """Say how many configurations fit, and what."""
+    given = f" ({size(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
+    tried = len(table.rows) + len(table.skipped)
+    return f"{len(table.fitting)} of {tried} configurations fit {size(table.budget)}{given} of {table.machine.name}"
+
+
+def notes(table: "Table") -> list[str]:
+    """Say what is left out, and where the numbers are from."""
+    found = []
+    if table.skipped:
+        found.append(f"{len(table.skipped)} were not planned: each holds no less than one that does not fit")
+    rough = sum([not r.in_full for r in table.rows])
+    found += [f"{rough} rows (~) are told from two models of fewer blocks"] if rough else []
+    machine = table.machine
+    found.append(
+        f"seconds are estimates, by {machine.flops / 1e12:,.3g} TFLOP/s, {machine.device_memory / 1e9:,.0f} GB/s of "
+        f"memory ({machine.source}); {machine.links()}"
+    )
+    return found
+
+
+def _rows(table: "Table") -> Any:
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
+    columns = ["stage", "batch", "remat", "precision", "offload", "peak", *PARTS, "moved", "seconds", ""]
+    for name in columns:
+        drawn.add_column(name, justify="left" if name in ("remat", "precision", "") else "right", no_wrap=True)
+    fits, misses = table.fitting, table.too_large
+    for row in [*fits[:SHOWN], *misses[:MISSES]]:
+        over = row.peak_bytes - table.budget
+        said = f"{size(over)} too much" if over > 0 else "fits"
+        style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
+        drawn.add_row(*cells(row), said, style=style)
+    hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
+    if any(hidden):
+        drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
+    return drawn
+
+
+def cells(row: "Row") -> list[str]:
+    """Write a row's numbers in the units that suit them."""
+    c = row.config
+    parts = [sum([row.held.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]
+    return [
+        str(c.stage),
+        f"{c.micro_batch} x {c.accumulation}",
+        {False: "no", True: "yes"}.get(c.remat, f"but {c.remat}"),  # pyright: ignore[reportCallIssue, reportArgumentType]
+        c.precision,
+        f"{c.offload:g}",
+        ("" if row.in_full else "~") + size(row.peak_bytes),
+        *[size(n) if n >= 0.0005 * row.peak_bytes else "-" for n in parts],
+        size(sum(row.moved.values())),
+        duration(row.seconds),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the unit that suits it."""
+    if seconds >= 0.1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
+
+
+def compared(one: "Table", other: "Table", names: tuple[str, str]) -> Any:
+    """Render the configurations that two tables have, side by side, the fastest of the second first.
+
+    Args:
+        one: a table.
+        other: another.
+        names: of both.
+    """
+    from rich.table import Table as Drawn
+
+    before = {r.config: r for r in one.rows}
+    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
+    for name in ("configuration", *[f"{what}, {n}" for what in ("peak", "seconds") for n in names], "peak", "seconds"):
+        drawn.add_column(name, justify="left" if name == "configuration" else "right", no_wrap=True)
+    for row in sorted(other.rows, key=lambda r: r.seconds):
+        if (old := before.get(row.config)) is not None:
+            peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
+            changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
+            drawn.add_row(str(row.config), *map(size, peaks), *map(duration, times), *changes)
+    alone = [len(a.rows) - drawn.row_count for a in (one, other)]
+    if any(alone):
+        drawn.add_row(f"{alone[0]} only in {names[0]}, {alone[1]} only in {names[1]}", style="dim")
+    return drawn

@@ -1,0 +1,121 @@
+"""tune: a table of the configurations of a step, and the fastest that fits."""
+
+from collections.abc import Callable, Sequence
+
+from fzero._tracebacks import door
+from fzero.tuning._machines import Machine, machine_of
+from fzero.tuning._planned import MakeStep, checked_bytes
+from fzero.tuning._row import Row
+from fzero.tuning._search import Skipped, refined, rows_of, workers_of
+from fzero.tuning._space import space_of
+from fzero.tuning._table import Table
+
+__all__ = ["MARGIN", "tune"]
+
+MARGIN = 0.07  # of a GPU's memory: its context, the communication library's buffers, and fragmentation
+
+
+@door
+def tune(
+    make_step: MakeStep,
+    *,
+    world_size: int,
+    global_batch: int,
+    device: str | Machine,
+    memory: float | None = None,
+    margin: float | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    micro_batches: Sequence[int] | None = None,
+    remat: Sequence[bool | str] = (False, "matmuls", True),
+    precision: Sequence[str] = ("bfloat16",),
+    offload: Sequence[float] = (0.0,),
+    depth: int | None = None,
+    workers: int = 1,
+    seen: Callable[[Row | Skipped], None] | None = None,
+) -> Table:
+    """Plan a step in each configuration, and tabulate what fits, what it takes, and how fast it is by the cost model.
+
+    Nothing runs, nothing is allocated, and no GPU is needed. What surely holds more than a configuration that does not
+    fit is not planned. With `depth` a model of many blocks is told from two of few, and the best three are planned in
+    full.
+
+    Args:
+        make_step: a function from a `Configuration` to `(step, *args)`, which is what `fzero.plan` takes: the step, and
+            its arguments on meta tensors, for `config.ranks` ranks. It may return a `fzero.Plan`.
+        world_size: data-parallel ranks.
+        global_batch: samples of one step, over all ranks.
+        device: "a100", "h100", "h200", "cpu", or a `Machine` of your measurements.
+        memory: bytes of a device; by default what the machine says a step may take.
+        margin: the share of `memory` that a plan does not see: a GPU's context, the communication library's buffers,
+            fragmentation. By default 0.07; 0 on a CPU.
+        stages: of ZeRO.
+        micro_batches: samples that a rank differentiates at once; by default 1 to 16, as far as they divide.
+        remat: what blocks run again for the backward pass, as `fzero.remat(save=)`: nothing, all but "matmuls", or all.
+        precision: of parameters: "float32", "bfloat16", "float16".
+        offload: shares of the optimizer's state on the host.
+        depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
+        seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
+        workers: processes to plan on. They are forked, so ask for them before this process has used a GPU.
+
+    Returns:
+        A `Table`: print it, plot it, ask for its `best()`.
+
+    Raises:
+        TypeError: if `make_step` is no such function, or `device` no machine.
+        ValueError: if a value is none of its dimension's, a batch does not divide, or a device is unknown.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> def make_step(config):
+        ...     pair = optim.master_weights(optim.adam(1e-3), config.policy)
+        ...     opt = optim.offload(pair, config.offload)
+        ...
+        ...     def loss_fn(params, x):
+        ...         for p in params["blocks"]:
+        ...             x = torch.tanh(x @ p["w"])
+        ...         return x.float().square().mean()
+        ...
+        ...     def train_step(params, opt_state, x):
+        ...         take = fzero.value_and_grad(loss_fn, precision=config.policy, micro_batches=config.accumulation)
+        ...         loss, grads = take(params, x)
+        ...         updates, opt_state = opt.update(grads, opt_state, params)
+        ...         return optim.apply_updates(params, updates), opt_state, loss
+        ...
+        ...     step = fzero.shard(train_step, stage=config.stage, mesh=fzero.mesh(dp=config.ranks))
+        ...     with torch.device("meta"):
+        ...         params = {"blocks": [{"w": torch.zeros(4096, 4096)} for _ in range(config.depth)]}
+        ...         x = torch.zeros(config.global_batch, 4096, dtype=torch.bfloat16)
+        ...     return step, *step.init(params, opt), step.mesh.split(x)
+        >>> asked = {"world_size": 64, "global_batch": 64 * 8192, "device": "h100", "depth": 24}
+        >>> dims = {"stages": (1, 3), "micro_batches": (1024, 8192), "remat": (False,)}
+        >>> print(fzero.tune(make_step, **asked, memory=3e9, **dims).best().config)
+        stage 3, micro-batch 8192 x 1, bfloat16
+    """
+    machine = machine_of(device)
+    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, depth)
+    if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
+        raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"workers={workers!r}: expected an int, at least 1")
+    budget = budget_of(machine, memory, margin)
+    with workers_of(workers) as each:
+        found: list[Row | Skipped] = []
+        for x in rows_of(space, make_step, machine, budget, each):
+            found.append(x)
+            if seen is not None:
+                seen(x)
+        rows = refined([x for x in found if isinstance(x, Row)], make_step, machine, budget, each)
+    return Table(tuple(rows), tuple([x for x in found if isinstance(x, Skipped)]), machine, memory, budget)
+
+
+def budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:
+    """Return the bytes that a plan may count.
+
+    Raises:
+        ValueError: if `memory` is no positive number of bytes.
+    """
+    if memory is None:
+        return machine.device_bytes * (1 - (margin or 0))
+    usual = MARGIN if machine.kind == "cuda" else 0.0
+    return checked_bytes("memory", memory) * (1 - (usual if margin is None else margin))

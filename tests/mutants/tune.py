@@ -1,0 +1,182 @@
+"""Faults in fzero.tune: what a row says, what is skipped, what few blocks say of many, and the cost of a GPU."""
+
+from tests.mutants.mutant import Mutant
+
+TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
+COST = ("tests/graph/test_cost.py",)
+OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
+
+MUTANTS = [
+    Mutant("the budget is forgotten in the best", "tuning/_table.py", "r.peak_bytes <= self.budget]", "True]", TUNE),
+    Mutant(
+        "the best is the smallest",
+        "tuning/_table.py",
+        "key=lambda r: (r.seconds, r.peak_bytes))\n\n\ndef _parts",
+        "key=lambda r: (r.peak_bytes, r.seconds))\n\n\ndef _parts",
+        TUNE,
+    ),
+    Mutant("a frontier of all rows", "tuning/_table.py", "row.peak_bytes < found[-1].peak_bytes", "True", TUNE),
+    Mutant(
+        "what fits is skipped",
+        "tuning/_search.py",
+        "if row.at_least > budget:",
+        "if row.peak_bytes > 0.8 * budget:",
+        TUNE,
+    ),
+    Mutant("nothing is skipped", "tuning/_search.py", "if row.at_least > budget:", "if False:", TUNE),
+    Mutant(
+        "buffers are surely held",
+        "tuning/_row.py",
+        '("parameters", "optimizer state", "activations")',
+        '("parameters", "optimizer state", "activations", "buffers", "gathered", "gradients")',
+        TUNE,
+    ),
+    Mutant(
+        "a larger micro-batch holds less",
+        "tuning/_space.py",
+        "self.micro_batch >= other.micro_batch",
+        "self.micro_batch <= other.micro_batch",
+        TUNE,
+    ),
+    Mutant("a higher stage holds more", "tuning/_space.py", "self.stage <= other.stage", "True", TUNE),
+    Mutant("offload takes memory", "tuning/_space.py", "self.offload <= other.offload", "True", TUNE),
+    Mutant("micro-batches are not multiplied", "tuning/_space.py", "k = self.local_batch // m", "k = 1", TUNE),
+    Mutant(
+        "the batch is each rank's",
+        "tuning/_space.py",
+        "local, rest = divmod(global_batch, world_size)",
+        "local, rest = global_batch, 0",
+        TUNE,
+    ),
+    Mutant(
+        "an odd micro-batch is left out without a word",
+        "tuning/_space.py",
+        "if micro_batches is not None and",
+        "if False and",
+        TUNE,
+    ),
+    Mutant(
+        "half precision for all",
+        "tuning/_space.py",
+        "Precision(param=DTYPES[self.precision])",
+        "Precision(param=torch.bfloat16)",
+        TUNE,
+    ),
+    Mutant("two blocks say what many take", "tuning/_search.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
+    Mutant(
+        "the line is a step too steep",
+        "tuning/_row.py",
+        "(depth - few) / (more - few)",
+        "(depth - few + 1) / (more - few)",
+        TUNE,
+    ),
+    Mutant(
+        "the schedule of few blocks stays",
+        "tuning/_search.py",
+        "if few[1].settings == more[1].settings == kept:",
+        "if True:",
+        TUNE,
+    ),
+    Mutant("no row is planned in full", "tuning/_search.py", "if not rough:", "if True:", TUNE),
+    Mutant(
+        "each device has the whole host",
+        "tuning/_machines.py",
+        "self.host_memory / self.ranks",
+        "self.host_memory",
+        TUNE,
+    ),
+    Mutant("the host's link is the usual", "tuning/_machines.py", "host_link=self.link", "host_link=5e10", TUNE),
+    Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", COST),
+    Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
+    Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),
+    Mutant("a GPU's plan has a CPU's seconds", "graph/_entry.py", "rejected, asked.device,", "rejected, None,", TUNE),
+    Mutant(
+        "the network is as fast as the machine's links",
+        "graph/plan/_cost.py",
+        "device.link if n <= device.near else device.network",
+        "device.link",
+        TUNE,
+    ),
+    Mutant(
+        "a thousand ranks are as near as eight", "graph/plan/_cost.py", "device.latency * hops", "device.latency", TUNE
+    ),
+    Mutant("float32 is as fast as half", "graph/plan/_cost.py", "done *= device.slow", "pass", TUNE),
+    Mutant("attention is free on a CPU", "graph/ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
+    Mutant(
+        "bytes of loops count once",
+        "tuning/_row.py",
+        "moved[c.axis] += c.bytes * c.times",
+        "moved[c.axis] += c.bytes",
+        TUNE,
+    ),
+    # models by name
+    Mutant(
+        "a tied head counts twice",
+        "tuning/_models.py",
+        "    if shape.tied:\n        return params |",
+        "    if False:\n        return params |",
+        MODELS,
+    ),
+    Mutant(
+        "keys are as many as queries",
+        "tuning/_models.py",
+        "kv = (shape.kv_heads or shape.heads) * h",
+        "kv = shape.heads * h",
+        MODELS,
+    ),
+    Mutant(
+        "one expert stands for all", "tuning/_models.py", "before = (count,) if count else ()", "before = ()", MODELS
+    ),
+    Mutant(
+        "attention is always fused",
+        "tuning/_models.py",
+        "attend = _explicit if explicit else _fused",
+        "attend = _fused",
+        MODELS,
+    ),
+    Mutant(
+        "a head is as wide as its share",
+        "tuning/_models.py",
+        "return self.head or self.width // self.heads",
+        "return self.width // self.heads",
+        MODELS,
+    ),
+    Mutant("a long text is let through", "tuning/_steps.py", "0 < shape.positions < length", "False", MODELS),
+    # what others say
+    Mutant(
+        "gradients are left out",
+        "tuning/_others.py",
+        "device = 4 * parameters + int(16",
+        "device = 2 * parameters + int(16",
+        OTHERS,
+    ),
+    Mutant("a host has all that the hosts have", "tuning/_others.py", "/ hosts * 1.5", "* 1.5", OTHERS),
+    Mutant(
+        "the largest layer is left out",
+        "tuning/_others.py",
+        "n, big = near * hosts, 4 * largest",
+        "n, big = near * hosts, 0",
+        OTHERS,
+    ),
+    # the command
+    Mutant("a kilobyte is 1024 bytes", "tuning/_command.py", "1000**i", "1024**i", COMMAND),
+    Mutant("nothing that fits is a success", "tuning/_command.py", "    return 1\n", "    return 0\n", COMMAND),
+    Mutant(
+        "the lines to paste gather at once",
+        "tuning/_recipe.py",
+        '", gather=False)" if c.remat',
+        '", gather=True)" if c.remat',
+        COMMAND,
+    ),
+    Mutant(
+        "the lines to paste have another stage", "tuning/_recipe.py", "stage={c.stage}", "stage={c.stage + 2}", COMMAND
+    ),
+    Mutant(
+        "a timeline that misses the peak",
+        "tuning/_page.py",
+        "max(range(a, b), key=plan.live.__getitem__)",
+        "a",
+        COMMAND,
+    ),
+    Mutant("a script within the data ends the page", "tuning/_page.py", '.replace("</", "<\\\\/")', "", COMMAND),
+]

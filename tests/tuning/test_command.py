@@ -1,0 +1,145 @@
+"""fzero plan: one command says what fits, what to paste, and what was wrong."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import fzero
+from fzero.__main__ import main
+from fzero.tuning import Table
+from fzero.tuning._presets import PRESETS
+from tests.tuning.test_models import TINY
+
+WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--device", "h100", "--stages", "2,3"]
+WORDS += ["--micro-batches", "2", "--remat", "no,yes", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What a command writes."""
+    folder = tmp_path_factory.mktemp("planned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINY["causal"])
+        names = ("json", "csv", "html")
+        wanted = [word for name in names for word in (f"--{name}", str(folder / f"t.{name}"))]
+        assert main([*WORDS, "--memory", "1GB", *wanted, "--plot", str(folder / "t.png")]) == 0
+    return folder
+
+
+def test_it_says_what_fits_and_what_to_paste(capsys):
+    assert main([*WORDS, "--memory", "1GB"]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 configurations fit 930.0 MB (1.0 GB less a margin)" in said and "\nbest: stage " in said
+    assert "others say: DeepSpeed, ZeRO-3" in said and "note: no GPU was at hand" in said
+    lines = said[said.index("precision = fzero") :]
+    assert re.search(r"fzero.jit\(fzero.shard\(train_step, stage=[23], mesh=fzero.mesh\(dp=-1\)\)\)", lines)
+
+
+def test_the_lines_to_paste_run(files):
+    import torch
+
+    from fzero.tuning._recipe import recipe
+
+    for config in {r.config for r in Table.from_json((files / "t.json").read_text()).rows}:
+        names = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": lambda p, x: torch.tanh(x @ p["w"])}
+        names["loss_fn"] = lambda p, x, names=names: names["block"](p, x).float().square().mean()
+        text = recipe(config).replace("dp=-1", "dp=2")
+        assert ("gather=False" in text) == ("fzero.remat" in text) == bool(config.remat)
+        exec(text, names)
+        step = names["step"]
+        params, opt_state = step.init({"w": torch.ones(4, 4)}, names["opt"])
+        assert fzero.plan(step, params, opt_state, step.mesh.split(torch.ones(8, 4).bfloat16())).peak_bytes
+
+
+def test_it_writes_tables_and_a_page(files):
+    table = Table.from_json((files / "t.json").read_text())
+    assert len(table.rows) == 4 and (files / "t.csv").read_text() == table.to_csv()
+    page = (files / "t.html").read_text()
+    said = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1].replace("<\\/", "</"))
+    assert len(said["rows"]) == 4 and said["recipe"] and said["best"] == str(table.best())
+    best = table.best().row
+    most = max(sum(live) for live in zip(*said["timeline"]["kinds"].values(), strict=True))
+    assert most == best.peak_bytes
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    assert "{{" not in page and (files / "t.png").stat().st_size > 5000
+
+
+def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
+    from fzero.tuning import _page, model_step
+
+    monkeypatch.setattr(_page, "POINTS", 7)
+    table = Table.from_json((files / "t.json").read_text())
+    drawn = _page._timeline(table, model_step("tiny", length=16))
+    assert len(drawn["phases"]) == 7
+    assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
+
+
+def test_a_page_holds_any_name(files):
+    from fzero.tuning._page import page
+
+    made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
+    assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
+
+
+def test_it_compares_two_tables(files, capsys):
+    path = str(files / "t.json")
+    assert main(["plan", "--compare", path, path]) == 0
+    assert capsys.readouterr().out.count("+0.0%") == 8
+
+
+def test_what_fits_nothing_says_by_how_much(capsys):
+    assert main([*WORDS, "--memory", "10kB"]) == 1
+    assert re.search(r"no configuration fits 9.3 kB: .* more: .*Try ", capsys.readouterr().err)
+
+
+def test_a_function_of_yours_is_planned(capsys):
+    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--device", "cpu"]
+    assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
+    assert "1 of 1 configurations fit 1.1 GB of two cores, gloo" in capsys.readouterr().out
+
+
+BAD = {
+    "an unknown model": (
+        ["plan", "llama-9", "--world", "4", "--batch", "8", "--length", "16"],
+        "model 'llama-9' is unknown",
+    ),
+    "no world": (["plan", "gpt2", "--batch", "8"], "--world, --length missing"),
+    "an unknown device": ([*WORDS, "--device", "tpu"], "device='tpu' is unknown"),
+    "a batch that does not divide": ([*WORDS, "--batch", "9"], "global_batch=9 does not divide over world_size=4"),
+    "an unknown function": (["plan", "json:nothing", "--world", "4", "--batch", "8"], "expected module:function"),
+    "no table": (["plan", "--compare", "pyproject.toml", "pyproject.toml"], "expected the JSON of a table"),
+    "no file": (["plan", "--compare", "nowhere.json", "nowhere.json"], "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_argument_is_refused(name, capsys):
+    words, message = BAD[name]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", (["--memory", "80 parsecs"], ["--remat", "maybe"], ["--stages", "one"]))
+def test_a_word_of_no_kind_is_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        main([*WORDS, *words])
+    assert words[0] in capsys.readouterr().err
+
+
+def test_sizes_are_read_with_their_units():
+    from fzero.tuning._command import _bytes
+
+    assert [_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
+
+
+def test_it_is_a_module():
+    done = subprocess.run([sys.executable, "-m", "fzero", "plan", "--help"], capture_output=True, text=True, check=True)
+    assert "llama-3-8b" in done.stdout and "--memory" in done.stdout

@@ -1,0 +1,166 @@
+"""model_step: models by name have the parameters of transformers', and can be planned in every configuration."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import tuning
+from fzero.tuning import Configuration
+from fzero.tuning._models import Shape, init
+from fzero.tuning._presets import PRESETS, shape_of
+
+# parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
+# block; mixtral and llama by their model cards
+PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "bert-large": 335_174_458,
+    "vit-g-14": 1_844_440_680,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_of_its_model(name):
+    shape = PRESETS[name]
+    assert fzero.tree.numel(init(shape, shape.depth)) == PARAMETERS[name]
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
+HF: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 2},
+    "mistral": {**SIZES, "num_key_value_heads": 2},
+    "qwen2": {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    "mixtral": {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 40},
+    "bert": {**SIZES, "max_position_embeddings": 40},
+    "vit": {k: v for k, v in SIZES.items() if k != "vocab_size"} | {"image_size": 32, "patch_size": 8},
+}
+MODELS = {"vit": "ForImageClassification", "gpt2": "LMHeadModel", "bert": "ForMaskedLM"}
+
+
+@pytest.mark.parametrize("kind", HF)
+def test_a_hugging_face_configuration_is_read_by_file_and_folder(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **HF[kind])
+    config.save_pretrained(tmp_path)
+    auto = {"vit": transformers.AutoModelForImageClassification, "bert": transformers.AutoModelForMaskedLM}
+    with torch.device("meta"):
+        model = auto.get(kind, transformers.AutoModelForCausalLM).from_config(config)
+    shape = shape_of(str(tmp_path))
+    assert replace(shape_of(str(tmp_path / "config.json")), name="") == replace(shape, name="")
+    assert fzero.tree.numel(init(shape, shape.depth)) == sum(p.numel() for p in model.parameters()), shape
+
+
+TINY = {
+    "causal": Shape("llama", 32, 2, 4, 48, 64, kv_heads=2, gated=True, norm="rms", biases="", head_norm=True),
+    "gpt2": Shape("gpt2", 32, 2, 4, 48, 64, positions=16, tied=True),
+    "masked": Shape("bert", 32, 2, 4, 48, 64, positions=16, tied=True, task="masked"),
+    "image": Shape("vit", 32, 2, 4, 48, 10, positions=5, patch=8, task="image"),
+    "experts": Shape("mixtral", 32, 2, 4, 48, 64, gated=True, norm="rms", biases="", experts=(4, 2)),
+}
+
+
+def kinds(*few: str) -> list[Any]:
+    """List the tiny models; all but a few are more of the same."""
+    return [n if n in few else pytest.param(n, marks=pytest.mark.slow) for n in TINY]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    for name, shape in TINY.items():
+        monkeypatch.setitem(PRESETS, f"tiny-{name}", shape)
+
+
+@pytest.mark.parametrize("name", kinds("causal"))
+def test_every_model_can_be_planned(name, tiny):
+    make_step = tuning.model_step(f"tiny-{name}", length=16)
+    asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
+    table = fzero.tune(make_step, **asked, stages=(3,), offload=(0.0, 0.5))
+    assert len(table.rows) == 6 and not table.skipped and table.best()
+    for row in table.rows:
+        assert row.flops and row.moved["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
+
+
+@pytest.mark.parametrize("name", kinds("causal", "image", "experts"))
+def test_a_models_loss_is_a_number_and_trains(name, tiny):
+    """The functions are models, not only shapes: with real values a step lowers the loss."""
+    step, params, opt_state, batch = tuning.model_step(f"tiny-{name}", length=16)(Configuration(3, 2, 1, ranks=2))
+    torch.manual_seed(0)
+
+    def real(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return torch.randint(8, x.shape)
+        return torch.randn(x.shape, dtype=x.dtype) * 0.05
+
+    whole = fzero.tree.map(real, init(TINY[name], 2))
+    pair = fzero.optim.master_weights(fzero.optim.adamw(3e-2), fzero.Precision(param=torch.bfloat16))
+    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), pair)
+    params, opt_state = step.init(whole, opt)
+    samples = tuning._models.batch_of(TINY[name], 4, 16)
+    batch = step.mesh.split(fzero.tree.map(real, samples))
+    losses = []
+    for _ in range(4):
+        params, opt_state, loss = step(params, opt_state, batch)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0], losses
+
+
+def test_explicit_attention_keeps_its_weights(tiny):
+    plans = [
+        fzero.plan(*tuning.model_step("tiny-gpt2", length=16, explicit=e)(Configuration(1, 64, 1, ranks=2)))
+        for e in (False, True)
+    ]
+    assert plans[1].peak_bytes > plans[0].peak_bytes + 2 * 64 * 4 * 16 * 16
+
+
+@pytest.mark.parametrize("stage", (pytest.param(2, marks=pytest.mark.slow), 3))
+def test_few_blocks_of_a_model_say_what_many_take(stage):
+    make_step = tuning.model_step("gpt2", length=512)
+    asked = {"world_size": 16, "global_batch": 64, "device": "a100", "stages": (stage,), "micro_batches": (4,)}
+    rough = fzero.tune(make_step, **asked, memory=1, depth=12, remat=(True,))
+    for row in rough.rows:
+        plan = fzero.plan(*make_step(row.config), device=tuning.A100.as_device())
+        assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
+BAD = {
+    "no such model": (("llama-4", 16), r"model 'llama-4' is unknown: expected one of llama-3-8b, .*module:function"),
+    "no length": (("gpt2", 0), r"length=0: expected an int"),
+    "a long text": (("gpt2", 1025), r"length=1025: gpt2 has 1024 positions"),
+    "a small image": (("vit-g-14", 100), r"length=100: vit-g-14 takes images of 224 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_model_is_refused(name):
+    (model, length), message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        tuning.model_step(model, length=length)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("{", "expected a Hugging Face configuration"),
+        ('{"a": 1}', "expected a Hugging Face configuration with a model_type: 'model_type'"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is none of llama, .*: write a make_step"),
+        (
+            json.dumps({"model_type": "llama", "hidden_size": 3}),
+            "the configuration of a llama lacks 'num_hidden_layers'",
+        ),
+    ],
+)
+def test_a_wrong_configuration_is_refused(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        tuning.model_step(str(path), length=16)

@@ -1,0 +1,278 @@
+"""tune: rows are plans, the best is that of trying all, few blocks say what many take."""
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero.tuning import CPU, H100, Configuration, Table
+from tests.tuning.spaces import make_step, planned
+
+SPACE: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8, 64), "device": CPU}
+ALL = fzero.tune(lambda c: planned(c), **SPACE, memory=1e12, stages=(0, 1, 2, 3), offload=(0.0, 1.0))
+PEAKS = sorted({r.peak_bytes for r in ALL.rows})
+
+
+def test_a_row_is_the_plan_of_its_configuration():
+    assert len(ALL.rows) == 4 * 2 * 3 * 2 and not ALL.skipped
+    for row in ALL.rows:
+        plan = planned(row.config)
+        assert row.peak_bytes == plan.peak_bytes and row.in_full
+        assert row.held == {k: n for k in row.held if (n := plan.live_of(k)[plan.peak_at])}
+        assert row.moved == ({"dp": sum(c.bytes * c.times for c in plan.collectives)} if plan.collectives else {})
+        assert row.host_bytes == plan.peak_of("host") and row.flops == plan.flops
+        assert row.config.global_batch == 256 and row.config.accumulation == 64 // row.config.micro_batch
+
+
+@settings(max_examples=60)
+@given(share=st.floats(0, 1.2), at=st.sampled_from(PEAKS))
+def test_the_best_is_that_of_trying_all(share, at):
+    """At any budget, also one that a row just meets; what is skipped would not have fitted."""
+    for budget in (at, share * PEAKS[-1] + 1):
+        table = fzero.tune(lambda c: planned(c), **SPACE, memory=budget, offload=(0.0, 1.0))
+        fits = [r for r in ALL.rows if r.peak_bytes <= budget]
+        assert {r.config for r in table.fitting} == {r.config for r in fits}
+        assert {s.config for s in table.skipped} | {r.config for r in table.rows} == {r.config for r in ALL.rows}
+        if fits:
+            assert table.best().row == min(fits, key=lambda r: (r.seconds, r.peak_bytes))
+        else:
+            with pytest.raises(ValueError, match="no configuration fits"):
+                table.best()
+        for skipped in table.skipped:
+            assert skipped.config.holds_no_less_than(skipped.as_little_as)
+
+
+def test_something_is_skipped():
+    """Where the leanest of all stages do not fit, no other micro-batch and no less of remat is planned."""
+    table = fzero.tune(lambda c: planned(c), **SPACE, memory=1000)
+    assert {(r.config.micro_batch, r.config.remat) for r in table.rows} == {(8, True)}
+    assert {s.config.micro_batch for s in table.skipped} == {8, 64}
+
+
+def test_what_is_surely_held_is_held_by_all_that_hold_no_less():
+    for a in ALL.rows:
+        assert a.at_least <= a.peak_bytes
+        for b in ALL.rows:
+            assert a.peak_bytes >= b.at_least or not a.config.holds_no_less_than(b.config), (a.config, b.config)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("remat,depth", ((False, 12), (True, 11)))
+def test_few_blocks_say_what_many_take(stage, remat, depth):
+    asked = {**SPACE, "stages": (stage,), "remat": (remat,), "micro_batches": (8,)}
+    rough = fzero.tune(make_step, **asked, memory=1, depth=depth)  # nothing fits, so nothing is planned in full
+    for row in rough.rows:
+        plan = fzero.plan(*make_step(row.config), device=CPU.as_device())
+        assert not row.in_full
+        assert row.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.0005), row.config
+        assert row.moved == {"dp": sum(c.bytes * c.times for c in plan.collectives)}
+        assert row.flops == plan.flops
+
+
+def test_the_first_three_are_planned_in_full():
+    asked = {**SPACE, "stages": (1, 2), "remat": (False, True), "depth": 9}
+    table = fzero.tune(make_step, **asked, memory=1e12)
+    assert [r.in_full for r in table.fitting[:3]] == [True] * 3
+    rough = sum(not r.in_full for r in table.rows)
+    assert rough >= 3 and f"{rough} rows (~) are told from two models" in str(table) and " ~" in str(table)
+
+
+def test_two_runs_say_the_same_on_any_number_of_processes():
+    asked = {**SPACE, "stages": (2, 3), "remat": (False,), "memory": 1e12}
+    tables = [fzero.tune(make_step, **asked, workers=n) for n in (1, 2)]
+    assert str(tables[0]) == str(tables[1]) and tables[0].to_json() == tables[1].to_json()
+
+
+def test_a_table_says_what_it_knows():
+    table = fzero.tune(lambda c: planned(c), **SPACE, memory=60e6, margin=0.1)
+    said = str(table)
+    assert f"of {len(table.rows) + len(table.skipped)} configurations fit" in said and "less a margin" in said
+    assert "too much" in said and "seconds are estimates" in said and table.machine.source in said.replace("\n", " ")
+    best = table.best()
+    assert str(best) in said.replace("\n", " ") and best.config is best.row.config
+    read = Table.from_json(table.to_json())
+    assert read.best() == best and read.to_csv() == table.to_csv()
+    assert "Infinity" not in table.to_json() and json.loads(table.to_json())["best"]["reason"] == best.reason
+    records = list(csv.DictReader(io.StringIO(table.to_csv())))
+    assert len(records) == len(table.rows) and float(records[0]["seconds"]) == best.row.seconds
+    assert sum(float(r["over_bytes"]) == 0 for r in records) == len(table.fitting)
+    assert "<pre>" in table._repr_html_() and repr(table).startswith("Table(")
+    for one, other in zip(table.frontier, table.frontier[1:], strict=False):
+        assert one.seconds < other.seconds and one.peak_bytes > other.peak_bytes
+
+
+def test_the_reason_names_what_the_nearest_faster_one_lacks():
+    of = {r.config.remat: r for r in ALL.rows if (r.config.stage, r.config.micro_batch, r.config.offload) == (2, 64, 0)}
+    small, large, huge = (
+        replace(r, seconds=s, held={"activations": n, "gradients": 5e8})
+        for r, s, n in zip(of.values(), (3.0, 2.0, 1.0), (1e9, 2e9, 4e9), strict=True)
+    )
+    table = replace(ALL, rows=(huge, small, large), budget=2e9)
+    assert table.best().row == small and table.frontier == [huge, large, small]
+    said = f"Of 2 that would be faster the nearest, {large.config}, lacks 500.0 MB: it holds 2.0 GB of activations"
+    assert table.best().reason == said
+    assert replace(table, budget=1e10).best().reason == "None that was planned is faster"
+
+
+def test_it_plots(tmp_path):
+    ALL.plot(tmp_path / "t.png")
+    assert (tmp_path / "t.png").stat().st_size > 5000
+
+
+def test_the_host_takes_its_time_where_there_is_one():
+    """An update on the host waits for its memory and its link; one on the device for neither."""
+
+    def row(offload: float, **changed: float) -> Any:
+        machine = replace(H100, **changed)
+        asked = {**SPACE, "device": machine, "stages": (2,), "micro_batches": (64,), "remat": (False,)}
+        table = fzero.tune(make_step, **asked, memory=1e12, offload=(offload,))
+        (found,) = table.rows
+        assert found.seconds == fzero.plan(*make_step(found.config), device=machine.as_device()).seconds
+        return found
+
+    usual, there = row(1.0), row(0.0)
+    state = there.held["optimizer state"]
+    assert usual.held.get("optimizer state", 0) < 0.1 * state and usual.host_bytes >= state
+    slow = H100.host_memory / 1000
+    longer = row(1.0, host_memory=slow).seconds - row(1.0, host_memory=2 * slow).seconds
+    # a share of the host reads and writes at least the state, which takes as much longer as it is slower
+    assert longer >= 2 * state / (2 * slow / H100.ranks) > 10 * usual.seconds
+    fewer = row(1.0, host_memory=slow / 2, ranks=4).seconds  # half of the devices share half of the memory
+    assert fewer == pytest.approx(row(1.0, host_memory=slow).seconds, rel=0.01)
+    assert row(1.0, link=H100.link / 1000).seconds > 2 * usual.seconds
+    assert row(0.0, host_memory=slow, link=H100.link / 1000).seconds == there.seconds
+
+
+def test_a_card_keeps_a_margin_and_a_machine_its_own():
+    asked = {**SPACE, "device": "H100", "stages": (3,), "remat": (True,), "micro_batches": (64,)}
+    tables = [fzero.tune(lambda c: planned(c), **asked, **more) for more in ({"memory": 80e9}, {})]
+    assert [t.budget for t in tables] == [0.93 * 80e9, H100.device_bytes]
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "an unknown device": ({"device": "h1000"}, ValueError, r"device='h1000' is unknown: expected .*h100"),
+    "no device": ({"device": 3}, TypeError, r"device=3: expected a fzero.tuning.Machine"),
+    "a batch that does not divide": (
+        {"global_batch": 258},
+        ValueError,
+        r"global_batch=258 does not divide over world_size=4 ranks: the nearest that do are 256 and 260",
+    ),
+    "a small batch": ({"global_batch": 3}, ValueError, r"global_batch=3 does not divide .* are 4"),
+    "a micro-batch that does not divide": (
+        {"micro_batches": (1, 3)},
+        ValueError,
+        r"micro_batches=\(1, 3\): 3 does not divide the 64 samples of a rank, .*; 1, 2, 4, 8, 16, 32, 64 do",
+    ),
+    "a stage": ({"stages": (1, 4)}, ValueError, r"stages=\(1, 4\): 4 is none of 0 to 3"),
+    "a true stage": ({"stages": (True,)}, ValueError, r"stages=\(True,\): True is none"),
+    "a dtype": ({"precision": ("fp8",)}, ValueError, r"precision=\('fp8',\): 'fp8' is none of 'float32', 'bfloat16'"),
+    "a word alone": ({"precision": "bfloat16"}, ValueError, r"precision='bfloat16': expected a tuple"),
+    "a remat": ({"remat": (1,)}, ValueError, r"remat=\(1,\): 1 is none"),
+    "a ratio": ({"offload": (0, 1.5)}, ValueError, r"offload=\(0, 1.5\): 1.5 is none ratios from 0 to 1"),
+    "twice": ({"stages": (1, 1)}, ValueError, r"stages=\(1, 1\): a value stands twice"),
+    "no ranks": ({"world_size": 0}, ValueError, r"world_size=0: expected an int, at least 1"),
+    "no depth": ({"depth": 0}, ValueError, r"depth=0: expected an int"),
+    "no memory": ({"memory": "80GB"}, ValueError, r"memory='80GB': expected a number of bytes above 0"),
+    "all margin": ({"margin": 1}, ValueError, r"margin=1: expected a share"),
+    "no workers": ({"workers": 0}, ValueError, r"workers=0: expected an int"),
+    "no function": ({"make_step": 3}, TypeError, r"make_step=3: expected a function \(configuration\)"),
+    "no step": (
+        {"make_step": lambda c: c.stage},
+        TypeError,
+        r"make_step\(stage 3, micro-batch 1 x 64, bfloat16, remat\) returned int: expected \(step, \*args\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_argument_is_refused(name):
+    given_, error, message = BAD[name]
+    asked: dict[str, Any] = {"make_step": make_step, **SPACE, "micro_batches": None} | given_
+    with pytest.raises(error, match=message):
+        fzero.tune(**asked)
+
+
+def test_a_budget_that_nothing_fits_says_what_to_change():
+    table = fzero.tune(lambda c: planned(c), **SPACE, memory=1000, stages=(1, 2), remat=(False,))
+    least = min(r.peak_bytes for r in table.rows)
+    with pytest.raises(
+        ValueError, match=rf"no configuration fits 1.0 kB: the smallest, stage 2, .* takes {least / 1e6:.1f} MB"
+    ):
+        table.best()
+    with pytest.raises(ValueError, match=r"of parameters.*Try stage 3, or remat=True, or .*offload .*or more ranks"):
+        table.best()
+    assert "nothing fits" in str(table) and json.loads(table.to_json())["best"] is None
+
+
+def test_an_error_in_a_step_says_of_which_configuration():
+    def broken(config: Configuration) -> Any:
+        return (lambda x: x.sum().item()), torch.empty(3, device="meta")
+
+    with pytest.raises(ValueError, match="has no mesh") as found:
+        fzero.tune(broken, **SPACE)
+    assert "while it planned stage 3, micro-batch 8 x 8" in found.value.__notes__[0]
+
+
+def test_what_is_no_table_is_refused():
+    for text in ("{}", "[]", "nothing", '{"rows": [1]}'):
+        with pytest.raises(ValueError, match=r"expected the JSON of a table of fzero.tune"):
+            Table.from_json(text)
+
+
+# ---------------------------------------------------------------- plans for a GPU without one
+
+
+def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():
+    config = Configuration(3, 8, 8, ranks=4)
+    ours, theirs = planned(config), fzero.plan(*make_step(config))
+    labels = [{r.label for r in plan.ranges} for plan in (ours, theirs)]
+    assert "the ranks' parts" in labels[1] and "the ranks' parts" not in labels[0]
+    assert ours.flops == theirs.flops and ours.peak_bytes <= theirs.peak_bytes and ours.seconds < theirs.seconds
+    assert ours.argument_bytes == theirs.argument_bytes
+
+
+def test_an_unknown_kind_of_device_is_refused():
+    with pytest.raises(ValueError, match=r"device='tpu': expected one of 'cpu', 'cuda'"):
+        fzero.plan(*make_step(Configuration(3, 8, 8, ranks=4)), device="tpu")
+
+
+def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
+    at = H100.as_device()
+    times = []
+    for ranks in (8, 16, 1024):
+        args = make_step(Configuration(3, 1, 1, ranks=ranks))
+        times.append(fzero.plan(*args, device=at).seconds)
+    assert times[0] < times[1] < times[2]
+    far = at._replace(latency=1.0, link=1e30, network=1e30)
+    few, many = (fzero.plan(*make_step(Configuration(3, 1, 1, ranks=n)), device=far).seconds for n in (16, 1024))
+    assert many == pytest.approx(10 / 4 * few, rel=0.01)
+    near = at._replace(near=math.inf)
+    assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
+
+
+def test_attention_of_a_cpu_counts_as_a_gpus():
+    q = torch.empty(2, 4, 8, 16, device="meta")
+    plan = fzero.plan(lambda q: torch.func.grad(lambda q: _attended(q).sum())(q), q)
+    assert plan.flops == (4 + 10) * 2 * 4 * 8 * 8 * 16
+
+
+def _attended(q: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def test_float32_products_take_longer():
+    config, at = Configuration(1, 8, 8, precision="float32", ranks=4), H100.as_device()._replace(flops=1e9)
+    slow, fast = (fzero.plan(*make_step(config), device=at._replace(slow=slow)) for slow in (2.0, 1.0))
+    assert slow.seconds == pytest.approx(2 * fast.seconds, rel=0.01)
+    half = fzero.plan(*make_step(replace(config, precision="bfloat16")), device=at._replace(slow=2.0))
+    assert half.seconds == pytest.approx(fast.seconds, rel=0.01)
