@@ -273,7 +273,8 @@ def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
             if x.uid not in found:
                 raise ValueError(
                     f"leaf {paths[position]!r} lies in the shard of unit {x.spec.unit!r}, which is not in this tree; "
-                    "pass a tree that holds whole units, or cut it finer with units="
+                    "pass a tree that holds whole units, a tied leaf's first place among them, or cut it finer with "
+                    "units="
                 )
             found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
     for mine in found.values():

@@ -298,6 +298,13 @@ MUTANTS = [
         "torch.no_grad()",
         REMAT,
     ),
+    Mutant(
+        "a slot alone is no box",
+        "transforms/_remat/_stand_ins.py",
+        "isinstance(x, _Box | Slot)",
+        "isinstance(x, _Box)",
+        REMAT,
+    ),
     Mutant("boxes wait on the host", "transforms/_remat/_call.py", " - self.arguments.boxed()", "", REMAT),
     Mutant(
         "gathered parameters wait on the host",

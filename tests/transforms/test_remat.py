@@ -577,6 +577,21 @@ def test_a_plan_holds_one_input_a_layer(backend):
     assert 3 < growth(peak(fzero.remat(deep, "matmuls"))) < 4.05 + gradients
 
 
+def test_a_tied_block_says_where_its_leaves_lie():
+    """Its boxes hold no shard of their own, so nothing but the message tells the block's function that."""
+    opt, w = optim.sgd(0.1), torch.eye(4)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in params["h"]:
+            x = fzero.remat(lambda p, x: x @ p["w"])(block, x)
+        return x.sum()
+
+    step = fzero.shard(train_step_for(loss, opt, gather=False), stage=3, mesh=fzero.mesh(dp=2))
+    params, opt_state = step.init({"h": [{"w": w}, {"w": w}]}, opt)
+    with pytest.raises(ValueError, match=r"w' lies in the shard of unit 'h.0', which is not in this tree.*tied leaf's"):
+        step(params, opt_state, step.mesh.split(torch.ones(2, 4)))
+
+
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "stage,whole", [(0, True), *[pytest.param(s, True, marks=pytest.mark.slow) for s in (1, 3)], (2, True), (3, False)]

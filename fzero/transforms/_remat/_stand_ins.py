@@ -89,8 +89,8 @@ class StandIns:
         return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
     def has_boxes(self) -> bool:
-        """Return whether a leaf is a box."""
-        return any(isinstance(x, _Box) for x in self.leaves)
+        """Return whether a leaf is a box: also a slot alone, whose shard is elsewhere, for the error that says so."""
+        return any(isinstance(x, _Box | Slot) for x in self.leaves)
 
 
 def arguments(args: Any, kwargs: Any, distinct: Distinct) -> StandIns:
@@ -120,7 +120,7 @@ def result(out: Any, distinct: Distinct) -> StandIns:
 
 def _is_leaf(x: Any) -> bool:
     # some caches are registered as trees, and would be rebuilt: the block would write into the copy
-    return isinstance(x, Shard) or type(x).__name__.endswith("Cache")
+    return isinstance(x, Shard | Slot) or type(x).__name__.endswith("Cache")
 
 
 def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
