@@ -17,6 +17,7 @@ __all__ = [
     "is_mapped_now",
     "is_wrapped",
     "maps_now",
+    "may_differ",
     "unwrapped",
     "vmaps",
     "written",
@@ -31,6 +32,17 @@ def is_wrapped(x: torch.Tensor) -> bool:
 def is_mapped_now(x: torch.Tensor) -> bool:
     """Return whether a tensor is batched by the innermost transform that runs now, a vmap."""
     return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
+
+
+def may_differ(x: torch.Tensor, token: torch.Tensor) -> bool:
+    """Return False for a tensor that the vmap that maps over a token does not map over: it is one for all samples."""
+    if not functorch.is_batchedtensor(token):
+        return True
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_get_level(token):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def is_differentiated(x: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A layer of experts in one line, and the rule that splits it."""
+"""A layer of experts in one line."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,15 +7,13 @@ from typing import Any, Protocol
 import torch
 from einops import einsum, rearrange
 
-from fzero import tree
-from fzero.axes.rules import SplitRule
-from fzero.axes.scope import axis_names, axis_size
 from fzero.moe._grouped import grouped_mm
 from fzero.moe._route import Routing
-from fzero.moe._seats import along, check_experts, combine, dispatch, seats
+from fzero.moe._seats import check_experts, combine, dispatch, seats
 from fzero.moe._sorted import Order, sort_rows, unsort_rows
+from fzero.moe._split import check_axis, check_split
 
-__all__ = ["Linear", "layer", "linear_by_ends", "split"]
+__all__ = ["Linear", "layer", "linear_by_ends"]
 
 
 class Linear(Protocol):
@@ -91,6 +89,7 @@ def layer(
         raise TypeError(f"x is {x.dtype}: expected a floating-point tensor [sequences, tokens, width]")
     count = routing.probs.shape[-1]
     check_experts(routing.experts, count, axis)
+    check_axis(axis)
     check_split(experts, count, axis)
     if capacity is None:
         rows, order = sort_rows(x, routing.experts, count, axis)
@@ -99,64 +98,3 @@ def layer(
     seated = seats(routing.experts, count, capacity)
     done = f(experts, dispatch(x, seated, axis), linear_by_seats)
     return combine(done, seated, routing.gates, axis)
-
-
-def check_split(experts: Any, count: int, axis: str) -> None:
-    """Check that each leaf has this rank's experts along dimension 0.
-
-    Raises:
-        ValueError: if one has not. Names it.
-    """
-    n = axis_size(along(axis))
-    for path, leaf in zip(*tree.flatten_with_paths(experts, tree.is_box)[:2], strict=True):
-        if tree.is_box(leaf):
-            raise ValueError(f"experts leaf {path!r} is {leaf!r}: gather it first, by fzero.gather or fzero.remat")
-        size = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
-        if isinstance(leaf, torch.Tensor) and size != count // n:
-            where = f"experts leaf {path!r} has the shape {list(leaf.shape)}"
-            if size == count:
-                raise ValueError(
-                    f"{where}: it is not split, and the {n} ranks along {axis!r} have {count // n} experts each: "
-                    "fzero.shard(split=fzero.moe.split('experts')), where 'experts' is part of the leaf's path"
-                )
-            raise ValueError(f"{where}: expected {count // n} experts along dimension 0, of {count} on {n} ranks")
-
-
-def split(*names: str, axis: str = "ep") -> SplitRule:
-    """Make the rule for `fzero.shard(split=)` that splits experts over an axis, by dimension 0.
-
-    Args:
-        *names: parts of the paths of leaves that hold experts: "experts" means "layers.3.experts.up" and not
-            "shared_experts.up".
-        axis: the name of the axis. On a mesh that has none of that name nothing is split.
-
-    Returns:
-        A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
-
-    Raises:
-        ValueError: if no name is given. The rule raises it for experts that are a list, a leaf each.
-
-    Example:
-        >>> import fzero
-        >>> rule = split("experts")
-        >>> fzero.mesh(ep=2).spmd(
-        ...     lambda: print(rule("mlp.experts.up", torch.ones(4, 2)), rule("mlp.router", torch.ones(2)))
-        ... )()
-        {'ep': 0} None
-    """
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts'")
-
-    def rule(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        parts = path.split(".")
-        found = [i for i, part in enumerate(parts) if part in names]
-        if not found or axis not in axis_names():
-            return None
-        if any(part.isdigit() for part in parts[found[0] + 1 :]):
-            raise ValueError(
-                f"leaf {path!r} is of one expert in a list: moe.split cuts leaves that hold all experts along "
-                "dimension 0; stack them, or name another part of the path"
-            )
-        return {axis: 0}
-
-    return rule

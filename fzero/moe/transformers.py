@@ -10,6 +10,7 @@ from fzero.axes.scope import axis_size
 from fzero.moe._layer import linear_by_ends
 from fzero.moe._seats import along
 from fzero.moe._sorted import sort_rows, unsort_rows
+from fzero.moe._split import check_axis, check_parts
 
 __all__ = ["register", "split"]
 
@@ -127,6 +128,7 @@ def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, 
 
 def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     """Return the number of all experts, and check that this rank has its part."""
+    check_axis(axis)
     n = axis_size(along(axis))
     count = getattr(module, "num_experts", len(weight) * n)
     if len(weight) * n != count:
@@ -134,4 +136,5 @@ def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
             f"{type(module).__name__} has {len(weight)} of {count} experts on each of the {n} ranks along {axis!r}: "
             "say fzero.shard(split=fzero.moe.transformers.split(model)), and let the axis divide their number"
         )
+    check_parts([weight], count, axis)
     return count

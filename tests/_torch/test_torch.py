@@ -282,6 +282,21 @@ def test_levels_tell_what_tracks_a_tensor():
     torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))
 
 
+def test_a_tensor_that_a_vmap_does_not_map_over_is_known():
+    from fzero._torch.levels import may_differ
+
+    seen, same = [], torch.ones(2)
+
+    def within(token, x):
+        torch.func.grad(lambda y: seen.append([may_differ(v, token) for v in (y, y + x, x, same)]) or y.sum())(same)
+        return x
+
+    torch.vmap(torch.vmap(within, in_dims=(None, 0)), in_dims=(0, None))(torch.arange(3), torch.ones(4))  # x by another
+    torch.vmap(within)(torch.arange(3), torch.ones(3))
+    assert seen == [[False] * 4, [False, True, True, False]]
+    assert may_differ(same, torch.arange(3))  # no vmap tells
+
+
 def test_hooks_on_gradients_are_seen():
     p = torch.nn.Parameter(torch.ones(2))
     assert _torch_modules.gradient_hooks(p) == []

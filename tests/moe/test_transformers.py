@@ -91,6 +91,16 @@ def test_experts_that_are_not_split_are_refused():
         step(*step.init(params, OPT), mesh.split(batches()[0]))
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_experts_that_are_split_over_another_axis_are_refused(by_name):
+    moe.transformers.register()
+    train_step, params = step_and_params("qwen3_moe", "fzero")
+    mesh, rule = fzero.mesh(dp=2, ep=2), moe.split("experts", axis="dp")
+    step = fzero.shard(train_step, stage=0, mesh=mesh, split=rule if by_name else lambda *leaf: rule(*leaf))
+    with pytest.raises(ValueError, match=r"axis='ep': .*moe.split\("):
+        step(*step.init(params, OPT), mesh.split(batches()[0]))
+
+
 def test_the_rule_knows_the_experts_that_it_may_split():
     """By name alone, llama4's experts would be split too, and compute something else without a word."""
     moe.transformers.register()

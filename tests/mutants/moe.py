@@ -9,6 +9,7 @@ LAYER = ("tests/moe/test_layer.py",)
 TRAINING = ("tests/moe/test_training.py",)
 TRANSFORMERS = ("tests/moe/test_transformers.py",)
 CLIP = ("tests/optim/test_experts.py",)
+AXES = ("tests/moe/test_axes.py",)
 INPUT = ("tests/moe/test_input.py",)
 
 MUTANTS = [
@@ -159,9 +160,30 @@ MUTANTS = [
     ),
     # the layer
     Mutant("a bias is not added", "moe/_layer.py", "return y if bias is None else", "return y if True else", LAYER),
-    Mutant("every rank has all experts", "moe/_layer.py", "return {axis: 0}", "return None", TRAINING),
-    Mutant("experts that are not split pass", "moe/_layer.py", "and size != count // n", "and False", INPUT),
-    Mutant("shared experts are split too", "moe/_layer.py", "if part in names]", "if part.endswith(names)]", INPUT),
+    Mutant("every rank has all experts", "moe/_split.py", "return {self.axis: 0}", "return None", TRAINING),
+    Mutant("experts that are not split pass", "moe/_split.py", "if size == count // n:", "if True:", INPUT),
+    Mutant(
+        "shared experts are split too",
+        "moe/_split.py",
+        "if part in self.names]",
+        "if part.endswith(self.names)]",
+        INPUT,
+    ),
+    Mutant(
+        "experts are split over another axis than tokens travel along",
+        "moe/_split.py",
+        "isinstance(rule, Split) and rule.axis != axis",
+        "False",
+        AXES,
+    ),
+    Mutant("the axis of the experts is none of the data's", "moe/_split.py", "if axis not in data:", "if False:", AXES),
+    Mutant(
+        "all ranks along ep have the same experts",
+        "_torch/levels.py",
+        "        x = functorch.get_unwrapped(x)\n    return False",
+        "        x = functorch.get_unwrapped(x)\n    return True",
+        AXES,
+    ),
     # transformers
     Mutant(
         "weights are taken as they are stored",
