@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import torch
 from einops import einsum, rearrange
 
+from fzero.moe._checks import check_floating, given
 from fzero.moe._grouped import grouped_mm
-from fzero.moe._route import Routing
+from fzero.moe._route import Routing, check_routing
 from fzero.moe._seats import check_experts, combine, dispatch, seats
 from fzero.moe._sorted import Order, sort_rows, unsort_rows
 from fzero.moe._split import check_axis, check_split
@@ -26,6 +27,7 @@ class Linear(Protocol):
 
 def linear_by_seats(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add `[e, f]`."""
+    _check_linear(rows, len(rows), weight, bias)
     y = einsum(rows, weight, "e r d, e d f -> e r f")
     return y if bias is None else y + rearrange(bias, "e f -> e 1 f")
 
@@ -35,11 +37,34 @@ def linear_by_ends(
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
     ends, likely = order.ends, len(order.row)  # as many rows as this rank's tokens choose
+    _check_linear(rows, len(ends), weight, bias)
     y = grouped_mm(rows, weight, ends, likely)
     if bias is None:
         return y
     # a product with ones: its gradient is a sum by expert, where indexing would add row by row
     return y + grouped_mm(rows.new_ones(len(rows), 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
+
+
+def _check_linear(rows: torch.Tensor, count: int, weight: Any, bias: Any) -> None:
+    """Check that each expert has a matrix, and a bias: einsum would take one for all of them.
+
+    Raises:
+        TypeError: if the dtypes do not fit.
+        ValueError: if the shapes do not fit.
+    """
+    wanted = f"[{count}, {rows.shape[-1]}, columns], a matrix for each of {count} experts"
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"linear's weight is {given(weight)}: expected {wanted}")
+    if weight.ndim != 3 or weight.shape[:2] != (count, rows.shape[-1]):
+        raise ValueError(f"linear's weight has the shape {list(weight.shape)}: expected {wanted}")
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.shape != (count, weight.shape[2])):
+        what = f"has the shape {list(bias.shape)}" if isinstance(bias, torch.Tensor) else f"is {bias!r}"
+        raise ValueError(f"linear's bias {what}: expected [{count}, {weight.shape[2]}], a row for each expert")
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != rows.dtype and not torch.is_autocast_enabled(rows.device.type):
+            raise TypeError(
+                f"linear's {name} is {x.dtype}, and the rows are {rows.dtype}: expected one dtype; cast either"
+            )
 
 
 def layer(
@@ -71,7 +96,7 @@ def layer(
         `[s, t, d]`; zeros for a token all of whose choices were dropped.
 
     Raises:
-        TypeError: if `x` is not floating-point.
+        TypeError: if `x` is not floating-point, or `routing` no `Routing`.
         ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not fit.
 
     Example:
@@ -85,8 +110,8 @@ def layer(
         >>> y.shape
         torch.Size([2, 5, 8])
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}: expected a floating-point tensor [sequences, tokens, width]")
+    check_floating("x", x, "[sequences, tokens, width]")
+    check_routing(routing)
     count = routing.probs.shape[-1]
     check_experts(routing.experts, count, axis)
     check_axis(axis)

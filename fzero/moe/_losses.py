@@ -6,7 +6,8 @@ import torch
 
 from fzero.axes.axis import AxisName
 from fzero.collectives.sums import pmean
-from fzero.moe._route import Routing
+from fzero.moe._checks import given
+from fzero.moe._route import Routing, check_routing
 from fzero.moe._seats import counted, seats_of_an_expert
 
 __all__ = ["balance_bias", "balance_loss", "load", "stats", "z_loss"]
@@ -14,6 +15,7 @@ __all__ = ["balance_bias", "balance_loss", "load", "stats", "z_loss"]
 
 def _counts(routing: Routing) -> torch.Tensor:
     """Count each sequence's choices of each expert: `[s, E]`."""
+    check_routing(routing)
     if routing.experts.ndim != 3:
         raise ValueError(f"routing is of tokens {list(routing.experts.shape[:-1])}: expected [sequences, tokens]")
     return counted(routing.experts.flatten(1), routing.probs.shape[-1])[0][:, :-1]
@@ -96,6 +98,7 @@ def z_loss(routing: Routing) -> torch.Tensor:
     References:
         Zoph et al.: ST-MoE, arXiv:2202.08906.
     """
+    check_routing(routing)
     return routing.logits.logsumexp(-1).square().mean()
 
 
@@ -114,6 +117,7 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
         `[E]`.
 
     Raises:
+        TypeError: if either is no tensor.
         ValueError: if the shapes do not fit.
 
     Example:
@@ -123,6 +127,9 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
     References:
         Wang et al.: Auxiliary-loss-free load balancing, arXiv:2408.15664.
     """
+    for name, x in (("bias", bias), ("load", load)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {given(x)}: expected a tensor, a number an expert")
     if bias.ndim != 1 or load.shape[-1:] != bias.shape:
         raise ValueError(
             f"bias has the shape {list(bias.shape)}, and load {list(load.shape)}: expected [E] and [.., E]"
@@ -153,8 +160,8 @@ def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None
         >>> moe.stats(routing, capacity=1.0)
         {'load': tensor([0.7500, 0.2500]), 'dropped': tensor(0.2500), 'entropy': tensor(0.0402)}
     """
-    t, k = routing.experts.shape[-2:]
     counts = _counts(routing)
+    t, k = routing.experts.shape[-2:]
     c = seats_of_an_expert(t, k, counts.shape[-1], capacity)
     dtype = routing.probs.dtype
     seated = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)

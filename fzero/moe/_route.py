@@ -6,8 +6,12 @@ import torch
 
 from fzero import random
 from fzero.axes.scope import axis_index, data_axes, micro_batch
+from fzero.moe._checks import given
 
-__all__ = ["Routing", "jitter", "route"]
+__all__ = ["Routing", "check_routing", "jitter", "route"]
+
+
+_TINY = 1e-20  # as DeepSeek-V3 has it: sigmoids of -104 and less are zeros in float32
 
 
 class Routing(NamedTuple):
@@ -24,6 +28,16 @@ class Routing(NamedTuple):
     gates: torch.Tensor
     probs: torch.Tensor
     logits: torch.Tensor
+
+
+def check_routing(routing: Any) -> None:
+    """Check that an argument is a routing.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing is {given(routing)}: expected what fzero.moe.route returned")
 
 
 def route(
@@ -46,7 +60,7 @@ def route(
         logits: `[.., E]`, floating-point.
         k: how many experts a token goes to.
         score: what makes scores of logits.
-        normalise: whether a token's gates are divided by their sum.
+        normalise: whether a token's gates are divided by their sum; gates that are all zero stay so.
         scale: what the gates are multiplied by in the end.
         bias: `[E]`, added to the scores for the choice alone and not for the gates; see `balance_bias`.
         groups: `(n, most)`: the experts are n equal groups, such as machines, and a token's experts lie in the `most`
@@ -56,7 +70,7 @@ def route(
         A `Routing`. Experts of equal scores are taken in torch's order of `topk`.
 
     Raises:
-        TypeError: if the logits are no floating-point tensor.
+        TypeError: if the logits or the bias are no floating-point tensor, or the scale is no number.
         ValueError: if k is not between 1 and the number of experts that a token may choose from, or if `score`,
             `bias` or `groups` do not fit.
 
@@ -73,7 +87,8 @@ def route(
         Shazeer et al.: Outrageously large neural networks, arXiv:1701.06538.
         DeepSeek-AI: DeepSeek-V3, arXiv:2412.19437.
     """
-    _check(logits, k, score, bias, groups)
+    _check_scores(logits, score, scale, bias)
+    _check_choices(logits.shape[-1], k, groups)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probs = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
     scores = probs.detach() if bias is None else probs.detach() + bias.detach()
@@ -82,7 +97,7 @@ def route(
     experts = scores.topk(k, -1).indices
     gates = probs.gather(-1, experts)  # a nan is the largest score, so that a token that has one takes its gate
     if normalise:
-        gates = gates / gates.sum(-1, keepdim=True)
+        gates = gates / gates.sum(-1, keepdim=True).clamp(min=_TINY)
     nowhere = probs.isnan().any(-1, keepdim=True)
     return Routing(torch.where(nowhere, logits.shape[-1], experts), gates * scale, probs, logits)
 
@@ -96,18 +111,30 @@ def _in_best_groups(scores: torch.Tensor, n: int, most: int) -> torch.Tensor:
     return of_groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def _check(logits: Any, k: int, score: str, bias: torch.Tensor | None, groups: tuple[int, int] | None) -> None:
+def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or not logits.ndim:
-        given = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else repr(logits)
-        raise TypeError(f"logits is {given}: expected a floating-point tensor [.., experts], what the router computes")
+        raise TypeError(
+            f"logits is {given(logits)}: expected a floating-point tensor [.., experts], what the router computes"
+        )
     count = logits.shape[-1]
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f'score={score!r}: expected "softmax" or "sigmoid"')
-    if bias is not None and bias.shape != (count,):
+    if not isinstance(scale, int | float | torch.Tensor):
+        raise TypeError(f"scale={scale!r}: expected a number, what the gates are multiplied by")
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+        what = f"bias is {given(bias)}" if isinstance(bias, torch.Tensor) else f"bias={bias!r}"
+        raise TypeError(f"{what}: expected a floating-point tensor [{count}], a number an expert")
+    if bias.shape != (count,):
         raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{count}], a number an expert")
+
+
+def _check_choices(count: int, k: Any, groups: Any) -> None:
     choices = count
     if groups is not None:
-        n, most = groups
+        pair = isinstance(groups, tuple | list) and len(groups) == 2 and all(isinstance(v, int) for v in groups)
+        n, most = groups if pair else (0, 0)
         if n < 1 or count % n or not 1 <= most <= n:
             raise ValueError(
                 f"groups={groups}: expected (n, most) where n divides the {count} experts, and most is 1 to n"
@@ -147,8 +174,7 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     if not 0 <= amount <= 1:
         raise ValueError(f"amount={amount}: expected a number between 0 and 1")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
-        given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-        raise TypeError(f"x is {given}: expected a floating-point tensor [sequences, ..]")
+        raise TypeError(f"x is {given(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
     first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * len(x)
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -8,6 +8,7 @@ from einops import einsum, rearrange
 
 from fzero.axes.scope import axis_names, axis_size
 from fzero.collectives.exchange import all_to_all
+from fzero.moe._checks import check_floating
 from fzero.moe._moved import inverse, moved
 
 __all__ = ["Seats", "along", "check_experts", "combine", "counted", "dispatch", "seats", "seats_of_an_expert"]
@@ -37,11 +38,13 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
 
     Raises:
         TypeError: if `experts` are no int64 tensor.
-        ValueError: if the axis does not divide `count`.
+        ValueError: if `count` is no number of experts, or the axis does not divide it.
     """
     if not isinstance(experts, torch.Tensor) or experts.dtype != torch.int64:
         given = experts.dtype if isinstance(experts, torch.Tensor) else repr(experts)
         raise TypeError(f"experts is {given}: expected an int64 tensor [.., k], as moe.route returns it")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"count={count!r}: expected the number of experts, of which `experts` holds numbers")
     n = axis_size(along(axis))
     if count % n:
         raise ValueError(
@@ -54,16 +57,17 @@ def seats_of_an_expert(tokens: int, k: int, count: int, capacity: float | None) 
     """Return how many seats an expert has for a sequence.
 
     Raises:
-        ValueError: if `capacity` is not positive.
+        ValueError: if `capacity` is not positive and finite.
     """
     if capacity is None:
         return tokens
-    if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not capacity > 0:
+    if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity < math.inf:
         raise ValueError(
             f"capacity={capacity!r}: expected a number above 0, such as 1.25, times the seats that even routing needs; "
             "or None, with which no token is dropped"
         )
-    return min(tokens, math.ceil(capacity * tokens * k / count))
+    # 1.1 x 100 / 10 is 11.000000000000002 in binary, and is to be 11
+    return min(tokens, max(1, math.ceil(round(capacity * tokens * k / count, 9))))
 
 
 def seats(experts: torch.Tensor, count: int, capacity: float | None = None) -> Seats:
@@ -135,6 +139,7 @@ def dispatch(x: torch.Tensor, seated: Seats, axis: str = "ep") -> torch.Tensor:
         `[E / n, n s c, d]` for n ranks; zeros on empty seats. With gates of one it is the transpose of `combine`.
 
     Raises:
+        TypeError: if `x` is not floating-point.
         ValueError: if the axis does not divide the experts, or `x` does not fit.
 
     Example:
@@ -146,6 +151,7 @@ def dispatch(x: torch.Tensor, seated: Seats, axis: str = "ep") -> torch.Tensor:
     s, t, k = seated.seat.shape
     count, c = seated.choice.shape[1:]
     check_experts(seated.seat, count, axis)
+    check_floating("x", x, f"[{s}, {t}, width], the tokens that were seated")
     if x.ndim != 3 or x.shape[:2] != (s, t):
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{s}, {t}, width], the tokens that were seated")
     token = torch.div(seated.choice, k, rounding_mode="floor")
@@ -169,7 +175,8 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
         `[s, t, d]`.
 
     Raises:
-        ValueError: if the axis does not divide the experts, or `y` does not fit.
+        TypeError: if `y` or `gates` are not floating-point.
+        ValueError: if the axis does not divide the experts, or `y` or `gates` do not fit.
 
     Example:
         >>> seated = seats(torch.tensor([[[1], [0], [1]]]), count=2)
@@ -181,8 +188,12 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
     count, c = seated.choice.shape[1:]
     check_experts(seated.seat, count, axis)
     n = axis_size(along(axis))
+    wanted = f"[{count // n}, {n * s * c}, width]"
+    check_floating("y", y, f"{wanted}, what the experts return")
+    check_floating("gates", gates, f"[{s}, {t}, {k}], one for each choice")
+    if gates.shape != (s, t, k):
+        raise ValueError(f"gates has the shape {list(gates.shape)}: expected [{s}, {t}, {k}], one for each choice")
     if y.ndim != 3 or y.shape[:2] != (count // n, n * s * c):
-        wanted = f"[{count // n}, {n * s * c}, width]"
         raise ValueError(f"y has the shape {list(y.shape)}: expected {wanted}, experts and seats as dispatch has them")
     back = all_to_all(y, along(axis), split_dim=1, concat_dim=0)
     back = rearrange(back, "e (s c) d -> (s e c) d", s=s)

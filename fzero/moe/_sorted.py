@@ -7,6 +7,7 @@ from einops import rearrange
 
 from fzero.axes.scope import axis_size
 from fzero.collectives.exchange import all_to_all
+from fzero.moe._checks import check_floating
 from fzero.moe._moved import inverse, moved
 from fzero.moe._seats import along, check_experts, counted, weighted
 
@@ -46,7 +47,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
         expert's rows end.
 
     Raises:
-        TypeError: if `experts` is no int64 tensor.
+        TypeError: if `experts` is no int64 tensor, or `x` not floating-point.
         ValueError: if the axis does not divide the experts, or the shapes do not fit.
 
     Example:
@@ -56,6 +57,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
         (tensor([6., 5., 7.]), tensor([1, 3]))
     """
     check_experts(experts, count, axis)
+    check_floating("x", x, "[.., width], the tokens of these experts")
     if x.shape[:-1] != experts.shape[:-1]:
         wanted = ", ".join([str(size) for size in experts.shape[:-1]])
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{wanted}, width], as `experts` has it")
@@ -104,6 +106,7 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
         `[.., d]`.
 
     Raises:
+        TypeError: if `y` or `gates` are not floating-point.
         ValueError: if the shapes do not fit.
 
     Example:
@@ -112,6 +115,8 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
         >>> unsort_rows(rows, order, torch.ones(3, 1)).flatten()
         tensor([5., 6., 7.])
     """
+    check_floating("y", y, f"[{len(order.order)}, width], what the experts return")
+    check_floating("gates", gates, "[.., k], one for each choice")
     if y.ndim != 2 or len(y) != len(order.order):
         raise ValueError(f"y has the shape {list(y.shape)}: expected [{len(order.order)}, width], as sort_rows has it")
     if gates.numel() != len(order.row):

@@ -52,7 +52,8 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
         A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
 
     Raises:
-        ValueError: if no name is given. The rule raises it for experts that are a list, a leaf each.
+        TypeError: if `axis` is no name.
+        ValueError: if no name is given, or one has a dot. The rule raises it for experts that are a list, a leaf each.
 
     Example:
         >>> import fzero
@@ -62,8 +63,9 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
         ... )()
         {'ep': 0} None
     """
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts'")
+    if not names or not all(isinstance(name, str) and "." not in name for name in names):
+        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
+    along(axis)
 
     return Split(names, axis)
 

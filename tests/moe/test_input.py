@@ -36,6 +36,77 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integer logits": (lambda: moe.route(L.long(), 1), TypeError, r"logits is torch.int64 \[2, 3, 4\]: expected a fl"),
     "score": (lambda: moe.route(L, 1, score="relu"), ValueError, r"score='relu': expected \"softmax\""),  # pyright: ignore
     "bias": (lambda: moe.route(L, 1, bias=torch.zeros(3)), ValueError, r"bias has the shape \[3\]: expected \[4\]"),
+    "a bias that is a number": (
+        lambda: moe.route(L, 1, bias=0.1),  # pyright: ignore
+        TypeError,
+        r"bias=0.1: expected a floating-point tensor \[4\], a number an expert",
+    ),
+    "a bias of integers": (lambda: moe.route(L, 1, bias=ENDS), TypeError, r"bias is torch.int64 \[2\]: expected a fl"),
+    "groups that are a number": (
+        lambda: moe.route(L, 1, groups=2),  # pyright: ignore
+        ValueError,
+        r"groups=2: expected \(n, most\)",
+    ),
+    "groups of fractions": (
+        lambda: moe.route(L, 1, groups=(2.0, 1)),  # pyright: ignore
+        ValueError,
+        r"groups=\(2.0, 1\): expected",
+    ),
+    "a scale that is no number": (
+        lambda: moe.route(L, 1, scale="2"),  # pyright: ignore
+        TypeError,
+        r"scale='2': expected a number",
+    ),
+    "no end of capacity": (
+        lambda: moe.seats(R.experts, 4, float("inf")),
+        ValueError,
+        r"capacity=inf: expected a number above 0.* or None",
+    ),
+    "no experts to seat": (lambda: moe.seats(R.experts, 0), ValueError, r"count=0: expected the number of experts"),
+    "a name for a count": (
+        lambda: moe.sort_rows(X, R.experts, "4"),  # pyright: ignore
+        ValueError,
+        r"count='4': expected the number of experts",
+    ),
+    "logits for a routing": (
+        lambda: moe.layer(ffn, P, X, L),  # pyright: ignore
+        TypeError,
+        r"routing is torch.float32 \[2, 3, 4\]: expected what fzero.moe.route returned",
+    ),
+    "a balance of logits": (lambda: moe.balance_loss(L), TypeError, r"routing is torch.float32 .*: expected what fz"),  # pyright: ignore
+    "a z loss of logits": (lambda: moe.z_loss(L), TypeError, r"routing is torch.float32 .*: expected what fzero"),  # pyright: ignore
+    "statistics of nothing": (lambda: moe.stats(None), TypeError, r"routing is None: expected what fzero.moe.route"),  # pyright: ignore
+    "a list of tokens": (lambda: moe.layer(ffn, P, [1.0], R), TypeError, r"x is \[1.0\]: expected a floating-point"),  # pyright: ignore
+    "experts that return nothing": (
+        lambda: moe.layer(lambda *_: None, P, X, R, capacity=1.0),  # pyright: ignore
+        TypeError,
+        r"y is None: expected a floating-point tensor .* what the experts return",
+    ),
+    "and without seats": (
+        lambda: moe.layer(lambda *_: None, P, X, R),  # pyright: ignore
+        TypeError,
+        r"y is None: expected a floating-point tensor .* what the experts return",
+    ),
+    "gates of one choice": (
+        lambda: moe.layer(ffn, P, X, R._replace(gates=R.gates[..., :1]), capacity=1.0),
+        ValueError,
+        r"gates has the shape \[2, 3, 1\]: expected \[2, 3, 2\]",
+    ),
+    "a load that is a number": (
+        lambda: moe.balance_bias(torch.zeros(4), 0.5),  # pyright: ignore
+        TypeError,
+        r"load is 0.5: expected a tensor",
+    ),
+    "names with a dot": (
+        lambda: moe.split("layer.experts"),
+        ValueError,
+        r"names=\('layer.experts',\): expected parts of the paths .* without a dot",
+    ),
+    "a rule of no axis": (
+        lambda: moe.split("experts", axis=None),  # pyright: ignore
+        TypeError,
+        r"axis=None: expected the name of the axis",
+    ),
     "groups": (lambda: moe.route(L, 1, groups=(3, 1)), ValueError, r"groups=\(3, 1\): .* n divides the 4 experts"),
     "capacity of 0": (lambda: moe.seats(R.experts, 4, 0), ValueError, r"capacity=0: expected a number above 0"),
     "negative capacity": (
@@ -46,7 +117,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "capacity that is nan": (lambda: moe.stats(R, float("nan")), ValueError, r"capacity=nan"),
     "float choices": (lambda: moe.seats(R.gates, 4), TypeError, r"experts is torch.float64: expected an int64"),
     "seats of no sequences": (lambda: moe.seats(R.experts[0], 4), ValueError, r"\[3, 2\]: expected \[sequences"),
-    "integer tokens": (lambda: moe.layer(ffn, P, X.long(), R), TypeError, r"x is torch.int64: expected a floating"),
+    "integer tokens": (
+        lambda: moe.layer(ffn, P, X.long(), R),
+        TypeError,
+        r"x is torch.int64 \[2, 3, 6\]: expected a floating",
+    ),
     "tokens of another routing": (
         lambda: moe.layer(ffn, P, X[:, :2], R),
         ValueError,
@@ -137,6 +212,27 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "three dimensions": (lambda: moe.grouped_outer(X, X, ENDS), ValueError, r"x has the shape \[2, 3, 6\]: expected"),
     "outer rows": (lambda: moe.grouped_outer(X[0], X[0, :2], ENDS), ValueError, r"y has the shape \[2, 6\]: .*\[3, co"),
 }
+
+
+LINEAR: dict[str, tuple[torch.Tensor, torch.Tensor | None, type[Exception], str]] = {
+    "one matrix for all": (P["up"][:1], None, ValueError, r"weight has the shape \[1, 6, 10\]: expected \[4, 6, col"),
+    "a width of one": (P["up"][:, :1], None, ValueError, r"weight has the shape \[4, 1, 10\]: expected \[4, 6, col"),
+    "matrices of others": (P["down"], None, ValueError, r"weight has the shape \[4, 10, 6\]: expected \[4, 6, col"),
+    "a matrix": (P["up"][0], None, ValueError, r"weight has the shape \[6, 10\]: expected \[4, 6, columns\]"),
+    "a bias for all": (P["up"], P["bias"][:1], ValueError, r"bias has the shape \[1, 10\]: expected \[4, 10\]"),
+    "a bias of one": (P["up"], P["bias"][:, :1], ValueError, r"bias has the shape \[4, 1\]: expected \[4, 10\]"),
+    "half matrices": (P["up"].bfloat16(), None, TypeError, r"weight is torch.bfloat16, and the rows are torch.float64"),
+    "half biases": (P["up"], P["bias"].half(), TypeError, r"bias is torch.float16, and the rows are torch.float64"),
+}
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_matrix_that_does_not_fit_is_refused_with_seats_and_without(name, capacity):
+    """Einsum would take one for all experts, and a sum over one for a product."""
+    weight, bias, error, message = LINEAR[name]
+    with pytest.raises(error, match=message):
+        moe.layer(lambda p, rows, linear: linear(rows, weight, bias), P, X, R, capacity=capacity)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

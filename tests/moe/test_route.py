@@ -143,3 +143,12 @@ def test_the_bias_moves_the_load_towards_equal():
     assert loads[0].max() > 0.4 and loads[-1].max() < 0.28 and loads[-1].min() > 0.22
     two = moe.balance_bias(torch.zeros(4), torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]), rate=1.0)
     assert two.tolist() == [-1, -1, 1, 1]  # that of the mean of micro-batches
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_are_all_zero_are_divided_by_no_zero(score):
+    """Sigmoids of -200 are zeros in float32: such a token gets gates of zero, and gradients that are finite."""
+    logits = torch.full((1, 2, 4), -200.0)
+    gates, grad = torch.func.vjp(lambda x: moe.route(x, 2, score=score, normalise=True).gates, logits)
+    assert torch.equal(gates, torch.full((1, 2, 2), 0.5 if score == "softmax" else 0.0))
+    assert grad(torch.ones(1, 2, 2))[0].isfinite().all()

@@ -1,7 +1,10 @@
 """Laws of seats, of rows in order, and of the ways there and back."""
 
+import itertools
 import math
+from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +117,13 @@ def test_permuting_the_experts_permutes_their_gradients(k, capacity, seed):
     for name in p:
         torch.testing.assert_close(theirs[name], mine[name][order], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(permuted, routers[:, order], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("capacity", [0.7, 1.1, 1.2, 1.25, 1.3, 2.2])
+@pytest.mark.parametrize("tokens", [10, 100, 1000])
+def test_a_capacity_is_the_decimal_that_was_written(capacity, tokens):
+    """1.1 x 100 / 10 is 11 seats, though in binary it is a little more."""
+    for k, count in itertools.product((1, 2, 4), (2, 5, 10, 64)):
+        exact = math.ceil(Fraction(str(capacity)) * tokens * k / count)
+        experts = torch.zeros(1, tokens, k, dtype=torch.int64)
+        assert moe.seats(experts, count, capacity).choice.shape[-1] == min(tokens, exact)

@@ -35,6 +35,7 @@ MUTANTS = [
     ),
     Mutant("all ranks jitter alike", "moe/_route.py", "to(x.device) * len(x)", "to(x.device) * 0", ROUTE),
     Mutant("k is not checked", "moe/_route.py", "not 1 <= k <= choices", "not 1 <= k", INPUT),
+    Mutant("gates are divided by zero", "moe/_route.py", ".clamp(min=_TINY)", "", ROUTE),
     # seats
     Mutant(
         "capacity is counted per rank",
@@ -61,7 +62,7 @@ MUTANTS = [
         (('"s (k t) -> s t k"', '"s (t k) -> s t k"'),),
     ),
     Mutant("one seat too many", "moe/_seats.py", "(place < c)", "(place <= c)", SEATS),
-    Mutant("seats are rounded down", "moe/_seats.py", "math.ceil(capacity", "math.floor(capacity", SEATS),
+    Mutant("seats are rounded down", "moe/_seats.py", "math.ceil(round(", "math.floor(round(", SEATS),
     Mutant("choices queue in any order", "moe/_seats.py", "stable=True", "stable=True, descending=True", SEATS),
     Mutant(
         "the way back has its dimensions swapped",
@@ -74,6 +75,14 @@ MUTANTS = [
     Mutant("an empty seat holds the last token", "moe/_moved.py", "x.new_zeros((1, x.shape[1]))", "x[-1:]", LAYER),
     Mutant("rows are not copied back", "moe/_moved.py", "moved(grad, back, at)", "moved(grad, back * 0, at)", SEATS),
     Mutant("sequences share their seats", "moe/_seats.py", "at + first", "at", SEATS),
+    Mutant(
+        "seats are counted in binary",
+        "moe/_seats.py",
+        "round(capacity * tokens * k / count, 9)",
+        "capacity * tokens * k / count",
+        SEATS,
+    ),
+    Mutant("one gate passes for all", "moe/_seats.py", "if gates.shape != (s, t, k):", "if False:", INPUT),
     # sorted rows
     Mutant(
         "rows arrive in the senders' order",
@@ -159,6 +168,13 @@ MUTANTS = [
         TRAINING,
     ),
     # the layer
+    Mutant(
+        "one matrix passes for all experts",
+        "moe/_layer.py",
+        "weight.shape[:2] != (count, rows.shape[-1])",
+        "weight.shape[-2] not in (1, rows.shape[-1])",
+        INPUT,
+    ),
     Mutant("a bias is not added", "moe/_layer.py", "return y if bias is None else", "return y if True else", LAYER),
     Mutant("every rank has all experts", "moe/_split.py", "return {self.axis: 0}", "return None", TRAINING),
     Mutant("experts that are not split pass", "moe/_split.py", "if size == count // n:", "if True:", INPUT),
