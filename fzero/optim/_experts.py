@@ -19,6 +19,7 @@ from fzero.optim._words import answers
 __all__ = ["clip_by_expert"]
 
 _LANES = 16  # partial sums of an expert's part of a leaf, as in _norms.py
+_SCALAR = "leaf {!r} has no dimension of experts: name another part of the path in names="
 
 
 @answers
@@ -37,7 +38,8 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         A pair without state.
 
     Raises:
-        ValueError: if `max_norm` is not positive. When it is used: if leaves of a layer have other numbers of experts.
+        ValueError: if `max_norm` is not positive, or `names` are no parts of paths. When it is used: if no leaf's path
+            has such a part, if experts are a list, or if leaves of a layer have other numbers of experts.
 
     Example:
         >>> clip = clip_by_expert(1.0)
@@ -49,6 +51,8 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
     positive(max_norm=max_norm)
     if isinstance(names, str):
         names = (names,)
+    if not names or not all(isinstance(name, str) and "." not in name for name in names):
+        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _clipped(grads, max_norm, tuple(names)), state
@@ -68,14 +72,24 @@ def _layer(path: str, names: tuple[str, ...]) -> str | None:
     """Return the part of a leaf's path that all of a layer's experts share; None for a leaf without experts."""
     parts = path.split(".")
     found = [i for i, part in enumerate(parts) if part in names]
-    return ".".join(parts[: found[0] + 1]) if found else None
+    if not found:
+        return None
+    if any(part.isdigit() for part in parts[found[0] + 1 :]):
+        raise ValueError(
+            f"leaf {path!r} is of one expert in a list, and an expert is a row of dimension 0: "
+            "stack them, or name another part of the path in names="
+        )
+    return ".".join(parts[: found[0] + 1])
 
 
 def _clipped(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> Updates:
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     layers = [_layer(path, names) for path in paths]
+    if paths and not any(layers):
+        some = ", ".join([repr(path) for path in paths[:3]])
+        raise ValueError(f"names={names!r}: no leaf's path has such a part, of {some}, ..: nothing would be clipped")
     plain = {i: x for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and layers[i] is not None}
-    cut = [_cut(unit, layers) for unit in cut_units(paths, entries)]
+    cut = [_cut(unit, paths, layers) for unit in cut_units(paths, entries)]
     cut = [c for c in cut if any(layer is not None for layer in c.layers)]
     sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
     for i, x in plain.items():
@@ -99,11 +113,13 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (at_least_float32(x) * scale).to(x.dtype)
 
 
-def _cut(unit: CutUnit, layers: Sequence[str | None]) -> _Cut:
+def _cut(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _Cut:
     shapes = facts(unit.uid).shapes
     mine: list[str | None] = [None] * len(shapes)
     for position, index in unit.members:
         mine[index] = layers[position]
+        if mine[index] is not None and not shapes[index]:
+            raise ValueError(_SCALAR.format(paths[position]))
     first = [0]
     for layer, shape in zip(mine, shapes, strict=True):
         first.append(first[-1] + (shape[0] if layer is not None and shape else 1))
@@ -119,7 +135,7 @@ def _row_ids(c: _Cut) -> torch.Tensor:
         position + torch.arange(known.shard_numel, device=device) - torch.tensor(known.offsets, device=device)[leaf]
     )
     sizes = [
-        max(math.prod(shape) // rows, 1)
+        max(math.prod(shape) // max(rows, 1), 1)
         for shape, rows in zip(known.shapes, [b - a for a, b in zip(c.first, c.first[1:], strict=False)], strict=True)
     ]
     row = torch.div(offset, torch.tensor([*sizes, known.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
@@ -128,7 +144,7 @@ def _row_ids(c: _Cut) -> torch.Tensor:
 
 def _rows_of(path: str, x: torch.Tensor) -> torch.Tensor:
     if not x.ndim:
-        raise ValueError(f"leaf {path!r} has no dimension of experts: name another part of the path in names=")
+        raise ValueError(_SCALAR.format(path))
     return at_least_float32(x).square().flatten(1).sum(1) if x.ndim > 1 else at_least_float32(x).square()
 
 

@@ -238,6 +238,14 @@ MUTANTS = [
     ),
     # clipping by expert
     Mutant("an expert is not summed over tp", "optim/_experts.py", "if s.dims[i] != 0]", "if False]", CLIP),
+    Mutant("a wrong name clips nothing", "optim/_experts.py", "if paths and not any(layers):", "if False:", CLIP),
+    Mutant(
+        "a list of experts is clipped row by row",
+        "optim/_experts.py",
+        "part.isdigit() for part in parts[found",
+        "False for part in parts[found",
+        CLIP,
+    ),
     Mutant("experts are summed over ep", "optim/_experts.py", "if s.dims[i] != 0]", "if True]", CLIP),
     Mutant(
         "each leaf of an expert is clipped alone", "optim/_experts.py", '".".join(parts[: found[0] + 1])', "path", CLIP

@@ -1,5 +1,7 @@
 """Clipping by expert: each expert's norm, over all leaves of its layer, on any layout."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,3 +88,41 @@ def test_mistakes():
         optim.clip_by_expert(1.0).update({"experts": {"a": torch.ones(2), "b": torch.ones(3)}}, ())
     with pytest.raises(ValueError, match=r"leaf 'experts.a' has no dimension of experts"):
         optim.clip_by_expert(1.0).update({"experts": {"a": torch.ones(())}}, ())
+
+
+def test_what_clips_nothing_or_something_else_is_refused():
+    """A wrong name would clip nothing, and a list of experts row by row, without a word."""
+    grads = two_layers()
+    for names in ("exprts", ("a", "b")):
+        with pytest.raises(ValueError, match=r"names=.*: no leaf's path has such a part, of 'layers.0.experts.\w+', "):
+            optim.clip_by_expert(1.0, names).update(grads, ())
+    for names in ((), "layers.experts", (1,)):
+        with pytest.raises(ValueError, match=r"names=.*: expected parts of the paths of experts, .*without a dot"):
+            optim.clip_by_expert(1.0, names)
+    listed = {"experts": [{"up": torch.ones(3, 3)}, {"up": torch.ones(3, 3)}]}
+    for update in (
+        lambda: optim.clip_by_expert(1.0).update(listed, ()),
+        lambda: fzero.mesh(dp=2).spmd(lambda: optim.clip_by_expert(1.0).update(fzero.partition(listed), ()))(),
+    ):
+        with pytest.raises(ValueError, match=r"leaf 'experts.0.up' is of one expert in a list, .*: stack them"):
+            update()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_awkward_leaves_of_experts(sharded):
+    """Those without a dimension are refused by name, with a box or without; empty ones pass."""
+
+    def clipped(tree_of: Any) -> Any:
+        def program() -> Any:
+            clip = optim.clip_by_expert(1.0)
+            return fzero.gather(clip.update(fzero.partition(tree_of), ())[0])
+
+        return fzero.mesh(dp=2).spmd(program)() if sharded else optim.clip_by_expert(1.0).update(tree_of, ())[0]
+
+    with pytest.raises(ValueError, match=r"leaf 'experts.s' has no dimension of experts"):
+        clipped({"experts": {"a": torch.ones(3, 3), "s": torch.tensor(1.0)}})
+    out = clipped(
+        {"experts": {"a": 9 * torch.ones(3, 4), "s": torch.zeros(3, 0)}, "none": {"experts": torch.ones(0, 3)}}
+    )
+    torch.testing.assert_close(out["experts"]["a"], torch.full((3, 4), 0.5))
+    assert out["experts"]["s"].shape == (3, 0) and out["none"]["experts"].shape == (0, 3)
