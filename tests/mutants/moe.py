@@ -10,6 +10,7 @@ TRAINING = ("tests/moe/test_training.py",)
 TRANSFORMERS = ("tests/moe/test_transformers.py",)
 CLIP = ("tests/optim/test_experts.py",)
 AXES = ("tests/moe/test_axes.py",)
+BY_HAND = ("tests/moe/test_by_hand.py",)
 INPUT = ("tests/moe/test_input.py",)
 
 MUTANTS = [
@@ -166,6 +167,26 @@ MUTANTS = [
         '    elif over != "sequence":',
         '    elif over == "sequence":\n        share, score = share.mean(0), score.mean(0)\n    else:',
         TRAINING,
+    ),
+    Mutant(
+        "nobody learns to balance", "moe/_losses.py", "routing.probs.mean(1)", "routing.probs.detach().mean(1)", BY_HAND
+    ),
+    Mutant(
+        "the entropy is of what sums to no one",
+        "moe/_losses.py",
+        "probs / probs.sum(-1, keepdim=True)",
+        "probs",
+        BY_HAND,
+    ),
+    Mutant("micro-batches jitter alike", "moe/_route.py", "fold_in(key, micro_batch())", "fold_in(key, 0)", BY_HAND),
+    Mutant("gates do not learn", "moe/_seats.py", "gates.to(rows.dtype)", "gates.detach().to(rows.dtype)", BY_HAND),
+    Mutant("rows' tangents double", "moe/_moved.py", "moved(tangent, *ctx", "moved(2 * tangent, *ctx", BY_HAND),
+    Mutant(
+        "rows come back along ep, whatever the axis",
+        "moe/_layer.py",
+        "combine(done, seated, routing.gates, axis)",
+        "combine(done, seated, routing.gates)",
+        BY_HAND,
     ),
     # the layer
     Mutant(
