@@ -138,6 +138,7 @@ MUTANTS = [
         LAYER,
     ),
     Mutant("a plan counts the padding", "moe/_grouped.py", "2 * likely * x[1]", "2 * x[0] * x[1]", GROUPED),
+    Mutant("no columns go to the kernel", "moe/_grouped.py", "all(size and size % 8", "all(size % 8", BY_HAND),
     # balance
     Mutant(
         "the loss is of the rank's own means",
