@@ -13,6 +13,7 @@ from fzero.checkpoint import CheckpointError, Checkpoints, Saving, checkpoints, 
 from fzero.collectives._record import Log, record
 from fzero.collectives.exchange import all_to_all, broadcast, ppermute
 from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.collectives.messages import receive, send
 from fzero.collectives.moves import to_device, to_host
 from fzero.collectives.sums import all_gather, pmean, psum, psum_scatter
 from fzero.graph._absent import plan
@@ -109,11 +110,13 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "random",
+    "receive",
     "record",
     "reduce_scatter",
     "remat",
     "save",
     "scaled_value_and_grad",
+    "send",
     "shard",
     "state_bytes",
     "step",
