@@ -4,7 +4,22 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, tuning, units
+from fzero import (
+    checkpoint,
+    data,
+    debug,
+    hf,
+    metrics,
+    moe,
+    nn,
+    optim,
+    pipelines,
+    random,
+    transforms,
+    tree,
+    tuning,
+    units,
+)
 from fzero._donated import DonatedError
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
@@ -100,6 +115,7 @@ __all__ = [
     "offload_ratio",
     "optim",
     "partition",
+    "pipelines",
     "plan",
     "pmean",
     "ppermute",
