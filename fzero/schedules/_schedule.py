@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fzero.pipelines._actions import Action, Message, makes
-from fzero.pipelines._check import check
-from fzero.pipelines._text import text
-from fzero.pipelines._timing import Durations, Timing, timed
+from fzero.schedules._actions import Action, Message, makes
+from fzero.schedules._check import check
+from fzero.schedules._text import text
+from fzero.schedules._timing import Durations, Timing, timed
 
 __all__ = ["Schedule"]
 

@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from fzero.pipelines._greedy import Cap, greedy
-from fzero.pipelines._schedule import Schedule
+from fzero.schedules._greedy import Cap, greedy
+from fzero.schedules._schedule import Schedule
 
 __all__ = ["schedule"]
 
