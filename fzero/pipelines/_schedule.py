@@ -6,6 +6,7 @@ from functools import cached_property
 
 from fzero.pipelines._actions import Action, Message, makes
 from fzero.pipelines._check import check
+from fzero.pipelines._parse import Table, in_cells, rows_of
 from fzero.pipelines._text import text
 from fzero.pipelines._timing import Durations, Timing, timed
 
@@ -37,6 +38,37 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple([tuple(row) for row in self.rows]))
         object.__setattr__(self, "home", tuple(self.home))
+
+    @classmethod
+    def parse(cls, table: Table, name: str = "parsed") -> "Schedule":
+        """Read a table of the form that torch.distributed.pipelining has.
+
+        A cell is a stage, a kind and a micro-batch, as in `0F1`. An empty one is a bubble. `(0F1;3B0)OVERLAP_F_B` is
+        read as two actions, one after the other. Actions that send, receive, unshard, reshard or reduce are left out:
+        who sends what follows from the order, and when ZeRO gathers and reduces is said by `fzero.shard`.
+
+        Args:
+            table: CSV with a line for each rank, or the path of such a file; or rows of cells, which are texts, None,
+                or what prints as such a text, as torch's actions do; or such rows in a dict by rank.
+            name: the name of the schedule.
+
+        Raises:
+            ValueError: if a cell cannot be read, a stage has actions on two ranks or none, or `check` refuses the
+                table. It refuses torch 2.13's own table of 1F1B, whose last rank leaves micro-batch 0 out.
+
+        Example:
+            >>> print(Schedule.parse("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1"))
+            parsed: 2 ranks, 2 micro-batches; efficiency 0.667; in flight 2, 1
+            rank 0  F0 F1  .  . B0 --  . B1 --
+            rank 1   . F0 B0 -- F1 B1 --  .  .
+        """
+        schedule = cls(*rows_of(table), name)  # pyright: ignore[reportArgumentType]
+        check(schedule)
+        return schedule
+
+    def to_csv(self) -> str:
+        """Write the table as CSV, a line for each rank, as torch's schedules load it and `parse` reads it."""
+        return in_cells(self)
 
     @property
     def ranks(self) -> int:
