@@ -23,13 +23,13 @@ CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def rows_of(table: Table) -> tuple[list[list[Action]], list[int]]:
+def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
     """Read a table; return each rank's actions, and by stage the rank that has its actions.
 
     Raises:
         ValueError: if a cell cannot be read, or a stage has actions on two ranks or none.
     """
-    rows = [list(_actions(row, rank)) for rank, row in enumerate(_cells(table))]
+    rows = tuple([tuple(_actions(row, rank)) for rank, row in enumerate(_cells(table))])
     home = dict[int, int]()
     for rank, row in enumerate(rows):
         for action in row:
@@ -38,7 +38,7 @@ def rows_of(table: Table) -> tuple[list[list[Action]], list[int]]:
     missing = [stage for stage in range(max(home, default=0) + 1) if stage not in home]
     if missing:
         raise ValueError(f"stage {missing[0]} has no actions, and the table has stages {sorted(home)}")
-    return rows, [home[stage] for stage in range(len(home))]
+    return rows, tuple([home[stage] for stage in range(len(home))])
 
 
 def in_cells(schedule: "Schedule") -> str:
@@ -51,11 +51,12 @@ def _cells(table: Table) -> list[list[Any]]:
         table = pathlib.Path(table).read_text()
     if isinstance(table, str):
         return list(csv.reader(io.StringIO(table)))
-    if isinstance(table, Mapping):  # torch's pipeline_order: rows by rank
-        if sorted(table) != list(range(len(table))):
-            raise ValueError(f"the table has rows of {sorted(table)}: expected ranks 0 to {len(table) - 1}")
-        return [list(table[rank]) for rank in range(len(table))]
-    return [list(row) for row in table]
+    given: Any = table
+    if isinstance(given, Mapping):  # torch's pipeline_order: rows by rank
+        if set(given) != {*range(len(given))}:
+            raise ValueError(f"the table has rows of {[*given]}: expected ranks 0 to {len(given) - 1}")
+        return [list(given[rank]) for rank in range(len(given))]
+    return [list(row) for row in given]
 
 
 def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
@@ -71,9 +72,9 @@ def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
 def _action(text: str, where: str) -> Action | None:
     found = CELL.fullmatch(text)
     kinds: tuple[Kind, ...] = get_args(Kind)
-    kind = next((k for k in kinds if found and found[2] == k and found[3]), None)
-    if found and kind:
-        return Action(kind, int(found[1]), int(found[3]))
+    for kind in kinds:
+        if found and found[2] == kind and found[3]:
+            return Action(kind, int(found[1]), int(found[3]))
     if found and found[2] in LEFT_OUT:
         return None
     raise ValueError(

@@ -57,12 +57,12 @@ class Schedule:
                 table. It refuses torch 2.13's own table of 1F1B, whose last rank leaves micro-batch 0 out.
 
         Example:
-            >>> print(Schedule.parse("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1"))
+            >>> print(Schedule.parse([["0F0", "0F1", None, "0B0", None, "0B1"], ["", "1F0", "1B0", "1F1", "1B1"]]))
             parsed: 2 ranks, 2 micro-batches; efficiency 0.667; in flight 2, 1
             rank 0  F0 F1  .  . B0 --  . B1 --
             rank 1   . F0 B0 -- F1 B1 --  .  .
         """
-        schedule = cls(*rows_of(table), name)  # pyright: ignore[reportArgumentType]
+        schedule = cls(*rows_of(table), name)
         check(schedule)
         return schedule
 
