@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.pipelines._actions import Action, Value, makes, needs
+from fzero.pipelines._actions import GROWTH, Action, Value, makes, needs
 from fzero.pipelines._schedule import Schedule
 from fzero.pipelines._timing import Durations
 
@@ -149,25 +149,23 @@ class _World:
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """Have the rank that can start first do its action, until all is done."""
         options = [self.option(rank) for rank in range(len(self.ranks))]
-        while any(options):
-            rank = min((o.at, r) for r, o in enumerate(options) if o)[1]
-            stage = self.act(rank, options[rank])
-            beside = [self.home[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(self.home)]
-            for changed in {*beside}:
+        while ready := [(o.at, rank, o) for rank, o in enumerate(options) if o]:
+            _, rank, option = min(ready)
+            self.act(rank, option)
+            stage = option.action.stage
+            for changed in {self.home[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(self.home)}:
                 options[changed] = self.option(changed)
         return tuple([tuple(rank.row) for rank in self.ranks])
 
-    def act(self, rank: int, option: _Option | None) -> int:
-        """Do an action; return its stage."""
-        assert option is not None
-        one, (kind, stage, m) = self.ranks[rank], (option.action.kind, option.action.stage, option.action.micro_batch)
-        one.row.append(option.action)
-        one.clock = option.at + self.durations[option.action]
-        one.next["B" if kind == "I" else kind][stage] = m + 1
-        one.alive += {"F": 1, "I": 0}.get(kind, -1)
-        if (value := makes(option.action)) is not None:
+    def act(self, rank: int, option: _Option) -> None:
+        """Have a rank do an action."""
+        one, action = self.ranks[rank], option.action
+        one.row.append(action)
+        one.clock = option.at + self.durations[action]
+        one.next["B" if action.kind == "I" else action.kind][action.stage] += 1
+        one.alive += GROWTH[action.kind]
+        if (value := makes(action)) is not None:
             self.there[value] = one.clock
-        return stage
 
     def option(self, rank: int) -> _Option | None:
         """Return what a rank would do next, as far as is known now: of what can start first, the dearest."""

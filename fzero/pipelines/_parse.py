@@ -35,7 +35,7 @@ def rows_of(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ..
         for action in row:
             if home.setdefault(action.stage, rank) != rank:
                 raise ValueError(f"stage {action.stage} has actions on ranks {home[action.stage]} and {rank}: {action}")
-    missing = [stage for stage in range(max(home, default=0) + 1) if stage not in home]
+    missing = [stage for stage in range(max(home, default=-1) + 1) if stage not in home]
     if missing:
         raise ValueError(f"stage {missing[0]} has no actions, and the table has stages {sorted(home)}")
     return rows, tuple([home[stage] for stage in range(len(home))])

@@ -1,12 +1,16 @@
 """A schedule is data: what each rank does, in order, and where each pipeline stage lives."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from fzero.pipelines._actions import Action, Message, makes
+from fzero._notebook import shown
+from fzero.pipelines._actions import GROWTH, Action, Message, makes
 from fzero.pipelines._check import check
 from fzero.pipelines._parse import Table, in_cells, rows_of
+from fzero.pipelines._picture import draw
 from fzero.pipelines._text import text
 from fzero.pipelines._timing import Durations, Timing, timed
 
@@ -93,7 +97,7 @@ class Schedule:
         """
         alive = most = 0
         for action in self.rows[rank]:
-            alive += {"F": 1, "I": 0}.get(action.kind, -1)
+            alive += GROWTH[action.kind]
             most = max(most, alive)
         return most
 
@@ -136,6 +140,34 @@ class Schedule:
         """
         check(self)
         return timed(self, Durations.of(self.ranks, self.stages, forward, backward, weight, hop, cost))
+
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, beside: "Iterable[Schedule]" = (), **durations: Any
+    ) -> Any:
+        """Draw the schedule as people draw it: ranks down, time across, bubbles empty (matplotlib).
+
+        A box is an action, with the number of its micro-batch where there is room. Beside each rank stands what it has
+        in flight (`in_flight`), in micro-batches: one counts as all stages of the rank together.
+
+        Args:
+            path: of an image file to write: its ending says the format, such as ".png" or ".svg".
+            beside: further schedules, drawn below on the same clock.
+            **durations: those of `timing`.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ValueError: if a schedule cannot be run (see `check`).
+        """
+        schedules = [self, *beside]
+        figure = draw(schedules, [s.timing(**durations) for s in schedules])
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+    def _repr_html_(self) -> str:
+        return shown(repr(self), "the schedule: ranks down, time across", self.plot)
 
     def __repr__(self) -> str:
         counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))

@@ -13,6 +13,7 @@ from tests.mutants import (
     offload,
     optim,
     others,
+    pipelines,
     profiling,
     random,
     ranks,
@@ -46,6 +47,7 @@ TABLES = (
     tuning,
     tune,
     profiling,
+    pipelines,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
