@@ -21,24 +21,26 @@ def groups(ranks: int, micro_batches: int) -> list[int]:
 
 
 def one_f_one_b(
-    ranks: int, micro_batches: int, stages: int, name: str, split: bool = False, wait: bool = False
+    ranks: int, micro_batches: int, stages: int, name: str, hops: int = 1, split: bool = False, wait: bool = False
 ) -> Schedule:
     """Make 1F1B of one stage a rank or more: some forward passes, then one and a backward pass in turn, then the rest.
 
-    With `wait` all forward passes come first, which is GPipe.
+    A rank begins `hops` forward passes sooner than the next one. One is enough where messages take no time; two hide
+    a message there and one back behind other work, and keep more in flight. With `wait` all forward passes come
+    first, which is GPipe.
 
     With `split`, rank r does a weight half r backward passes after its input half: so the gradients run back to rank
     0 without waiting for weights, and all ranks have as much in flight.
 
     References:
-        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2. Qi et al.,
-        Zero Bubble Pipeline Parallelism, 2024, section 3.1 (ZB-H1).
+        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2. Zhuang et
+        al., On Optimizing the Communication of Model Parallelism, 2023 (eager 1F1B). Qi et al., Zero Bubble Pipeline
+        Parallelism, 2024, section 3.1 (ZB-H1).
     """
     sizes = groups(ranks, micro_batches)
     members = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     turns = [(chunk, m) for group in members for chunk in range(stages) for m in group]
     back = [(stages - 1 - chunk, m) for chunk, m in turns]
-    hops = 2 if stages > 1 and not split else 1  # how much sooner a rank begins than the next one
     rows = []
     for rank in range(ranks):
         ahead = (stages - 1) * sizes[0] + hops * (ranks - 1 - rank)

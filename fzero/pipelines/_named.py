@@ -17,26 +17,27 @@ class _Known(NamedTuple):
     """A schedule with a name.
 
     Attributes:
-        closed: makes its known order of (ranks, micro_batches, stages, name).
+        closed: make its known orders of (ranks, micro_batches, stages, name). The first one sets the memory.
         split: whether its backward passes are halved.
         least: how many stages a rank holds at least,
         most: and at most.
         instead: what to use for other numbers of stages.
     """
 
-    closed: Callable[[int, int, int, str], Schedule]
+    closed: tuple[Callable[[int, int, int, str], Schedule], ...]
     split: bool
     least: int
     most: int | None
     instead: str
 
 
+_near, _far = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
 NAMES = {
-    "gpipe": _Known(partial(one_f_one_b, wait=True), False, 1, None, ""),
-    "1f1b": _Known(one_f_one_b, False, 1, 1, "'interleaved' has more"),
-    "interleaved": _Known(one_f_one_b, False, 2, None, "'1f1b' has one"),
-    "zb": _Known(partial(one_f_one_b, split=True), True, 1, None, ""),
-    "zbv": _Known(there_and_back, True, 2, 2, "'zb' has any number, placed in a loop"),
+    "gpipe": _Known((partial(one_f_one_b, wait=True),), False, 1, None, ""),
+    "1f1b": _Known((_near, _far), False, 1, 1, "'interleaved' has more"),
+    "interleaved": _Known((_far, _near), False, 2, None, "'1f1b' has one"),
+    "zb": _Known((partial(_near, split=True), partial(_far, split=True)), True, 1, None, ""),
+    "zbv": _Known((there_and_back,), True, 2, 2, "'zb' has any number, placed in a loop"),
 }
 
 
@@ -64,7 +65,8 @@ def schedule(
     | "zbv" | the same; stages are placed there and back: ZB-V | 2 | 2 * ranks |
 
     The known order is taken, or that of `greedy` within the same memory, if by the durations it ends sooner: where
-    stages are uneven or links slow. With `cap` another limit of memory is set: above the table's it hides slow links.
+    stages are uneven or links slow. With `cap` the memory is another one: more hides slow links, and "interleaved" does
+    with `stages * ranks - r` where messages take no time.
 
     Args:
         name: one of the table.
@@ -100,20 +102,19 @@ def schedule(
     _check_stages(name, known, stages)
     if name == "gpipe" and cap is not None:
         raise ValueError(f"schedule 'gpipe' has no cap, and got cap={cap!r}: '1f1b' has one")
-    closed = known.closed(ranks, micro_batches, stages, name)
-    peaks = [closed.in_flight(rank) for rank in range(ranks)]
-    caps = [
-        most or max(peaks[rank], known.split * stages * ranks) for rank, most in enumerate(caps_of(cap, ranks, stages))
-    ]
-    fits = all(peak <= most for peak, most in zip(peaks, caps, strict=True))
+    closed = [order(ranks, micro_batches, stages, name) for order in known.closed]
+    peaks = [closed[0].in_flight(rank) for rank in range(ranks)]
+    own = [max(peak, known.split * stages * ranks) for peak in peaks]
+    caps = [own[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages))]
     durations = Durations.of(ranks, ranks * stages, forward, backward, weight, hop, cost)
-    least = shortest(closed.home, micro_batches, known.split, durations)
-    if fits and timed(closed, durations).makespan <= least * (1 + 1e-9):
-        return closed
-    other = listed(
-        closed.home, micro_batches, [None] * ranks if name == "gpipe" else caps, known.split, durations, name
-    )
-    return min([closed, other] if fits else [other], key=lambda s: timed(s, durations).makespan)
+    least = shortest(closed[0].home, micro_batches, known.split, durations)
+    fit = [s for s in closed if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
+    best = min(fit, key=lambda s: timed(s, durations).makespan, default=None)
+    if best is not None and timed(best, durations).makespan <= least * (1 + 1e-9):
+        return best
+    limits = [None] * ranks if name == "gpipe" else caps
+    other = listed(closed[0].home, micro_batches, limits, known.split, durations, name)
+    return min([best, other] if best else [other], key=lambda s: timed(s, durations).makespan)
 
 
 def _known(name: str) -> _Known:

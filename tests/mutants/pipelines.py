@@ -55,8 +55,8 @@ MUTANTS = [
         "-(-micro_batches // ranks))",
         LAWS,
     ),
-    Mutant("interleaved ranks begin late", "pipelines/_closed.py", "hops = 2 if", "hops = 1 if", LAWS),
-    Mutant("1F1B begins early", "pipelines/_closed.py", "else 1  # how", "else 2  # how", LAWS),
+    Mutant("interleaved ranks begin late", "pipelines/_named.py", "(_far, _near), False", "(_near, _far), False", LAWS),
+    Mutant("1F1B begins early", "pipelines/_named.py", "(_near, _far), False", "(_far, _near), False", LAWS),
     Mutant(
         "weights are done at once",
         "pipelines/_closed.py",
@@ -79,11 +79,17 @@ MUTANTS = [
     Mutant(
         "the longer order is taken",
         "pipelines/_named.py",
-        "return min([closed, other]",
-        "return max([closed, other]",
+        "return min([best, other]",
+        "return max([best, other]",
         LAWS,
     ),
-    Mutant("the cap is the known order's", "pipelines/_named.py", "if fits and timed", "if timed", LAWS),
+    Mutant(
+        "the cap is the known order's",
+        "pipelines/_named.py",
+        "fit = [s for s in closed if all(",
+        "fit = [s for s in closed if True or all(",
+        LAWS,
+    ),
     Mutant("backward passes wait for their turn", "pipelines/_greedy.py", "(0, -stage))", "(2, -stage))", LAWS),
     # tables of torch's form
     Mutant("half of an overlapped pair is lost", "pipelines/_parse.py", '.split(";") if', '.split(";")[:1] if', PARSE),

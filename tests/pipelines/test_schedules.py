@@ -231,7 +231,11 @@ def test_greedy_refuses_an_unknown_placement():
 def test_a_cap_sets_the_memory_and_hides_slow_links():
     fast, wide = schedule("1f1b", 4, 16, hop=0.5), schedule("1f1b", 4, 16, cap=lambda r: 2 * (4 - r) - 1, hop=0.5)
     assert wide.timing(hop=0.5).efficiency > fast.timing(hop=0.5).efficiency + 0.1
-    assert schedule("interleaved", 4, 8, 2, cap=6).in_flight(0) <= 6 < schedule("interleaved", 4, 8, 2).in_flight(0)
+    near, far = schedule("interleaved", 4, 8, 2, cap=lambda r: 8 - r), schedule("interleaved", 4, 8, 2)
+    assert (near.timing().makespan, near.in_flight(0)) == (28.5, 8)
+    assert (far.timing().makespan, far.in_flight(0)) == (28.5, 11)
+    assert near.timing(hop=0.2).makespan > far.timing(hop=0.2).makespan + 3
+    assert schedule("interleaved", 4, 8, 2, cap=6).in_flight(0) <= 6
 
 
 def test_rows_in_lists_are_taken():
