@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["KINDS", "Action", "Kind", "Message", "Value", "makes", "needs"]
+__all__ = ["GROWTH", "KINDS", "Action", "Kind", "Message", "Value", "makes", "needs"]
 
 Kind = Literal["F", "B", "I", "W"]
+GROWTH = {"F": 1, "B": -1, "I": 0, "W": -1}  # of what is in flight: residuals live until the weights are done
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 

@@ -3,25 +3,54 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.schedules._actions import Action, Value, makes, needs
+from fzero.schedules._actions import GROWTH, Action, Value, makes, needs
 from fzero.schedules._schedule import Schedule
 from fzero.schedules._timing import Durations
 
-__all__ = ["Cap", "Placement", "greedy", "placed"]
+__all__ = ["Cap", "Placement", "caps_of", "counts", "greedy", "listed", "placed"]
 
 Cap = int | Callable[[int], int] | None
 Placement = Literal["loop", "v"]
 
 
+def counts(ranks: int, micro_batches: int, stages: int) -> None:
+    """Check the counts that a user gave.
+
+    Raises:
+        ValueError: if one is no int from 1 on.
+    """
+    for word, value in (("ranks", ranks), ("micro_batches", micro_batches), ("stages", stages)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{word}={value!r}: expected an int from 1 on")
+
+
+def caps_of(cap: Cap, ranks: int, stages: int) -> list[int | None]:
+    """Return the cap of each rank; None where there is none.
+
+    Raises:
+        ValueError: if one has no room for one micro-batch, which has a forward pass for each stage of a rank.
+    """
+    if cap is None:
+        return [None] * ranks
+    found: list[int | None] = [cap(rank) if callable(cap) else cap for rank in range(ranks)]
+    for rank, most in enumerate(found):
+        if type(most) is not int or most < stages:
+            raise ValueError(
+                f"cap={most!r} on rank {rank}: expected an int from {stages} on, for one micro-batch has {stages} "
+                "forward passes there, of a stage each"
+            )
+    return found
+
+
 def placed(ranks: int, stages: int, placement: Placement = "loop") -> tuple[int, ...]:
-    """Return the rank of each pipeline stage, `stages` on each rank.
+    """Return the rank of each of so many pipeline stages, as many on each rank.
 
     "loop" goes round, 0 1 2 0 1 2; "v" goes there and back, 0 1 2 2 1 0.
     """
     if placement not in ("loop", "v"):
         raise ValueError(f"placement={placement!r}: expected 'loop' (0 1 2 0 1 2) or 'v' (0 1 2 2 1 0)")
-    back = [placement == "v" and s // ranks % 2 == 1 for s in range(ranks * stages)]
-    return tuple([ranks - 1 - s % ranks if back[s] else s % ranks for s in range(ranks * stages)])
+    back = [placement == "v" and s // ranks % 2 == 1 for s in range(stages)]
+    return tuple([ranks - 1 - s % ranks if back[s] else s % ranks for s in range(stages)])
 
 
 def greedy(
@@ -41,8 +70,8 @@ def greedy(
 ) -> Schedule:
     """Make a schedule: whenever a rank is free, it does what it can, a backward pass rather than a forward one.
 
-    With no cap this is GPipe, with `cap=lambda rank: ranks - rank` 1F1B, and with `split` and `cap=ranks` the
-    zero-bubble schedule ZB-H1. Slow links and uneven stages are durations, which are those of `Schedule.timing`.
+    With no cap this is GPipe, with `cap=lambda rank: ranks - rank` 1F1B, and with `split` weight
+    halves fill what would be bubbles. Slow links and uneven stages are durations, which are those of `Schedule.timing`.
 
     Args:
         ranks: how many ranks the pipeline has.
@@ -51,7 +80,7 @@ def greedy(
         placement: "loop", the stages go round the ranks, or "v", there and back.
         cap: the most forward passes whose residuals are alive at once on a rank (`Schedule.in_flight`), or a function
             of the rank. It is `stages` or more. None: no cap, and all forward passes come first.
-        split: whether backward passes are halved. The weight halves fill what would be bubbles.
+        split: whether backward passes are halved.
         forward: the duration of a forward pass.
         backward: of a whole backward pass.
         weight: of its weight half.
@@ -71,20 +100,22 @@ def greedy(
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 3 (which searches for the order in the same way).
     """
-    for word, value in (("ranks", ranks), ("micro_batches", micro_batches), ("stages", stages)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{word}={value!r}: expected an int from 1 on")
-    home = placed(ranks, stages, placement)
-    caps = [cap(r) if callable(cap) else cap for r in range(ranks)]
-    for rank, most in enumerate(caps):
-        if most is not None and most < stages:
-            raise ValueError(
-                f"cap={most} on rank {rank}: expected {stages} or more, for one micro-batch has {stages} forward "
-                "passes on it, of a stage each"
-            )
+    counts(ranks, micro_batches, stages)
+    home, caps = placed(ranks, ranks * stages, placement), caps_of(cap, ranks, stages)
     durations = Durations.of(ranks, ranks * stages, forward, backward, weight, hop, cost)
-    world = _World(home, micro_batches, caps, split, durations)
-    return Schedule(world.run(), home, name)
+    return listed(home, micro_batches, caps, split, durations, name)
+
+
+def listed(
+    home: tuple[int, ...],
+    micro_batches: int,
+    caps: Sequence[int | None],
+    split: bool,
+    durations: Durations,
+    name: str,
+) -> Schedule:
+    """Make the greedy schedule of stages that lie on given ranks, from checked arguments."""
+    return Schedule(_World(home, micro_batches, caps, split, durations).run(), home, name)
 
 
 class _Option(NamedTuple):
@@ -109,7 +140,7 @@ class _World:
     """The ranks while the schedule is made, and when each value was made."""
 
     def __init__(
-        self, home: tuple[int, ...], micro_batches: int, caps: list[int | None], split: bool, durations: Durations
+        self, home: tuple[int, ...], micro_batches: int, caps: Sequence[int | None], split: bool, durations: Durations
     ) -> None:
         self.home, self.micro_batches, self.split, self.durations = home, micro_batches, split, durations
         self.ranks = [_Rank([s for s, r in enumerate(home) if r == rank], cap) for rank, cap in enumerate(caps)]
@@ -118,25 +149,23 @@ class _World:
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """Have the rank that can start first do its action, until all is done."""
         options = [self.option(rank) for rank in range(len(self.ranks))]
-        while any(options):
-            rank = min((o.at, r) for r, o in enumerate(options) if o)[1]
-            stage = self.act(rank, options[rank])
-            beside = [self.home[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(self.home)]
-            for changed in {*beside}:
+        while ready := [(o.at, rank, o) for rank, o in enumerate(options) if o]:
+            _, rank, option = min(ready)
+            self.act(rank, option)
+            stage = option.action.stage
+            for changed in {self.home[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(self.home)}:
                 options[changed] = self.option(changed)
         return tuple([tuple(rank.row) for rank in self.ranks])
 
-    def act(self, rank: int, option: _Option | None) -> int:
-        """Do an action; return its stage."""
-        assert option is not None
-        one, (kind, stage, m) = self.ranks[rank], (option.action.kind, option.action.stage, option.action.micro_batch)
-        one.row.append(option.action)
-        one.clock = option.at + self.durations[option.action]
-        one.next["B" if kind == "I" else kind][stage] = m + 1
-        one.alive += {"F": 1, "I": 0}.get(kind, -1)
-        if (value := makes(option.action)) is not None:
+    def act(self, rank: int, option: _Option) -> None:
+        """Have a rank do an action."""
+        one, action = self.ranks[rank], option.action
+        one.row.append(action)
+        one.clock = option.at + self.durations[action]
+        one.next["B" if action.kind == "I" else action.kind][action.stage] += 1
+        one.alive += GROWTH[action.kind]
+        if (value := makes(action)) is not None:
             self.there[value] = one.clock
-        return stage
 
     def option(self, rank: int) -> _Option | None:
         """Return what a rank would do next, as far as is known now: of what can start first, the dearest."""

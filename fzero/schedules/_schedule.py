@@ -1,11 +1,16 @@
 """A schedule is data: what each rank does, in order, and where each pipeline stage lives."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from fzero.schedules._actions import Action, Message, makes
+from fzero._notebook import shown
+from fzero.schedules._actions import GROWTH, Action, Message, makes
 from fzero.schedules._check import check
+from fzero.schedules._parse import Table, in_cells, rows_of
+from fzero.schedules._picture import draw
 from fzero.schedules._text import text
 from fzero.schedules._timing import Durations, Timing, timed
 
@@ -38,6 +43,37 @@ class Schedule:
         object.__setattr__(self, "rows", tuple([tuple(row) for row in self.rows]))
         object.__setattr__(self, "home", tuple(self.home))
 
+    @classmethod
+    def parse(cls, table: Table, name: str = "parsed") -> "Schedule":
+        """Read a table of the form that torch.distributed.pipelining has.
+
+        A cell is a stage, a kind and a micro-batch, as in `0F1`. An empty one is a bubble. `(0F1;3B0)OVERLAP_F_B` is
+        read as two actions, one after the other. Actions that send, receive, unshard, reshard or reduce are left out:
+        who sends what follows from the order, and when ZeRO gathers and reduces is said by `fzero.shard`.
+
+        Args:
+            table: CSV with a line for each rank, or the path of such a file; or rows of cells, which are texts, None,
+                or what prints as such a text, as torch's actions do; or such rows in a dict by rank.
+            name: the name of the schedule.
+
+        Raises:
+            ValueError: if a cell cannot be read, a stage has actions on two ranks or none, or `check` refuses the
+                table. It refuses torch 2.13's own table of 1F1B, whose last rank leaves micro-batch 0 out.
+
+        Example:
+            >>> print(Schedule.parse([["0F0", "0F1", None, "0B0", None, "0B1"], ["", "1F0", "1B0", "1F1", "1B1"]]))
+            parsed: 2 ranks, 2 micro-batches; efficiency 0.667; in flight 2, 1
+            rank 0  F0 F1  .  . B0 --  . B1 --
+            rank 1   . F0 B0 -- F1 B1 --  .  .
+        """
+        schedule = cls(*rows_of(table), name)
+        check(schedule)
+        return schedule
+
+    def to_csv(self) -> str:
+        """Write the table as CSV, a line for each rank, as torch's schedules load it and `parse` reads it."""
+        return in_cells(self)
+
     @property
     def ranks(self) -> int:
         """Return how many ranks the pipeline has."""
@@ -61,7 +97,7 @@ class Schedule:
         """
         alive = most = 0
         for action in self.rows[rank]:
-            alive += {"F": 1, "I": 0}.get(action.kind, -1)
+            alive += GROWTH[action.kind]
             most = max(most, alive)
         return most
 
@@ -104,6 +140,34 @@ class Schedule:
         """
         check(self)
         return timed(self, Durations.of(self.ranks, self.stages, forward, backward, weight, hop, cost))
+
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, beside: "Iterable[Schedule]" = (), **durations: Any
+    ) -> Any:
+        """Draw the schedule as people draw it: ranks down, time across, bubbles empty (matplotlib).
+
+        A box is an action, with the number of its micro-batch where there is room. Beside each rank stands what it has
+        in flight (`in_flight`), in micro-batches: one counts as all stages of the rank together.
+
+        Args:
+            path: of an image file to write: its ending says the format, such as ".png" or ".svg".
+            beside: further schedules, drawn below on the same clock.
+            **durations: those of `timing`.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ValueError: if a schedule cannot be run (see `check`).
+        """
+        schedules = [self, *beside]
+        figure = draw(schedules, [s.timing(**durations) for s in schedules])
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+    def _repr_html_(self) -> str:
+        return shown(repr(self), "the schedule: ranks down, time across", self.plot)
 
     def __repr__(self) -> str:
         counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))

@@ -9,15 +9,15 @@ from fzero.schedules._timing import Durations, timed
 if TYPE_CHECKING:
     from fzero.schedules._schedule import Schedule
 
-__all__ = ["text", "title"]
+__all__ = ["in_micro_batches", "text"]
 
 WIDTH = 120  # characters of a line; a longer schedule goes on below
 
 
-def title(schedule: "Schedule") -> str:
+def _title(schedule: "Schedule") -> str:
     """Name a schedule that can be run, with its counts, its efficiency where B = 2 F, and what is in flight."""
     timing = timed(schedule, Durations.of(schedule.ranks, schedule.stages))
-    flying = ", ".join([str(schedule.in_flight(rank)) for rank in range(schedule.ranks)])
+    flying = ", ".join(in_micro_batches(schedule))
     counts = (
         f"{schedule.ranks} ranks"
         if schedule.ranks == schedule.stages
@@ -25,6 +25,11 @@ def title(schedule: "Schedule") -> str:
     )
     words = [f"{counts}, {schedule.micro_batches} micro-batches", f"efficiency {timing.efficiency:.3f}"]
     return f"{schedule.name}: {'; '.join([*words, f'in flight {flying}'])}"
+
+
+def in_micro_batches(schedule: "Schedule") -> list[str]:
+    """Return what each rank has in flight at most, in micro-batches: one counts as all stages of the rank together."""
+    return [f"{schedule.in_flight(r) / schedule.home.count(r):.3g}" for r in range(schedule.ranks)]
 
 
 def text(schedule: "Schedule") -> str:
@@ -51,7 +56,7 @@ def text(schedule: "Schedule") -> str:
         )
         for i in range(0, len(cells[0]), columns)
     ]
-    return f"{title(schedule)}\n" + "\n\n".join(blocks)
+    return f"{_title(schedule)}\n" + "\n\n".join(blocks)
 
 
 def _cells(schedule: "Schedule", short: bool) -> list[list[str]]:

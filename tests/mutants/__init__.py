@@ -13,6 +13,7 @@ from tests.mutants import (
     offload,
     optim,
     others,
+    schedules,
     profiling,
     random,
     ranks,
@@ -46,6 +47,7 @@ TABLES = (
     tuning,
     tune,
     profiling,
+    schedules,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
