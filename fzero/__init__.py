@@ -39,6 +39,7 @@ from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
 from fzero.layout.table import Layouts, layouts
 from fzero.layout.units import default_units
+from fzero.pipelines import Pipeline, Schedule, pipeline
 from fzero.precision import Precision
 from fzero.profiling import Profile, profile
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
@@ -76,10 +77,12 @@ __all__ = [
     "Mesh",
     "OffloadRatio",
     "PerRank",
+    "Pipeline",
     "Plan",
     "Precision",
     "Profile",
     "Saving",
+    "Schedule",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -115,6 +118,7 @@ __all__ = [
     "offload_ratio",
     "optim",
     "partition",
+    "pipeline",
     "pipelines",
     "plan",
     "pmean",
