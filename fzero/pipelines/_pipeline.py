@@ -180,8 +180,8 @@ class Pipeline:
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
-        def call_of(number: int | torch.Tensor) -> Call:
-            return Call(micro_batch_of(batch, self.micro_batches, number), outer + number, key)
+        def call_of(number: int | torch.Tensor, in_a_turn: bool = False) -> Call:
+            return Call(micro_batch_of(batch, self.micro_batches, number, in_a_turn), outer + number, key)
 
         if self.axis not in [a.name for a in bound()]:
             return run_all(self.model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
