@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero.graph.phases import Track
+
 __all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "with_body"]
 
 
@@ -33,6 +35,7 @@ class Loop:
         sums: how many there are; the node is given them after those.
         carried: how many reductions each turn leaves on their way, for the next turn to wait for. The node returns
             those of the last turn, after all others.
+        track: of a rank of a pipeline, whose turns are cut in phases (`fzero.graph.phases`): what it follows.
     """
 
     body: Graph
@@ -40,6 +43,7 @@ class Loop:
     parts: tuple[Part, ...]
     sums: int
     carried: int = 0
+    track: Track | None = None
 
     @property
     def places_of_sums(self) -> range:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node, has_side_effect
 
 from fzero.axes.axis import Binding
-from fzero.schedules import Schedule
+from fzero.schedules import Action, Schedule
 
 __all__ = [
     "MARKERS",
@@ -27,6 +27,7 @@ __all__ = [
     "begins",
     "is_marker",
     "needs",
+    "phases_of",
     "received",
     "sent",
     "track_of",
@@ -76,6 +77,11 @@ class Phase(NamedTuple):
 
     kind: str
     stage: int
+
+
+def phases_of(action: Action) -> list[Phase]:
+    """List the phases of an action. A whole backward pass is both halves, of which the first can be sent at once."""
+    return [Phase(kind, action.stage) for kind in ("IW" if action.kind == "B" else action.kind)]
 
 
 def _never(*args: Any) -> torch.Tensor:

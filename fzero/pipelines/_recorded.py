@@ -37,16 +37,15 @@ class Recorded:
         track = phases.Track(self.stages.schedule, self.stages.axis.binding)
         turn = turns.turn(self.stages.schedule.micro_batches)
         phases.needs(turn, phases.tracked(track), tensors)
-        shares: dict[int, Tensors] = {}
+        self.sums = {place: [] for place in range(len(tensors))}
         totals: Tensors = []
         for stage in self.stages.mine:
-            totals += self._stage(stage, turn, kinds, tensors, shares)
+            totals += self._stage(stage, turn, kinds, tensors)
         zero = torch.zeros((), dtype=kinds.total, device=kinds.device)
-        total, weight = [_summed(x, turn) for x in totals or [zero, zero.clone()]]
         for place, like in enumerate(tensors):
-            found = shares.pop(place, [])
-            missing = self._most(place) - len(found)
-            self.sums[place] = [_summed(g, turn) for g in found] + [_unsummed(like, turn) for _ in range(missing)]
+            missing = self._most(place) - len(self.sums[place])
+            self.sums[place] += [_unsummed(like, turn) for _ in range(missing)]
+        total, weight = totals or [_unsummed(zero, turn), _unsummed(zero, turn)]
         return total, weight
 
     def handed_out(self, total: torch.Tensor) -> Tensors:
@@ -66,8 +65,8 @@ class Recorded:
         homes = [self.stages.schedule.home[s] for s in {0, self.stages.last}]
         return len(homes) - len(set(homes)) + 1
 
-    def _stage(self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors, shares: dict[int, Tensors]) -> Tensors:
-        """Record a stage, forward and backward; returns the total and the weight of the last one."""
+    def _stage(self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors) -> Tensors:
+        """Record a stage, forward and backward; returns the sums of the total and the weight of the last one."""
         leaves, structure = tree.flatten(kinds.x)
         places = self.params.places(*self.stages.uses(stage))
         own = [tensors[i] for i in places]
@@ -84,8 +83,8 @@ class Recorded:
         if stage:
             phases.sent("G", stage, list(x))
         for place, g in zip(places, grads, strict=True):
-            shares.setdefault(place, []).append(g)
-        return [made, aux] if last else []
+            self.sums[place].append(_summed(g, turn))
+        return [_summed(x, turn) for x in (made, aux)] if last else []
 
 
 def _arrivals(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
