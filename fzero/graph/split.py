@@ -4,6 +4,7 @@ What a later phase needs of an earlier one is held between them, once for each m
 and cheap values that depend on the loop's arguments alone, are made anew where they are needed.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,8 +73,9 @@ def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
             early.append(n)
             continue
         of = [found[a] for a in n.all_input_nodes if a in found]
-        # a sum that another stage makes may come late
-        found[n] = of[-1] if of and all(phase.stage != here.stage for phase in of) else here
+        # a sum that another stage makes may come late; and a tuple is taken apart where it is made
+        late = all(phase.stage != here.stage for phase in of) or n.target is operator.getitem
+        found[n] = of[-1] if of and late else here
         if n.target is SENT and n.args[0] == "G":
             here = Phase("W", here.stage)
     first = next(iter(found.values()))
@@ -162,7 +164,7 @@ class _Cutter:
             return part.copies[node]
         if node in self.inputs:
             part.copies[node] = part.argument(self.inputs[node], node)
-        elif node in self.anew or (is_view(node) and self.home[node] != part.phase):
+        elif node in self.anew or (self.home[node] != part.phase and is_view(node) and not self.is_made(node)):
             self.copy(part, node)
         else:
             assert self.home[node] != part.phase, f"{node} is used before it runs"
@@ -170,6 +172,10 @@ class _Cutter:
             source.makes(Held(node.name), node)
             part.copies[node] = part.argument(Held(node.name), node)
         return part.copies[node]
+
+    def is_made(self, node: Node) -> bool:
+        """Return whether a view is an item of a tuple that an operation has made, and not of one tensor's parts."""
+        return node.target is operator.getitem and not is_view(node.all_input_nodes[0])
 
     def done(self) -> tuple[Split, ...]:
         """Return the phases."""
