@@ -17,7 +17,7 @@ from fzero.graph.ops import is_random, is_view
 from fzero.graph.passes._schedule._roles import made_of_inputs
 from fzero.graph.phases import BEGINS, RECEIVED, SENT, Phase
 
-__all__ = ["Arrival", "Held", "Split", "phases_in", "split"]
+__all__ = ["Arrival", "Held", "Split", "regions", "split"]
 
 
 class Held(NamedTuple):
@@ -58,28 +58,29 @@ class Split:
         return tuple([i for i, x in enumerate(self.given) if not isinstance(x, int)])
 
 
-def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
-    """Say to which phase each node of a turn belongs, of a body in the order in which it runs."""
-    here: Phase | None = None
-    early: list[Node] = []
-    found: dict[Node, Phase] = {}
-    for n in nodes:
+def regions(nodes: Sequence[Node]) -> dict[Phase, range]:
+    """Say where each phase of a turn begins and ends, in a body in the order in which it runs."""
+    begins: list[tuple[Phase, int]] = []
+    for i, n in enumerate(nodes):
         if n.target is BEGINS:
             kind, stage = n.args
-            here = Phase("F" if kind == "F" else "I" if stage else "W", int(stage))  # pyright: ignore
-        if n.op != "call_function":
-            continue
-        if here is None:
-            early.append(n)
-            continue
-        of = [found[a] for a in n.all_input_nodes if a in found]
-        # a sum that another stage makes may come late; and a tuple is taken apart where it is made
-        late = all(phase.stage != here.stage for phase in of) or n.target is operator.getitem
-        found[n] = of[-1] if of and late else here
-        if n.target is SENT and n.args[0] == "G":
-            here = Phase("W", here.stage)
-    first = next(iter(found.values()))
-    return dict.fromkeys(early, first) | found
+            begins.append((Phase("F" if kind == "F" else "I" if stage else "W", int(stage)), i))  # pyright: ignore
+        elif n.target is SENT and n.args[0] == "G":
+            begins.append((Phase("W", int(n.args[1])), i + 1))  # pyright: ignore[reportArgumentType]
+    ends = [i for _, i in begins[1:]] + [len(nodes) - 1]
+    return {phase: range(i if k else 0, end) for k, ((phase, i), end) in enumerate(zip(begins, ends, strict=True))}
+
+
+def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
+    """Say to which phase each node of a turn belongs, of a body in the order in which it runs."""
+    found: dict[Node, Phase] = {}
+    for here, region in regions(nodes).items():
+        for n in [nodes[i] for i in region if nodes[i].op == "call_function"]:
+            of = [found[a] for a in n.all_input_nodes if a in found]
+            # a sum that another stage makes may come late; and a tuple is taken apart where it is made
+            late = all(phase.stage != here.stage for phase in of) or n.target is operator.getitem
+            found[n] = of[-1] if of and late else here
+    return found
 
 
 def split(loop: Loop) -> tuple[Split, ...]:

@@ -28,10 +28,9 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear, is_view
-from fzero.graph.phases import Phase
 from fzero.graph.plan._track import most_in_phases
 from fzero.graph.plan._workspace import workspace_bytes
-from fzero.graph.split import phases_in
+from fzero.graph.split import regions
 from fzero.graph.storages import Storages, storages, storages_in
 
 __all__ = [
@@ -203,16 +202,11 @@ def ranges_of_a_turn(loop: Loop) -> list[Range]:
 def _in_flight(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     """Find what other turns than this one hold during each phase of a pipeline's turn."""
     nodes = list(loop.body.nodes)
-    live, home = live_bytes(ranges, len(nodes)), phases_in(nodes)
-    places: dict[Phase, list[int]] = {}
-    for i, n in enumerate(nodes):
-        if n in home:
-            places.setdefault(home[n], []).append(i)
-    most, found = most_in_phases(loop, _last_uses), []
-    for phase, at in places.items():
-        others = most.get(phase, 0) - max([live[i] for i in range(at[0], at[-1] + 1)])
+    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses), []
+    for phase, region in regions(nodes).items():
+        others = most.get(phase, 0) - max([live[i] for i in region], default=0)
         if others > 0:
-            found.append(Range(at[0], at[-1], others, "activations", IN_FLIGHT))
+            found.append(Range(region[0], region[-1], others, "activations", IN_FLIGHT))
     return found
 
 

@@ -17,7 +17,7 @@ from fzero.schedules import Action
 from fzero.schedules._actions import Value
 from fzero.schedules._program import programs
 
-__all__ = ["most_in_phases"]
+__all__ = ["most_in_phases", "track_seconds"]
 
 
 class _Profile(NamedTuple):
@@ -205,3 +205,23 @@ class _Walk:
             gone += size
             found.append(self.now + mine - gone)
         return found
+
+
+def track_seconds(loop: Loop, seconds: Callable[[Graph], float], latency: float, link: float) -> float:
+    """Estimate how long a pipeline's loop takes: its schedule's makespan, if all stages took as long as this rank's.
+
+    Args:
+        loop: the loop.
+        seconds: estimates how long a graph takes.
+        latency: of a message, in seconds.
+        link: bytes a second.
+    """
+    assert loop.track is not None
+    schedule, parts = loop.track.schedule, split(loop)
+    each = Counter[str]()
+    for part in parts:
+        each[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
+    sent = [n for part in parts for what, n in zip(part.made, results(part.graph), strict=True) if isinstance(what, Arrival)]
+    hop = latency + max([nbytes(*values(n)) for n in sent], default=0) / link
+    backward = each["I"] + each["W"]
+    return schedule.timing(forward=each["F"], backward=backward, weight=each["W"], hop=hop).makespan
