@@ -49,8 +49,8 @@ def probed(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> K
     slots = range(len(params.sizes))
     trees, rest = params.trees(slots, True, tensors)
     x = model.run_first(rest, call)
-    for name, y in (("first", x), ("block", model.run_block(trees[0], x, 0, call, stacked=True))):
-        _check_handed_on(name, x, y)
+    _check_handed_on("first", x, x)
+    _check_handed_on("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
     total, _ = model.run_last(rest, x, call, stages.placement.depth)
     return Kinds(tree.map(lambda v: torch.empty_like(v, device="meta"), x), total.dtype, total.device)
 
