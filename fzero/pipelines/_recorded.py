@@ -1,7 +1,7 @@
 """A pipeline in a trace: each of a rank's stages runs once, forward and backward, as one turn of a loop."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,15 +37,18 @@ class Recorded:
         track = phases.Track(self.stages.schedule, self.stages.axis.binding)
         turn = turns.turn(self.stages.schedule.micro_batches)
         phases.needs(turn, phases.tracked(track), tensors)
-        self.sums = {place: [] for place in range(len(tensors))}
-        totals: Tensors = []
+        shares: dict[int, list[_Sum]] = {place: [] for place in range(len(tensors))}
+        totals: list[_Sum] = []
         for stage in self.stages.mine:
-            totals += self._stage(stage, turn, kinds, tensors)
+            totals += self._stage(stage, turn, kinds, tensors, shares)
         zero = torch.zeros((), dtype=kinds.total, device=kinds.device)
+        totals = totals or [_without_share(zero, turn), _without_share(zero, turn)]
         for place, like in enumerate(tensors):
-            missing = self._most(place) - len(self.sums[place])
-            self.sums[place] += [_unsummed(like, turn) for _ in range(missing)]
-        total, weight = totals or [_unsummed(zero, turn), _unsummed(zero, turn)]
+            missing = self._most(place) - len(shares[place])
+            shares[place] += [_without_share(like, turn) for _ in range(missing)]
+        # all ranks' loops return their sums in one order, whatever the order in which stages make them
+        total, weight = [x.after() for x in totals]
+        self.sums = {place: [x.after() for x in found] for place, found in shares.items()}
         return total, weight
 
     def handed_out(self, total: torch.Tensor) -> Tensors:
@@ -65,7 +68,7 @@ class Recorded:
         homes = [self.stages.schedule.home[s] for s in {0, self.stages.last}]
         return len(homes) - len(set(homes)) + 1
 
-    def _stage(self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors) -> Tensors:
+    def _stage(self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors, shares: dict[int, "list[_Sum]"]) -> "list[_Sum]":
         """Record a stage, forward and backward; returns the sums of the total and the weight of the last one."""
         leaves, structure = tree.flatten(kinds.x)
         places = self.params.places(*self.stages.uses(stage))
@@ -83,8 +86,8 @@ class Recorded:
         if stage:
             phases.sent("G", stage, list(x))
         for place, g in zip(places, grads, strict=True):
-            self.sums[place].append(_summed(g, turn))
-        return [_summed(x, turn) for x in (made, aux)] if last else []
+            shares[place].append(_with_share(g, turn))
+        return [_with_share(x, turn) for x in (made, aux)] if last else []
 
 
 def _arrivals(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
@@ -95,12 +98,23 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _summed(share: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+class _Sum(NamedTuple):
+    """A sum over the micro-batches, before a turn and with the turn's share."""
+
+    before: torch.Tensor
+    now: torch.Tensor
+
+    def after(self) -> torch.Tensor:
+        """Hand the sum on, and return what the last turn makes of it."""
+        return turns.sum_after(self.now, self.before)
+
+
+def _with_share(share: torch.Tensor, turn: torch.Tensor) -> _Sum:
     before = turns.sum_before(share, turn, _wide(share))
-    return turns.sum_after(torch.add(before, share), before)
+    return _Sum(before, torch.add(before, share))
 
 
-def _unsummed(like: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+def _without_share(like: torch.Tensor, turn: torch.Tensor) -> _Sum:
     """Return a sum to which this rank adds nothing."""
     before = turns.sum_before(like, turn, _wide(like))
-    return turns.sum_after(before, before)
+    return _Sum(before, before)

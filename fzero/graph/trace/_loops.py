@@ -78,10 +78,10 @@ def with_loops(graph: Graph) -> Graph:
 def _turn_of(start: Node) -> _Turn:
     befores = [n for n in start.users if n.target is BEFORE]
     after = {_before_of(n): n for n in start.graph.nodes if n.target is AFTER}
-    sums = [(n, after[n]) for n in befores if n in after]
+    position = {n: i for i, n in enumerate(start.graph.nodes)}
+    sums = sorted([(n, after[n]) for n in befores if n in after], key=lambda pair: position[pair[1]])
     rows = [n for n in start.users if n.target is ROWS]
-    nodes = list(start.graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
+    nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
     parts = [n for n in start.users if n.target is PART]
     return _Turn(start, nodes[position[start] : stop + 1], parts, sums, rows)
