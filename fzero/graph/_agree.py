@@ -12,7 +12,7 @@ from fzero._notice import see
 from fzero._torch import line_of
 from fzero.graph._choose import Candidate
 from fzero.graph.ir import is_collective, shown
-from fzero.graph.loops import graphs_in, loop_of
+from fzero.graph.loops import loop_of, shared_graphs
 from fzero.graph.ops import differs_by_rank
 from fzero.ranks import texts
 from fzero.ranks.mesh import Mesh
@@ -55,18 +55,18 @@ def order(graph: Graph) -> str:
     A pipeline's loop is one of them: its ranks wait for one another there.
     """
     names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]
-    names += [n.name for body in _bodies(graph, tracked=False) for n in body.nodes if is_collective(n)]
+    names += [n.name for part in list(shared_graphs(graph))[1:] for n in part.nodes if is_collective(n)]
     return _hashed(names)
 
 
 def of_own_stages(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe what this rank's stages of pipelines compute, which other ranks along the pipeline's axis do not."""
-    return [line for body in _bodies(graph, tracked=True) for line in signatures(body, groups)]
+    return [line for body in _stages(graph) for line in signatures(body, groups)]
 
 
 def order_of_own_stages(graph: Graph) -> str:
     """Return what tells in which order this rank's stages start their collectives."""
-    return _hashed([n.name for body in _bodies(graph, tracked=True) for n in body.nodes if is_collective(n)])
+    return _hashed([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
 
 
 def place_in_pipelines(graph: Graph) -> str:
@@ -80,10 +80,9 @@ def _is_pipeline(node: Node) -> bool:
     return loop is not None and loop.track is not None
 
 
-def _bodies(graph: Graph, tracked: bool) -> list[Graph]:
-    """List the bodies of loops, either those of pipelines or the others."""
-    loops = [loop for n in graph.nodes if (loop := loop_of(n))]
-    return [loop.body for loop in loops if (loop.track is not None) == tracked]
+def _stages(graph: Graph) -> list[Graph]:
+    """List the bodies of pipelines' loops."""
+    return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.track]
 
 
 def _hashed(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.phases import Track
 
-__all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "with_body"]
+__all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "shared_graphs", "with_body"]
 
 
 class Part(NamedTuple):
@@ -67,6 +67,15 @@ def graphs_in(graph: Graph) -> Iterator[Graph]:
     yield graph
     for node in graph.nodes:
         if loop := loop_of(node):
+            yield loop.body
+
+
+def shared_graphs(graph: Graph) -> Iterator[Graph]:
+    """Yield a graph, and the bodies of those loops that are alike on all ranks: not the stages of a pipeline."""
+    yield graph
+    for node in graph.nodes:
+        loop = loop_of(node)
+        if loop and loop.track is None:
             yield loop.body
 
 
