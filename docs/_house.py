@@ -37,6 +37,7 @@ CAPTIONS = {
     "profiling": "where time goes",
     "init": "leaf by leaf",
     "transforms": "gather, gradients, remat",
+    "pipelines": "schedules as data",
     "stages": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
     "moe": "experts, seats, balance",
