@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import tree
 from fzero._tracebacks import door
 from fzero.nn._checks import check_module
 from fzero.nn._closures import copy_module
 from fzero.nn._functional import Apply, functional
 from fzero.nn._kinds import OneOf, choose
+from fzero.nn._listening import Reach
 from fzero.nn._lists import blocks_of, own_names
-from fzero.nn._shells import Changed, Form, Given, Handing, HandsOut, Records, Shell, Stopped
+from fzero.nn._shells import Changed, Form, Given, Handing, HandsOut, Records, Refused, Shell, Stopped
 
 __all__ = ["Cut", "CutModule", "OneOf", "cut"]
 
@@ -43,11 +45,13 @@ class _Memory:
     Attributes:
         form: in which the module takes what a block returns.
         seen: which torch functions blocks call.
+        checked: structures of batches for which what blocks are given is known to depend on no parameter.
     """
 
     def __init__(self) -> None:
         self.form: Form | None = None
         self.seen: dict[Any, Any] = {}
+        self.checked: set[Any] = set()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Cut:
     Attributes:
         shell: the module with shells in the places of its blocks.
         constants: its buffers and frozen parameters.
+        facts: the shapes and dtypes of its parameters.
         blocks: each block.
         block_constants: the buffers of each.
         names: the name of each block in the module.
@@ -66,6 +71,7 @@ class Cut:
 
     shell: Apply
     constants: Tensors
+    facts: dict[str, tuple[torch.Size, torch.dtype]]
     blocks: tuple[Apply, ...]
     block_constants: tuple[Tensors, ...]
     names: tuple[str, ...]
@@ -75,29 +81,48 @@ class Cut:
         """Return what the first block is given: the embedded batch."""
         return self._recorded(rest, batch).x
 
-    def given(self, rest: Tensors, batch: Any) -> tuple[Given, ...]:
+    def given(self, batch: Any) -> tuple[Given, ...]:
         """Return what each block is given besides: masks, rotary tables.
 
         It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
-        given one tensor share it. The embedding, which is computed on the way, is used by none: a jitted step has no
-        such operation.
+        given one tensor share it. The rest of the parameters is not needed: the module's forward pass runs on zeros in
+        their places, and the embedding of these is used by none.
 
         Raises:
             TypeError: if a block is given an object that is no tensor or constant, such as a cache.
+            ValueError: if what a block is given depends on a parameter.
         """
-        return tuple(self._recorded(rest, batch).given)
+        zeros = {name: torch.zeros((), dtype=d, device=_device(batch)).expand(s) for name, (s, d) in self.facts.items()}
+        structure = tree.flatten(batch)[1]
+        if structure in self._memory.checked:
+            return tuple(self._recorded(zeros, batch).given)
+        with Reach(list(zeros.values())) as reach:
+            given = tuple(self._recorded(zeros, batch).given)
+        for name, one in zip(self.names, given, strict=True):
+            for path, x in zip(*tree.flatten_with_paths([one.args, one.kwargs])[:2], strict=True):
+                if reach.holds(x):
+                    raise ValueError(
+                        f"block {name!r} is given {path.partition('.')[2]!r}, which depends on parameters outside the "
+                        "blocks: a pipeline computes what blocks are given on ranks that do not hold these"
+                    )
+        self._memory.checked.add(structure)
+        return given
 
-    def block(self, params: Tensors, x: torch.Tensor, given: tuple[Given, ...], index: int | OneOf) -> torch.Tensor:
+    def block(
+        self, params: Tensors, x: torch.Tensor, given: tuple[Given, ...], index: int | torch.Tensor | OneOf
+    ) -> torch.Tensor:
         """Run a block.
 
         Args:
             params: the block's parameters.
             x: what the block before it returned.
-            given: of `given(rest, batch)`.
-            index: the number of the block in the module; or `OneOf`, where one program is that of many ranks.
+            given: of `given(batch)`.
+            index: the number of the block in the module. Where one program is that of many ranks it is a tensor, or
+                `OneOf` some.
         """
         if isinstance(index, int):
             return self._run_block(index, params, self.block_constants[index], x, given[index])
+        index = OneOf(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
         return choose(self._run_block, self._memory.seen, params, self.block_constants, x, given, index)
 
     def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
@@ -121,7 +146,7 @@ class Cut:
 
     def _recorded(self, rest: Tensors, batch: Any) -> Records:
         """Run the module until its last block, and take down what its blocks are given."""
-        where: Changed | None = None
+        first: Exception | None = None
         for form in [self._memory.form] if self._memory.form else [*Form]:
             records = Records(self.names, form)
             try:
@@ -129,12 +154,16 @@ class Cut:
             except Stopped:
                 self._memory.form = form
                 return records
-            except Changed as error:
-                where = error
+            except Exception as error:
+                if records.count == 0 or isinstance(error, Refused):
+                    raise
+                first = first or error
             else:
                 raise ValueError(f"the module ran {records.count} of its {len(self.names)} blocks: {self.names}")
+        if not isinstance(first, Changed):
+            raise first or AssertionError
         raise ValueError(
-            f"{where} the module changes what is handed on, or takes more than one tensor of a block: a pipeline hands "
+            f"{first} the module changes what is handed on, or takes more than one tensor of a block: a pipeline hands "
             "on one tensor as it is"
         )
 
@@ -181,7 +210,7 @@ def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
         >>> module = torch.nn.Sequential(torch.nn.Linear(4, 2), layers, torch.nn.Linear(2, 1))
         >>> made, params = cut(module)
         >>> batch = torch.ones(1, 4)
-        >>> x, given = made.first(params["rest"], batch), made.given(params["rest"], batch)
+        >>> x, given = made.first(params["rest"], batch), made.given(batch)
         >>> for i, p in enumerate(params["blocks"]):
         ...     x = made.block(p, x, given, i)
         >>> made.last(params["rest"], x, batch).equal(module(batch))
@@ -198,6 +227,7 @@ def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
     made = Cut(
         _unwritten(rest.apply),
         rest.buffers,
+        {name: (p.shape, p.dtype) for name, p in rest.params.items()},
         tuple([_unwritten(part.apply) for part in parts]),
         tuple([_shared(part.buffers, parts[0].buffers) for part in parts]),
         names,
@@ -228,6 +258,11 @@ def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
                 f"the module's forward pass replaced buffer '{prefix}{name}', which a pipeline cannot hand on from "
                 "one micro-batch to the next: have it keep no statistics (eval mode, or a norm without them)"
             )
+
+
+def _device(batch: Any) -> torch.device | None:
+    """Return where a batch lies."""
+    return next((x.device for x in tree.tensors(batch)), None)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

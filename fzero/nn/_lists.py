@@ -28,9 +28,8 @@ def blocks_of(module: torch.nn.Module, chosen: str | None) -> tuple[str, ...]:
         )
     if chosen is None and len(lists) > 1:
         raise ValueError(
-            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is cut at one: say blocks="
-            f"{next(iter(lists))!r}, and the others run whole, before it or after it, on the ranks that hold its ends "
-            "(and before it on all ranks, if its blocks are given what they compute)"
+            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is cut at one of them: say which, "
+            f"blocks={next(iter(lists))!r}; the others run whole, on the ranks that hold its ends"
         )
     names = lists[chosen if chosen is not None else next(iter(lists))]
     _check_alike(module, names)

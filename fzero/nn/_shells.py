@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Changed", "Form", "Given", "Handing", "HandsOut", "Records", "Shell", "Stopped"]
+__all__ = ["Changed", "Form", "Given", "Handing", "HandsOut", "Records", "Refused", "Shell", "Stopped"]
 
 _HANDING: ContextVar["Handing"] = ContextVar("handing")
 CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
@@ -18,6 +18,10 @@ class Stopped(Exception):
 
 class Changed(Exception):
     """The module changes what its blocks hand on, or takes it in another form."""
+
+
+class Refused(ValueError):
+    """The module calls its blocks in a way that no pipeline does."""
 
 
 class Form(enum.Enum):
@@ -98,7 +102,7 @@ class Handing:
         """Do what the shell of this index does."""
         expected = self.names[self.count] if self.count < len(self.names) else "none"
         if index != self.count:
-            raise ValueError(
+            raise Refused(
                 f"the module calls block {self.names[index]!r} where {expected!r} was to come: a pipeline calls each "
                 "block once, in their order"
             )
