@@ -47,13 +47,6 @@ MUTANTS = [
     Mutant(
         "blocks may be given objects", "nn/_shells.py", "elif not isinstance(value, CONSTANTS):", "elif False:", CUT
     ),
-    Mutant(
-        "the value is handed out of each block",
-        "nn/_shells.py",
-        "if index == len(self.names) - 1:\n            self.x",
-        "if True:\n            self.x",
-        CUT,
-    ),
     Mutant("tuples are never tried", "nn/_cut.py", "else [*Form]:", "else [Form.TENSOR]:", CUT),
     Mutant("blocks with other parameters are stacked", "nn/_lists.py", "if differing:", "if False:", CUT),
     Mutant("the first of several lists is cut", "nn/_lists.py", "len(lists) > 1", "len(lists) > 9", CUT),

@@ -259,6 +259,27 @@ def test_buffers_and_attributes_of_blocks_may_differ():
     assert not want[0].equal(want[1])
 
 
+def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
+    factor = torch.tensor(2.0)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, i: int) -> None:
+            super().__init__()
+            self.linear, self.number = torch.nn.Linear(3, 3), i
+            self.register_buffer("scale", torch.tensor(1.0 + i))
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x) * self.scale * factor
+
+    made, params = cut(Stack(in_turn, [Scaled(i) for i in range(3)]))
+    x, p = torch.randn(3, 3), params["blocks"][0]
+    given = made.given(x)
+    index = OneOf((2, 0, 1), torch.tensor(0))
+    assert _kinds(made._run_block, {}, p, made.block_constants, x, given, index) == [[0, 1, 2]]
+    for r, i in enumerate(index.indices):
+        assert made.block(p, x, given, OneOf(index.indices, torch.tensor(r))).equal(made.block(p, x, given, i))
+
+
 def backwards(model: Stack, x: Any) -> Any:
     for layer in reversed(model.layers):
         x = layer(x)
