@@ -28,6 +28,7 @@ from fzero.checkpoint import CheckpointError, Checkpoints, Saving, checkpoints, 
 from fzero.collectives._record import Log, record
 from fzero.collectives.exchange import all_to_all, broadcast, ppermute
 from fzero.collectives.invariant import all_gather_invariant, psum_invariant, pvary
+from fzero.collectives.messages import receive, send
 from fzero.collectives.moves import to_device, to_host
 from fzero.collectives.sums import all_gather, pmean, psum, psum_scatter
 from fzero.graph._absent import plan
@@ -38,6 +39,7 @@ from fzero.layout.boxes import PerRank, Shard, Slot
 from fzero.layout.spec import Spec, Split
 from fzero.layout.table import Layouts, layouts
 from fzero.layout.units import default_units
+from fzero.pipelines import Pipeline, Schedule, pipeline
 from fzero.precision import Precision
 from fzero.profiling import Profile, profile
 from fzero.ranks._batch_plan import BatchPlan, batch_plan
@@ -75,10 +77,12 @@ __all__ = [
     "Mesh",
     "OffloadRatio",
     "PerRank",
+    "Pipeline",
     "Plan",
     "Precision",
     "Profile",
     "Saving",
+    "Schedule",
     "Shard",
     "ShardedStep",
     "Slot",
@@ -114,6 +118,7 @@ __all__ = [
     "offload_ratio",
     "optim",
     "partition",
+    "pipeline",
     "pipelines",
     "plan",
     "pmean",
@@ -125,11 +130,13 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "random",
+    "receive",
     "record",
     "reduce_scatter",
     "remat",
     "save",
     "scaled_value_and_grad",
+    "send",
     "shard",
     "state_bytes",
     "step",

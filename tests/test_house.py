@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the ground up: a folder, or a file that lies flat, imports only from the floors below its own.
 FLOORS = [
     ["_torch", "_notice", "_notebook", "_donated"],
-    ["tree", "_tracebacks"],
+    ["tree", "_tracebacks", "schedules"],
     ["axes"],
     ["collectives", "random"],
     ["layout"],

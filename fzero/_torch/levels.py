@@ -3,6 +3,7 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "Written",
+    "derivatives",
     "differentiates_now",
     "is_differentiated",
     "is_foreign",
@@ -52,6 +54,20 @@ def is_differentiated(x: torch.Tensor) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return x.requires_grad
+
+
+def derivatives(xs: Sequence[torch.Tensor]) -> int | None:
+    """Count the gradients that are being taken of tensors, one around the other; None if other transforms run."""
+    if any(i.key() != functorch.TransformType.Grad for i in functorch.get_interpreter_stack() or ()):
+        return None
+    found = 0
+    for x in xs:
+        count = int(x.requires_grad)
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+            count += x.requires_grad
+        found = max(found, count)
+    return found
 
 
 def differentiates_now() -> bool:

@@ -1,10 +1,6 @@
-"""Pipeline schedules as data: made, checked, timed, drawn."""
+"""Pipelines: a model cut at its blocks, a loss that runs them by a schedule, and schedules as data."""
 
-from fzero.pipelines._actions import Action, Message
-from fzero.pipelines._check import check
-from fzero.pipelines._greedy import greedy
-from fzero.pipelines._named import schedule
-from fzero.pipelines._schedule import Schedule
-from fzero.pipelines._timing import Timing
+from fzero.pipelines._pipeline import Pipeline, pipeline
+from fzero.schedules import Action, Message, Schedule, Timing, check, greedy, schedule
 
-__all__ = ["Action", "Message", "Schedule", "Timing", "check", "greedy", "schedule"]
+__all__ = ["Action", "Message", "Pipeline", "Schedule", "Timing", "check", "greedy", "pipeline", "schedule"]

@@ -33,19 +33,22 @@ def check_tree(values: Any, mesh: Mesh) -> None:
             check_cut_for(x.uid, f"leaf {path!r}", mesh.shape)
 
 
-def check_arguments(call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str]) -> None:
+def check_arguments(
+    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], apart: Sequence[str] = ()
+) -> None:
     """Check that boxes were cut for this mesh, and note it when no argument differs by rank.
 
     Args:
         call: the arguments.
         mesh: the ranks.
         averaged: the axes that the step averages over.
+        apart: those of them along which ranks have work of their own.
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
-    check_means(entries, averaged)
+    check_means(entries, [name for name in averaged if name not in apart])
     if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "

@@ -14,7 +14,7 @@ from tests.mutants import (
     offload,
     optim,
     others,
-    pipelines,
+    schedules,
     profiling,
     random,
     ranks,
@@ -49,7 +49,7 @@ TABLES = (
     tuning,
     tune,
     profiling,
-    pipelines,
+    schedules,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from fzero.pipelines._actions import Action, Kind
-from fzero.pipelines._greedy import placed
-from fzero.pipelines._schedule import Schedule
-from fzero.pipelines._timing import Durations
+from fzero.schedules._actions import Action, Kind
+from fzero.schedules._greedy import placed
+from fzero.schedules._schedule import Schedule
+from fzero.schedules._timing import Durations
 
 __all__ = ["one_f_one_b", "shortest", "there_and_back"]
 

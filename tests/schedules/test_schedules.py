@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero.pipelines import Action, Message, Schedule, check, greedy, schedule
-from tests.pipelines.strategies import durations, schedules
+from tests.schedules.strategies import durations, schedules
 
 KNOWN = [
     ("gpipe", 1),

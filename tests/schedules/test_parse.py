@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as torchs  # private: here al
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from fzero.pipelines import Schedule, schedule
-from tests.pipelines.strategies import schedules
+from tests.schedules.strategies import schedules
 
 
 def torch_table(name: str, ranks: int, micro_batches: int, stages: int = 1, with_comms: bool = False) -> Any:

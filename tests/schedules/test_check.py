@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fzero.pipelines import Action, Schedule, check, schedule
-from tests.pipelines.strategies import edited, schedules
+from tests.schedules.strategies import edited, schedules
 
 
 def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.pipelines._actions import GROWTH, Action, Value, makes, needs
-from fzero.pipelines._schedule import Schedule
-from fzero.pipelines._timing import Durations
+from fzero.schedules._actions import GROWTH, Action, Value, makes, needs
+from fzero.schedules._schedule import Schedule
+from fzero.schedules._timing import Durations
 
 __all__ = ["Cap", "Placement", "caps_of", "counts", "greedy", "listed", "placed"]
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from fzero.pipelines._actions import Action
-from fzero.pipelines._check import check
-from fzero.pipelines._timing import Durations, timed
+from fzero.schedules._actions import Action
+from fzero.schedules._check import check
+from fzero.schedules._timing import Durations, timed
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["in_micro_batches", "text"]
 

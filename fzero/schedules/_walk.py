@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from fzero.pipelines._actions import Action, Value, makes, needs
+from fzero.schedules._actions import Action, Value, makes, needs
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["Step", "walk"]
 

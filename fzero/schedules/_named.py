@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from fzero.pipelines._closed import one_f_one_b, shortest, there_and_back
-from fzero.pipelines._greedy import Cap, caps_of, counts, listed
-from fzero.pipelines._schedule import Schedule
-from fzero.pipelines._timing import Durations, timed
+from fzero.schedules._closed import one_f_one_b, shortest, there_and_back
+from fzero.schedules._greedy import Cap, caps_of, counts, listed
+from fzero.schedules._schedule import Schedule
+from fzero.schedules._timing import Durations, timed
 
 __all__ = ["NAMES", "schedule"]
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fzero.pipelines._actions import Action
-from fzero.pipelines._text import in_micro_batches
-from fzero.pipelines._timing import Timing
+from fzero.schedules._actions import Action
+from fzero.schedules._text import in_micro_batches
+from fzero.schedules._timing import Timing
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["draw"]
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fzero.pipelines._actions import Action, Value, makes, needs
-from fzero.pipelines._walk import walk
+from fzero.schedules._actions import Action, Value, makes, needs
+from fzero.schedules._walk import walk
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["Durations", "Timing", "timed"]
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fzero.pipelines._actions import KINDS, Action
-from fzero.pipelines._walk import walk
+from fzero.schedules._actions import KINDS, Action
+from fzero.schedules._walk import walk
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["check"]
 

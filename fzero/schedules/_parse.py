@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from fzero.pipelines._actions import Action, Kind
+from fzero.schedules._actions import Action, Kind
 
 if TYPE_CHECKING:
-    from fzero.pipelines._schedule import Schedule
+    from fzero.schedules._schedule import Schedule
 
 __all__ = ["Table", "in_cells", "rows_of"]
 

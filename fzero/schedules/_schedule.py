@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from fzero._notebook import shown
-from fzero.pipelines._actions import GROWTH, Action, Message, makes
-from fzero.pipelines._check import check
-from fzero.pipelines._parse import Table, in_cells, rows_of
-from fzero.pipelines._picture import draw
-from fzero.pipelines._text import text
-from fzero.pipelines._timing import Durations, Timing, timed
+from fzero.schedules._actions import GROWTH, Action, Message, makes
+from fzero.schedules._check import check
+from fzero.schedules._parse import Table, in_cells, rows_of
+from fzero.schedules._picture import draw
+from fzero.schedules._text import text
+from fzero.schedules._timing import Durations, Timing, timed
 
 __all__ = ["Schedule"]
 

@@ -1,0 +1,203 @@
+"""One run of a program on ranks in lockstep: where each rank is, whose turn it is, and what was sent to whom."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._notice import see
+from fzero._torch import is_tracing
+from fzero._torch.state import OwnSettings
+from fzero.axes._threads import threads_here
+
+__all__ = ["GROUPS", "Abandoned", "DivergedError", "Group", "Letter", "Place", "Run", "group_of", "shown"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class DivergedError(RuntimeError):
+    """Ranks in lockstep did not meet: they called different collectives, or some ended while others waited.
+
+    On real processes the same program would hang, or mix up its messages.
+
+    Example:
+        >>> import fzero, torch
+        >>> mesh = fzero.mesh(dp=3, simulate="lockstep")
+        >>> def program(x):
+        ...     return fzero.psum(x) if fzero.axis_index().item() != 1 else x
+        >>> try:
+        ...     mesh.spmd(program)(torch.ones(2))
+        ... except fzero.DivergedError as error:
+        ...     print(str(error).split(". ")[0])
+        ranks diverged: rank 1 ended, and ranks 0, 2 wait in psum over 'dp' of float32 [2]
+    """
+
+
+DivergedError.__module__ = "fzero"
+
+
+class Abandoned(BaseException):
+    """Ends a rank after another has failed; no Exception, so that a program's own handlers let it through."""
+
+
+class Place(NamedTuple):
+    """Where a rank is: what it waits in, and at which line; or that it has ended."""
+
+    what: str
+    line: str
+
+
+ENDED = Place("ended", "")
+
+
+class Letter(NamedTuple):
+    """Which message: places in a group of ranks, and a tag."""
+
+    sender: int
+    receiver: int
+    tag: int
+
+
+def shown(xs: Tensors) -> str:
+    """Say of what dtypes and shapes tensors are."""
+    return ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs])
+
+
+@dataclass
+class Group:
+    """Ranks that meet: those along some axes.
+
+    Attributes:
+        run: that of these ranks.
+        axis: the name of the axes.
+        members: the ranks, in order.
+        brought: what each of those who wait has brought to the meeting.
+        mail: what was sent and not yet received, by sender, receiver and tag; the first sent goes first.
+        awaited: whom a rank that waits for a message is waiting for: the sender and the tag.
+    """
+
+    run: "Run"
+    axis: str
+    members: list[int]
+    brought: dict[int, Tensors] = field(default_factory=dict)
+    mail: dict[Letter, deque[torch.Tensor]] = field(default_factory=dict)
+    awaited: dict[int, Letter] = field(default_factory=dict)
+
+
+class Run:
+    """One run of a program on all ranks: where each rank is, and whose turn it is.
+
+    Attributes:
+        size: the number of ranks.
+        waiting: where each rank is that waits in a meeting.
+        given: what the meeting gave to each rank that has not gone on yet.
+        ended: the result of each rank that has one.
+        gone: the ranks whose threads are done, with a result or without.
+        error: the first failure; all ranks are to end then.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.waiting: dict[int, Place] = {}
+        self.given: dict[int, Any] = {}
+        self.ended: dict[int, Any] = {}
+        self.gone: set[int] = set()
+        self.error: BaseException | None = None
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._settings = [OwnSettings() for _ in range(size)]
+
+    def begin(self) -> None:
+        """Give the first rank the turn."""
+        self._turns[0].release()
+
+    def await_turn(self, rank: int) -> None:
+        """Wait for a rank's turn."""
+        self._turns[rank].acquire()
+        self._settings[rank].put_on()
+
+    def end_turn(self, rank: int) -> None:
+        """Give the turn to the next rank that can go on; if there is none, the ranks have diverged."""
+        threads_here().note_changes(self._settings[rank].take_off())
+        after = self._next(rank)
+        if after is None and len(self.gone) < self.size:
+            self.fail(DivergedError(self.report()))
+            after = self._next(rank)
+        if after is not None:
+            self._turns[after].release()
+
+    def _next(self, rank: int) -> int | None:
+        """Return the next rank that can go on: one that does not wait, or any if it is to end."""
+        ranks = ((rank + i) % self.size for i in range(1, self.size + 1))
+        return next((r for r in ranks if r not in self.gone and (self.error or r not in self.waiting)), None)
+
+    def pause(self, rank: int, place: Place) -> None:
+        """Note that a rank waits at a place, until something is `given` to it and it is no longer `waiting`."""
+        self.waiting[rank] = place
+
+    def give(self, rank: int, result: Any) -> None:
+        """Give a rank what it waits for, so that it can go on."""
+        self.given[rank] = result
+        del self.waiting[rank]
+
+    def await_gift(self, rank: int) -> Any:
+        """Let the others run, until a rank that waits was given something, and return that."""
+        self.end_turn(rank)
+        self.await_turn(rank)
+        if self.error is not None:
+            raise Abandoned
+        return self.given.pop(rank)
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks, each in its turn, so that none undoes what another does meanwhile."""
+        self.error = self.error or error
+
+    def places(self) -> dict[Place, list[int]]:
+        """Return which ranks are where, of those that wait or have ended."""
+        found: dict[Place, list[int]] = {}
+        for rank in range(self.size):
+            if rank in self.waiting or rank in self.ended:
+                found.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
+        return found
+
+    def report(self) -> str:
+        """Say who diverged: the fewest first."""
+        said = [_said(place, ranks) for place, ranks in sorted(self.places().items(), key=lambda item: len(item[1]))]
+        return (
+            f"ranks diverged: {', and '.join(said)}. All ranks of an axis call the same collectives in the same "
+            f"order, with the same shapes and dtypes{see('a-hang')}"
+        )
+
+
+def _said(place: Place, ranks: list[int]) -> str:
+    """Say that these ranks are there: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if place == ENDED:
+        return f"{who} ended"
+    return f"{who} wait{'s' * (len(ranks) == 1)} in {place.what}" + (f" ({place.line})" if place.line else "")
+
+
+GROUPS: dict[str, Group] = {}
+"""The groups of the ranks that run now, by their keys."""
+
+
+def group_of(key: str) -> Group:
+    """Return a group of ranks that run.
+
+    Raises:
+        RuntimeError: if a rank's program is traced, or the ranks have ended.
+    """
+    if is_tracing():
+        raise RuntimeError(
+            "ranks in lockstep are threads, which cannot be traced into one graph; compile on fzero.mesh(...) without "
+            'simulate="lockstep", whose ranks are a batch dimension'
+        )
+    if key not in GROUPS:
+        raise RuntimeError(
+            "the ranks in lockstep have ended: differentiate inside the rank program, or simulate by vmap"
+        )
+    if GROUPS[key].run.error is not None:  # another has failed, and this rank goes on in a `finally`
+        raise Abandoned
+    return GROUPS[key]

@@ -1,0 +1,156 @@
+"""What a pipeline runs: a model cut at its blocks, called stage by stage, for one micro-batch."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero import random, tree
+from fzero.axes.scope import Scope, in_micro_batch, scope_here, within
+from fzero.graph import turns
+from fzero.transforms import gather, remat
+
+__all__ = ["Call", "Model", "micro_batch_of", "without_axis"]
+
+Number = int | torch.Tensor
+HANDED = ("index", "batch")  # what a block is handed by name, if it takes it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model cut at its blocks.
+
+    Attributes:
+        block: `(p, x) -> x`; it may also take `index`, the number of the block, and `batch`, the micro-batch.
+        first: `(rest, batch) -> x`: what comes before the blocks.
+        last: `(rest, x, batch) -> (total, weight)`, or a mean: what comes after them.
+        remat: whether each block runs again in the backward pass, or what it saves then (see `fzero.remat`).
+    """
+
+    block: Callable[..., Any]
+    first: Callable[..., Any]
+    last: Callable[..., Any]
+    remat: Any = False
+
+    @cached_property
+    def _asks(self) -> tuple[str, ...]:
+        """Which of `HANDED` the block takes."""
+        try:
+            names = inspect.signature(self.block).parameters
+        except (TypeError, ValueError):  # a builtin
+            return ()
+        return tuple([name for name in HANDED if name in names])
+
+    @cached_property
+    def _block(self) -> Callable[..., Any]:
+        def whole(p: Any, key: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            p = tree.map(lambda w: w[0], gather(p)) if kwargs.pop("stacked") else gather(p)
+            return self.block(p, *args, **kwargs) if key is None else random.seeded(self.block)(key, p, *args, **kwargs)
+
+        if self.remat is False:
+            return whole
+        return remat(whole, save=None if self.remat is True else self.remat)
+
+    def run_block(self, p: Any, x: Any, index: Number, call: "Call", stacked: bool) -> Any:
+        """Run one block.
+
+        Args:
+            p: its parameters, whole or in boxes.
+            x: what it is given.
+            index: its number.
+            call: for which micro-batch.
+            stacked: whether leaves of `p` are `[1, ...]`, a rank's part of those of all ranks.
+        """
+        handed = {"index": index, "batch": call.batch}
+        key = None if call.key is None else random.fold_in(call.key, index + 1)
+        return self._block(p, key, x, stacked=stacked, **{name: handed[name] for name in self._asks})
+
+    def run_first(self, rest: Any, call: "Call") -> Any:
+        """Run what comes before the blocks."""
+        return self._seeded(self.first, call, 0)(rest, call.batch)
+
+    def run_last(self, rest: Any, x: Any, call: "Call", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run what comes after the blocks, and return a total and its weight.
+
+        Raises:
+            TypeError: if it returns neither these nor a mean.
+        """
+        out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
+        total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
+            given = tree.show(total) if isinstance(total, torch.Tensor) else type(total).__name__
+            raise TypeError(
+                "fzero.pipeline: last(rest, x, batch) must return (total, weight), the sum of the losses and of their "
+                f"weights, or a mean over the micro-batch, each 0-d; it returned {given}"
+            )
+        weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
+        return total, weight.detach()
+
+    @staticmethod
+    def _seeded(f: Callable[..., Any], call: "Call", number: Number) -> Callable[..., Any]:
+        if call.key is None:
+            return f
+        key = random.fold_in(call.key, number)
+        return lambda *args: random.seeded(f)(key, *args)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One micro-batch, on its way through a model.
+
+    Attributes:
+        batch: the micro-batch.
+        number: which one it is; a tensor where that is not known while tracing, or differs by rank.
+        key: of the random numbers of the whole loss, or None.
+    """
+
+    batch: Any
+    number: Number
+    key: torch.Tensor | None
+
+    def run(self, f: Callable[..., Any], *args: Any) -> Any:
+        """Call `f(*args)` as a part of the loss of this micro-batch."""
+        return in_micro_batch(self.number, f, *args)
+
+
+def micro_batch_of(batch: Any, count: int, number: Number) -> Any:
+    """Return a micro-batch: equal parts of all leaves along dimension 0. Leaves of shape [] are in each.
+
+    Raises:
+        ValueError: if a leaf does not divide by `count`. Names it.
+    """
+
+    def part(path: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.ndim:
+            return x
+        size, left = divmod(x.shape[0], count)
+        if left:
+            raise ValueError(
+                f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part must "
+                f"divide by micro_batches={count}"
+            )
+        if isinstance(number, torch.Tensor):
+            return turns.part(x, number, 0, size) if turns.are_recorded() else _at(x, number, count)
+        return x.narrow(0, number * size, size)
+
+    return tree.map_with_path(part, batch)
+
+
+def _at(x: torch.Tensor, number: torch.Tensor, count: int) -> torch.Tensor:
+    """Return one of `count` parts of a tensor, where its number is a tensor, which may differ by rank."""
+    return x.unflatten(0, (count, -1)).index_select(0, number.reshape(1)).squeeze(0)
+
+
+def without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
+    """Call `f(*args)` where the axes of the running step are the others: ranks along this one share one batch."""
+    scope = scope_here()
+    if scope is None:
+        return f(*args)
+    axes = scope.axes
+    names: Sequence[str] = [a.name for a in axes.each] if axes.default is None else axes.default
+    default = tuple([n for n in names if n != name])
+    inner: Scope = scope._replace(axes=axes._replace(default=default))
+    return within(inner, f, *args)

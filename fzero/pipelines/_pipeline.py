@@ -1,0 +1,278 @@
+"""pipeline: a model cut at its blocks as a loss function, on any mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero._tracebacks import door
+from fzero.axes.rules import SplitRule
+from fzero.axes.scope import bound, lookup, micro_batch
+from fzero.pipelines._checks import check_alike
+from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
+from fzero.pipelines._placement import Placement, even, placed
+from fzero.pipelines._split import PipelineSplit
+from fzero.pipelines._stages import Stages
+from fzero.pipelines._ways import run_all, run_on
+from fzero.ranks.mesh import Mesh
+from fzero.schedules import Schedule, check
+from fzero.schedules import schedule as named
+from fzero.transforms import gather
+
+__all__ = ["Pipeline", "pipeline"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A loss function that runs a model's blocks as a pipeline, made by `fzero.pipeline`.
+
+    Attributes:
+        model: what it runs.
+        axis: the axis of the mesh along which stages lie.
+        micro_batches: how many it cuts a rank's batch into.
+        asked: the schedule, or the name of one.
+        stages: how many stages a rank holds, for a schedule by name.
+        depth: how many blocks there are, or how many each stage has; None if all stages have equally many.
+        blocks: the key of the blocks among the parameters.
+        rule: how leaves are split along other axes, such as "tp", by their paths in the parameters without a mesh.
+    """
+
+    model: Model
+    axis: str
+    micro_batches: int
+    asked: str | Schedule
+    stages: int = 1
+    depth: int | tuple[int, ...] | None = None
+    blocks: str = "blocks"
+    rule: SplitRule | None = None
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def split(self) -> PipelineSplit:
+        """The rule for `fzero.shard(..., split=)`: each rank along the axis has its own blocks."""
+        return PipelineSplit(self.axis, self.blocks, self.rule)
+
+    def schedule(self, mesh: Mesh | int) -> Schedule:
+        """Return the schedule on a mesh, or on so many ranks. `print` and `plot` it.
+
+        Raises:
+            ValueError: if the mesh does not have the axis, or the schedule does not fit its ranks.
+        """
+        ranks = mesh if isinstance(mesh, int) else self._ranks(mesh)
+        if ranks not in self._cache:
+            self._cache[ranks] = self._made(ranks)
+        return self._cache[ranks]
+
+    def _made(self, ranks: int) -> Schedule:
+        if isinstance(self.asked, str):
+            return named(self.asked, ranks, self.micro_batches, self.stages)
+        if self.asked.ranks != ranks:
+            raise ValueError(
+                f"fzero.pipeline: the schedule {self.asked.name!r} is for {self.asked.ranks} ranks, and the axis "
+                f"{self.axis!r} has {ranks}"
+            )
+        return self.asked
+
+    def _ranks(self, mesh: Mesh) -> int:
+        sizes = dict(mesh.shape)
+        if self.axis not in sizes:
+            raise ValueError(f"fzero.pipeline: {mesh!r} has no axis {self.axis!r}, along which stages lie")
+        return sizes[self.axis]
+
+    def placement(self, mesh: Mesh | int, depth: int) -> Placement:
+        """Return where each of `depth` blocks lies on a mesh, or on so many ranks.
+
+        Raises:
+            ValueError: if `depth` is not what the pipeline was told, or it was not told and stages would differ.
+        """
+        schedule = self.schedule(mesh)
+        counts = self._counts(schedule.stages, depth)
+        if (schedule.ranks, counts) not in self._cache:
+            self._cache[schedule.ranks, counts] = placed(schedule, counts)
+        return self._cache[schedule.ranks, counts]
+
+    def _counts(self, stages: int, depth: int) -> tuple[int, ...]:
+        counts = even(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth
+        if len(counts) != stages:
+            raise ValueError(
+                f"fzero.pipeline: depth={counts} says how many blocks each stage has: expected a number for each of the "
+                f"{stages} stages"
+            )
+        if self.depth is None and len(set(counts)) > 1:
+            raise ValueError(
+                f"fzero.pipeline: {depth} blocks on {stages} stages: some stages have one more than others, so say "
+                f"depth={depth}, or how many each stage has, depth={counts}"
+            )
+        if sum(counts) != depth:
+            raise ValueError(f"fzero.pipeline: depth={self.depth}, and the parameters have {depth} blocks")
+        return counts
+
+    def stack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+        """Stack the blocks of a model by rank: what a step's `init` takes.
+
+        Args:
+            params: a dict of parameters, with a list of blocks of one structure.
+            mesh: the ranks. Without one, or where it does not have the axis, parameters stay as they are.
+
+        Returns:
+            The parameters, with the blocks as a list over a rank's slots, each leaf `[ranks, ...]`.
+
+        Raises:
+            ValueError: if there are no blocks, or they differ in structure, shapes or dtypes. Names the block.
+        """
+        blocks = self._blocks_of(params)
+        check_alike(blocks, self.blocks)
+        if mesh is None or self.axis not in mesh.axis_names:
+            return dict(params)
+        return {**params, self.blocks: self.placement(mesh, len(blocks)).stack(blocks)}
+
+    def unstack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+        """Undo `stack`: a list of all blocks again, such as of what `step.gather` gave.
+
+        Args:
+            params: a dict of whole parameters, whose blocks are stacked; or of a moment of an optimizer.
+            mesh: that they were stacked for.
+        """
+        if mesh is None or self.axis not in mesh.axis_names:
+            return dict(params)
+        slots = self._blocks_of(params)
+        return {**params, self.blocks: self._stacked(mesh, len(slots)).unstack(slots)}
+
+    def _stacked(self, mesh: Mesh | int, slots: int) -> Placement:
+        """Return where blocks lie of which a rank has so many slots."""
+        ranks = self.schedule(mesh).ranks
+        depth = slots * ranks if self.depth is None else self.depth if isinstance(self.depth, int) else sum(self.depth)
+        placement = self.placement(mesh, depth)
+        if len(placement.blocks[0]) != slots:
+            raise ValueError(
+                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, and {depth} blocks on {ranks} ranks "
+                f"take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
+            )
+        return placement
+
+    def _blocks_of(self, params: Mapping[str, Any]) -> Sequence[Any]:
+        blocks = params.get(self.blocks) if isinstance(params, Mapping) else None
+        if not isinstance(blocks, list | tuple) or not blocks:
+            raise ValueError(
+                f"fzero.pipeline: expected a dict of parameters with a list of blocks at {self.blocks!r}, and got "
+                f"{type(params).__name__}" + (f" of {sorted(params)}" if isinstance(params, Mapping) else "")
+            )
+        return blocks
+
+    @door
+    def __call__(
+        self, params: Mapping[str, Any], batch: Any, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of this rank's batch, and that of their weights.
+
+        Args:
+            params: as `stack` made them, whole or in boxes. Without a mesh, as they were.
+            batch: a tree of tensors `[micro_batches b, ...]`; leaves of shape [] are in each micro-batch.
+            key: from which `first`, each block and `last` draw their random numbers, if they do. A block's draws
+                depend on its number and the micro-batch, so they are the same on any mesh.
+
+        Returns:
+            `(total, weight)`, for `fzero.value_and_grad(loss, reduce="weighted")`. They are zero on all ranks along the
+            axis but that of the last stage.
+        """
+        slots = self._blocks_of(params)
+        rest = gather({name: x for name, x in params.items() if name != self.blocks})
+        outer = micro_batch() * self.micro_batches
+
+        def call_of(number: int | torch.Tensor) -> Call:
+            return Call(micro_batch_of(batch, self.micro_batches, number), outer + number, key)
+
+        if self.axis not in [a.name for a in bound()]:
+            return run_all(self.model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
+        axis = lookup(self.axis)
+        schedule, placement = self.schedule(axis.size), self._stacked(axis.size, len(slots))
+        stages = Stages(self.model, schedule, placement, axis, call_of, self._cache)
+        return without_axis(self.axis, run_on, stages, list(slots), rest)
+
+
+@door
+def pipeline(
+    *,
+    block: Callable[..., Any],
+    first: Callable[..., Any],
+    last: Callable[..., Any],
+    micro_batches: int,
+    axis: str = "pp",
+    schedule: str | Schedule = "1f1b",
+    stages: int = 1,
+    depth: int | Sequence[int] | None = None,
+    remat: Any = False,
+    blocks: str = "blocks",
+    split: SplitRule | None = None,
+) -> Pipeline:
+    """Make a loss function of a model that is cut at its blocks, which runs them as a pipeline.
+
+    The ranks along an axis hold the blocks, some each, and micro-batches go from rank to rank. To all that is around
+    it, this is a loss like another: every ZeRO stage, optimizer and clip works as without it, gradients are reduced once
+    a step and parameters gathered once a step. Without a mesh, or on one without the axis, it is the ordinary loss.
+
+    Args:
+        block: `(p, x) -> x`: one block, of its parameters and what the one before it made: a tensor, or a tree of
+            tensors, which goes out in the shapes and dtypes in which it came. Parameters named `index` and `batch`
+            are handed the number of the block and the micro-batch.
+        first: `(rest, batch) -> x`: what comes before the blocks; `rest` are all other parameters, a dict.
+        last: `(rest, x, batch) -> (total, weight)`: what comes after them: the sum of the losses and that of their
+            weights. Or a mean over the micro-batch.
+        micro_batches: M. A rank's batch is cut in M equal parts along dimension 0.
+        axis: of the mesh, along which stages lie; it is one of the axes of the mean.
+        schedule: "gpipe", "1f1b", "interleaved", "zb", "zbv", or a table (`fzero.pipelines.schedule`).
+        stages: how many stages a rank holds, for a schedule by name: 2 or more where it is "interleaved".
+        depth: the number of blocks, or that of each stage; needed where stages have unequally many.
+        remat: whether each block runs again in the backward pass; or what it saves then, as `fzero.remat(save=)` takes.
+        blocks: the key of the list of blocks in the dict of parameters.
+        split: a rule for leaves that are split along other axes, by their paths without a mesh, such as
+            "blocks.3.up": tensor and expert parallelism.
+
+    Returns:
+        A `Pipeline`: a loss `(params, batch) -> (total, weight)`, with `stack`, `unstack`, `split` and `schedule`.
+
+    Raises:
+        ValueError: if an argument is out of its range, or a schedule cannot be run.
+        TypeError: if `block`, `first` or `last` is no function, or `schedule` neither a name nor a table.
+
+    Example:
+        >>> import fzero, torch
+        >>> loss = fzero.pipeline(
+        ...     block=lambda p, x: torch.tanh(x @ p["w"]),
+        ...     first=lambda rest, batch: batch["x"],
+        ...     last=lambda rest, x, batch: (x @ rest["head"] - batch["y"]).square().mean(),
+        ...     micro_batches=2,
+        ... )
+        >>> params = {"blocks": [{"w": torch.eye(3)} for _ in range(4)], "head": torch.ones(3, 1)}
+        >>> batch = {"x": torch.ones(8, 3), "y": torch.ones(8, 1)}
+        >>> fzero.value_and_grad(loss, reduce="weighted")(params, batch)[0]
+        tensor(0.6376)
+        >>> mesh = fzero.mesh(dp=2, pp=2)
+        >>> step = fzero.shard(
+        ...     fzero.value_and_grad(loss, reduce="weighted"), stage=3, mesh=mesh, axis=("dp", "pp"), split=loss.split
+        ... )
+
+    References:
+        Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473).
+    """
+    for name, f in (("block", block), ("first", first), ("last", last)):
+        if not callable(f):
+            raise TypeError(f"fzero.pipeline: {name}={f!r}: expected a function")
+    for name, n in (("micro_batches", micro_batches), ("stages", stages)):
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
+    if isinstance(schedule, Schedule):
+        check(schedule)
+        if schedule.micro_batches != micro_batches:
+            raise ValueError(
+                f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
+                f"{schedule.micro_batches}"
+            )
+    elif not isinstance(schedule, str):
+        raise TypeError(
+            f"fzero.pipeline: schedule={schedule!r}: expected the name of one, or a table: Schedule.parse reads torch's"
+        )
+    counts = depth if depth is None or isinstance(depth, int) else tuple(depth)
+    model = Model(block, first, last, remat)
+    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, split)

@@ -1,0 +1,120 @@
+"""A rank's stages as functions of tensors, which schedules run forward and backward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.axes.axis import Axis
+from fzero.pipelines._model import Call, Model
+from fzero.pipelines._placement import Placement
+from fzero.schedules import Schedule
+
+__all__ = ["Params", "Stages"]
+
+Tensors = list[torch.Tensor]
+
+
+class Params(NamedTuple):
+    """A rank's parameters as a list of tensors.
+
+    Attributes:
+        tensors: those of the slots, one after the other, and then those of the rest.
+        structures: of each slot.
+        sizes: how many tensors each slot has.
+        rest: the structure of the rest.
+    """
+
+    tensors: Tensors
+    structures: list[Any]
+    sizes: list[int]
+    rest: Any
+
+    @staticmethod
+    def of(slots: Sequence[Any], rest: Any) -> "Params":
+        """Take trees apart."""
+        flat = [tree.flatten(slot) for slot in slots]
+        others, structure = tree.flatten(rest)
+        tensors = [x for leaves, _ in flat for x in leaves] + others
+        return Params(tensors, [s for _, s in flat], [len(leaves) for leaves, _ in flat], structure)
+
+    def places(self, slots: Sequence[int], rest: bool) -> list[int]:
+        """List the places of the tensors of some slots, and of the rest if it is wanted."""
+        begin = [sum(self.sizes[:s]) for s in range(len(self.sizes) + 1)]
+        found = [i for s in slots for i in range(begin[s], begin[s + 1])]
+        return found + (list(range(begin[-1], len(self.tensors))) if rest else [])
+
+    def trees(self, slots: Sequence[int], rest: bool, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Put the tensors at `places(slots, rest)` together again: trees of the slots, and the rest or None."""
+        left = list(tensors)
+        trees = []
+        for s in slots:
+            trees.append(tree.unflatten(self.structures[s], left[: self.sizes[s]]))
+            del left[: self.sizes[s]]
+        return trees, tree.unflatten(self.rest, left) if rest else None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        model: what they run.
+        schedule: which rank has which.
+        placement: which blocks each has.
+        axis: along which they lie.
+        call_of: gives a micro-batch by its number.
+        known: what was found out in earlier runs.
+    """
+
+    model: Model
+    schedule: Schedule
+    placement: Placement
+    axis: Axis
+    call_of: Callable[[int | torch.Tensor], Call]
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return self.schedule.stages - 1
+
+    @cached_property
+    def mine(self) -> list[int]:
+        """This rank's stages."""
+        return [s for s, rank in enumerate(self.schedule.home) if rank == self.axis.rank]
+
+    def uses(self, stage: int) -> tuple[Sequence[int], bool]:
+        """Return which slots a stage uses, and whether it uses the rest of the parameters."""
+        return self.placement.slots[stage], stage in (0, self.last)
+
+    def function(self, stage: int, params: Params, structure: Any, call: Call) -> Callable[..., Any]:
+        """Return a stage as a function.
+
+        Args:
+            stage: which.
+            params: this rank's; the function takes those at `params.places(*uses(stage))`.
+            structure: of what blocks hand on.
+            call: the micro-batch.
+
+        Returns:
+            `(tensors of parameters, tensors of x) -> (tensors of y, ())`; of the last stage
+            `-> (total, weight)`. The first is given no x.
+        """
+        slots, rest = self.uses(stage)
+        numbers = [self.placement.blocks[self.schedule.home[stage]][s] for s in slots]
+
+        def run(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+            trees, others = params.trees(slots, rest, own)
+            x = self.model.run_first(others, call) if stage == 0 else tree.unflatten(structure, list(given))
+            for p, number in zip(trees, numbers, strict=True):
+                assert number is not None
+                x = self.model.run_block(p, x, number, call, stacked=True)
+            if stage == self.last:
+                return self.model.run_last(others, x, call, self.placement.depth)
+            return tree.flatten(x)[0], ()
+
+        return lambda own, given: call.run(run, own, given)

@@ -1,0 +1,97 @@
+"""A pipeline as one program of all ranks, tick by tick: each rank runs its stages, and a shift hands on what they made.
+
+It is torch and fzero's collectives alone, so it differentiates to any order and in both directions, runs where ranks
+are a vmap, and is one graph on all ranks. In the backward pass the shifts' transposes send gradients back. Its cost is
+GPipe's, residuals of all micro-batches, and bubbles are computed: on what has no use, and is not counted.
+"""
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.axes.scope import axis_index
+from fzero.collectives.exchange import ppermute
+from fzero.pipelines._model import Call, Model
+from fzero.pipelines._placement import Placement
+from fzero.pipelines._stages import Stages
+from fzero.schedules import Schedule
+
+__all__ = ["run_ticks"]
+
+
+def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a model on all micro-batches, its stages where a schedule has them; the order of the schedule does not matter.
+
+    Args:
+        stages: what to run.
+        blocks: this rank's, by slot: leaves `[1, ...]`.
+        rest: all other parameters, whole.
+
+    Returns:
+        The sum of the totals and of the weights, on the rank of the last stage; zeros on the others.
+    """
+    model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
+    call_of = stages.call_of
+    count, last = schedule.micro_batches, schedule.stages - 1
+    columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
+    me = axis_index(axis)
+    stage = [_of(column, me) for column in columns]  # by chunk, the stage that this rank has there
+    number = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
+    index = [_of(column, me) for column in number]  # by slot, the block that it has there
+    arrived: list[Any] = [None] * len(columns)
+    total = weight = torch.zeros(())
+    for t in range(count + last):
+        fresh = model_first(model, rest, call_of(min(t, count - 1)))
+        made = []
+        for k, slots in enumerate(placement.chunks):
+            m = t - stage[k]
+            call = call_of(m.clamp(0, count - 1))
+            begins = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on what is at hand
+            x = fresh if arrived[k] is None else _where(begins, fresh, arrived[k])
+            for slot in slots:
+                x = _where(index[slot] < 0, x, _block(model, blocks[slot], x, index[slot], call))
+            made.append(x)
+        if t >= last:
+            at = schedule.home[last]
+            k = placement.stage[at].index(last)
+            call = call_of(t - last)
+            a, w = call.run(model.run_last, rest, made[k], call, placement.depth)
+            total, weight = (
+                total + torch.where(me == at, a, torch.zeros_like(a)),
+                weight + torch.where(me == at, w, torch.zeros_like(w)),
+            )
+        if t < count + last - 1:
+            arrived = _handed_on(made, schedule, placement, axis)
+    return total, weight
+
+
+def _of(column: list[int], me: torch.Tensor) -> torch.Tensor:
+    """Return this rank's number of those of all ranks, as a tensor: in a vmap it differs by rank."""
+    return torch.tensor(column).index_select(0, me.reshape(1)).squeeze(0)
+
+
+def model_first(model: Model, rest: Any, call: Call) -> Any:
+    """Run what comes before the blocks, on any rank."""
+    return call.run(model.run_first, rest, call)
+
+
+def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: Call) -> Any:
+    return call.run(model.run_block, p, x, index.clamp(min=0), call, True)
+
+
+def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
+    return tree.map(lambda x, y: torch.where(condition, x, y), xs, ys)
+
+
+def _handed_on(made: list[Any], schedule: Schedule, placement: Placement, axis: str) -> list[Any]:
+    """Hand each chunk of a rank what the stage before it made, wherever that is."""
+    chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for s in range(schedule.stages - 1):
+        pairs.setdefault((chunk[s], chunk[s + 1]), []).append((schedule.home[s], schedule.home[s + 1]))
+    arrived: list[Any] = [None] * len(made)
+    for (source, to), perm in pairs.items():
+        x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), made[source])
+        arrived[to] = x if arrived[to] is None else tree.map(torch.add, arrived[to], x)
+    return arrived

@@ -1,0 +1,45 @@
+"""A pipeline's run: what is to be run, and which way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import is_tracing
+from fzero._torch.levels import derivatives
+from fzero.pipelines._model import Call, Model
+from fzero.pipelines._stages import Stages
+from fzero.pipelines._table import run_table
+from fzero.pipelines._ticks import run_ticks
+
+__all__ = ["run_all", "run_on"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call]) -> Pair:
+    """Run a whole model on micro-batches, one after the other, where there are no ranks to share it."""
+
+    def run(call: Call) -> Pair:
+        x = model.run_first(rest, call)
+        for index, p in enumerate(blocks):
+            x = model.run_block(p, x, index, call, stacked=False)
+        return model.run_last(rest, x, call, len(blocks))
+
+    totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
+    return sum(totals[1:], totals[0]), sum(weights[1:], weights[0])
+
+
+def run_on(stages: Stages, slots: list[Any], rest: Any) -> Pair:
+    """Run a pipeline on the ranks of an axis.
+
+    By its table, where each rank has a program of its own: on processes and in lockstep. By ticks where ranks are a
+    vmap, and for all derivatives but one gradient.
+    """
+    if not stages.axis.group or torch.compiler.is_dynamo_compiling() or is_tracing():
+        return run_ticks(stages, slots, rest)
+    order = derivatives(tree.tensors([slots, rest]))
+    if order is None or order > 1:
+        return run_ticks(stages, slots, rest)
+    return run_table(stages, slots, rest, backward=order == 1)
