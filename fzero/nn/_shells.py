@@ -70,6 +70,10 @@ class Shell(torch.nn.Module):
         except AttributeError:
             return getattr(self.__dict__["block"], name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shell":
+        """Share the block, of which only attributes are read."""
+        return Shell(self.index, self.__dict__["block"])
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand on."""
         return _HANDING.get().hand(self.index, args, kwargs)
