@@ -179,7 +179,7 @@ class Cut:
     ) -> torch.Tensor:
         out, written = given.call(partial(self.blocks[index], params, constants), x)
         _check_constants(constants, written, f"{self.names[index]}.")
-        return _one_tensor(out, self.names[index])
+        return _one_tensor(out, self.names[index], self._memory.form)
 
 
 @door
@@ -271,10 +271,10 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def _one_tensor(out: Any, name: str) -> torch.Tensor:
-    """Return the one tensor that a block returns, alone or first in a tuple."""
+def _one_tensor(out: Any, name: str, form: Form | None) -> torch.Tensor:
+    """Return the one tensor that a block returns, alone or first in a tuple of which the module reads no more."""
     values = out if isinstance(out, tuple | list) else (out,)
-    others = [type(x).__name__ for x in values[1:] if x is not None]
+    others = form is not Form.FIRST and any(x is not None for x in values[1:])
     if not values or not isinstance(values[0], torch.Tensor) or others:
         raise ValueError(
             f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor, which is handed on; "

@@ -24,15 +24,31 @@ class Refused(ValueError):
     """The module calls its blocks in a way that no pipeline does."""
 
 
+class _First(tuple[Any, ...]):
+    """A tuple of which a module reads the first value alone, and does not ask how many there are."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if at != 0:
+            raise Changed("where it reads more than the first value of a block,")
+        return super().__getitem__(at)
+
+    def __len__(self) -> int:
+        raise Changed("where it asks how many values a block returns,")
+
+    def __iter__(self) -> Any:
+        raise Changed("where it reads all values of a block,")
+
+
 class Form(enum.Enum):
-    """What a block returns, as the module takes it: a tensor, or a tuple with it."""
+    """How a module takes what a block returns: as a tensor, as the first value of a tuple, or as a tuple of one."""
 
     TENSOR = "tensor"
-    TUPLE = "tuple"
+    FIRST = "first"
+    ONE = "one"
 
     def of(self, x: Any) -> Any:
         """Give a value this form."""
-        return x if self is Form.TENSOR else (x,)
+        return {Form.TENSOR: x, Form.FIRST: _First((x,)), Form.ONE: (x,)}[self]
 
 
 class Given(NamedTuple):

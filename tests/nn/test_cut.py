@@ -166,6 +166,19 @@ class Stack(torch.nn.Module):
         return self.norm(self.way(self, self.embed(x)))
 
 
+def by_length(model: Stack, x: Any) -> Any:
+    for layer in model.layers:
+        out = layer(x)
+        x = out[0] if len(out) == 1 else out[0] + out[1]
+    return x
+
+
+def of_one(model: Stack, x: Any) -> Any:
+    for layer in model.layers:
+        (x,) = layer(x)
+    return x
+
+
 def in_tuples(model: Stack, x: Any) -> Any:
     for layer in model.layers:
         x = layer(x)[0]
@@ -182,7 +195,10 @@ def in_turn(model: Stack, x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("way,blocks", [(in_tuples, None), (in_turn, linears())])
+@pytest.mark.parametrize(
+    "way,blocks",
+    [(in_tuples, None), (in_tuples, [Pair(torch.ones(1)) for _ in range(3)]), (of_one, None), (in_turn, linears())],
+)
 def test_blocks_may_return_tuples_and_batches_be_tensors(way, blocks):
     model, x = Stack(way, blocks), torch.randn(3, 3)
     made, params = cut(model)
@@ -297,7 +313,7 @@ def test_blocks_that_run_again_after_the_last_one_are_refused():
 
 
 def test_a_block_that_returns_two_tensors_is_refused():
-    made, params = cut(Stack(in_tuples, [Pair(torch.ones(1)) for _ in range(3)]))
+    made, params = cut(Stack(by_length, [Pair(torch.ones(1)) for _ in range(3)]))
     with pytest.raises(ValueError, match=r"block 'layers.0' returns \['Tensor', 'Tensor'\]: expected one tensor"):
         run(made, params, torch.ones(1, 3))
     with pytest.raises(ValueError, match=r"between 'layers.0' and 'layers.1' the module changes"):
