@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 CUT = ("tests/nn/test_cut.py",)
 NN = ("tests/nn/test_nn.py",)
+PIPELINE = ("tests/nn/test_pipeline.py",)
 
 MUTANTS = [
     Mutant("each block is given what the first one is", "nn/_cut.py", "x, given[index])", "x, given[0])", CUT),
@@ -91,5 +92,29 @@ MUTANTS = [
         "copy_module(self.module, shared)",
         "copy_module(self.module)",
         NN,
+    ),
+    Mutant("further values of a block go unseen", "nn/_shells.py", "if at != 0:", "if False:", CUT),
+    Mutant(
+        "how many values a block has goes unseen",
+        "nn/_shells.py",
+        'raise Changed("where it asks how many values a block returns,")',
+        "return 1",
+        CUT,
+    ),
+    Mutant("shells copy their blocks", "nn/_shells.py", "def __deepcopy__", "def copied", PIPELINE),
+    Mutant(
+        "each block of a pipeline is the first",
+        "nn/_pipeline.py",
+        "made.given(inputs_of(batch)), index)",
+        "made.given(inputs_of(batch)), 0)",
+        PIPELINE,
+    ),
+    Mutant("remat is forgotten", "nn/_pipeline.py", "remat=remat", "remat=False", PIPELINE),
+    Mutant(
+        "the rest is the whole tree",
+        "nn/_pipeline.py",
+        'return made.first(params["rest"], inputs_of(batch))',
+        "return made.first(params, inputs_of(batch))",
+        PIPELINE,
     ),
 ]
