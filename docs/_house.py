@@ -22,6 +22,7 @@ INK, PAPER, SHADE = "#24292f", "#ffffff", "#eef2f7"
 CAPTIONS = {
     "_torch": "private torch APIs",
     "tree": "flatten, map, paths",
+    "schedules": "who does what when",
     "axes": "what an axis name is bound to",
     "collectives": "linear maps over ranks",
     "random": "draws by key",
@@ -37,6 +38,7 @@ CAPTIONS = {
     "profiling": "where time goes",
     "init": "leaf by leaf",
     "transforms": "gather, gradients, remat",
+    "pipelines": "a loss on many ranks",
     "stages": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
     "moe": "experts, seats, balance",

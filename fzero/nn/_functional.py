@@ -177,7 +177,8 @@ class Apply:
             return self.module
         rank, copies = tuple([axis.rank for axis in bound()]), self._memory.copies
         if rank not in copies:
-            copies[rank] = copy_module(self.module)
+            shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # which nobody writes
+            copies[rank] = copy_module(self.module, shared)
         return copies[rank]
 
 

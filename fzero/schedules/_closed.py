@@ -29,8 +29,8 @@ def one_f_one_b(
     a message there and one back behind other work, and keep more in flight. With `wait` all forward passes come
     first, which is GPipe.
 
-    With `split`, rank r does a weight half r backward passes after its input half: so the gradients run back to rank
-    0 without waiting for weights, and all ranks have as much in flight.
+    With `split`, rank r does a weight half r backward passes after its input half. So gradients run back to rank 0
+    without waiting for weights, and all ranks have as much in flight.
 
     References:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2. Zhuang et

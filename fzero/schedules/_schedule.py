@@ -52,8 +52,8 @@ class Schedule:
         who sends what follows from the order, and when ZeRO gathers and reduces is said by `fzero.shard`.
 
         Args:
-            table: CSV with a line for each rank, or the path of such a file; or rows of cells, which are texts, None,
-                or what prints as such a text, as torch's actions do; or such rows in a dict by rank.
+            table: CSV with a line for each rank, or the path of such a file. Or rows of cells, also in a dict by rank.
+                A cell is a text, None, or what prints as such a text, as torch's actions do.
             name: the name of the schedule.
 
         Raises:

@@ -3,6 +3,7 @@
 from tests.mutants import (
     checkpoint,
     collectives,
+    cut,
     dcp,
     debug,
     graph,
@@ -36,6 +37,7 @@ TABLES = (
     random,
     ranks,
     nn,
+    cut,
     stages,
     checkpoint,
     hf,

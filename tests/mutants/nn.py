@@ -18,7 +18,9 @@ MUTANTS = [
     ),
     Mutant("an attribute's function reads the module", "nn/_closures.py", "m.__dict__[name] = y", "pass", CLOSURES),
     Mutant("a hook reads the module", "nn/_closures.py", "key: _follow(hook, memo) for", "key: hook for", CLOSURES),
-    Mutant("a rank reads another's module", "nn/_functional.py", "copy_module(self.module)", "self.module", STEP),
+    Mutant(
+        "a rank reads another's module", "nn/_functional.py", "copy_module(self.module, shared)", "self.module", STEP
+    ),
     Mutant("a default reads the module", "nn/_closures.py", "f.__name__, new[1],", "f.__name__, parts[1],", CLOSURES),
     Mutant("globals go unseen", "nn/_closures.py", 'i.opname == "LOAD_GLOBAL"', "False", CLOSURES),
     Mutant("one module for all ranks", "nn/_functional.py", "if not in_lockstep():", "if True:", STEP),

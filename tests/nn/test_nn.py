@@ -671,3 +671,18 @@ def test_a_buffer_that_is_missing_is_named():
         rest = {k: x for k, x in buffers.items() if k != name}
         with pytest.raises(ValueError, match=f"'{name}'"):
             apply(params, rest, IMAGES[0])
+
+
+def test_a_module_may_run_again_in_the_backward_pass_of_ranks_in_lockstep():
+    # remat's guard refused the copy that each rank makes of the module, for that reads parameters that require grad
+    apply, params, _ = functional(nn.Linear(3, 2).double())
+    mesh, x = fzero.mesh(dp=2, simulate="lockstep"), randn(4, 3)
+
+    def gradient(run: Any, x: Any) -> Any:
+        return torch.func.grad(lambda p: run(p, x).square().sum())(params)
+
+    def one(run: Any) -> Any:
+        return mesh.spmd(lambda x: fzero.PerRank(gradient(run, x)))(mesh.split(x)).value
+
+    again = one(fzero.remat(lambda p, x: apply(p, {}, x)[0]))  # first, for the copies are made once
+    assert_trees_close(again, one(lambda p, x: apply(p, {}, x)[0]))

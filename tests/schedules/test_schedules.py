@@ -242,3 +242,18 @@ def test_rows_in_lists_are_taken():
     made = Schedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
     check(made)
     assert made.rows == ((Action("F", 0, 0), Action("B", 0, 0)),)
+
+
+@pytest.mark.parametrize("name,stages", KNOWN)
+def test_memory_and_messages_are_the_formulas_of_the_page(name, stages):
+    ranks, m, v = 4, 16, stages
+    made = schedule(name, ranks, m, v)
+    kept = {
+        "gpipe": lambda r: m,
+        "1f1b": lambda r: ranks - r,
+        "interleaved": lambda r: (ranks * (v + 1) - 2 * r - 1) / v,
+        "zb": lambda r: ranks,
+        "zbv": lambda r: ranks,
+    }[name]
+    assert [made.in_flight(r) / v for r in range(ranks)] == [kept(r) for r in range(ranks)]
+    assert len(made.messages) == (4 * m * (ranks - 1) if name == "zbv" else 2 * m * (v * ranks - 1))

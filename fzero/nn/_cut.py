@@ -1,0 +1,283 @@
+"""A module cut at its repeated blocks into pure functions: what comes before them, a block, and what comes after.
+
+The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its own
+forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
+Run to its end, with a given value out of the last shell, it is what comes after the blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._tracebacks import door
+from fzero.nn._checks import check_module
+from fzero.nn._closures import copy_module
+from fzero.nn._functional import Apply, functional
+from fzero.nn._kinds import OneOf, choose
+from fzero.nn._listening import Reach
+from fzero.nn._lists import blocks_of, own_names
+from fzero.nn._shells import Changed, Form, Given, Handing, HandsOut, Records, Refused, Shell, Stopped
+
+__all__ = ["Cut", "CutModule", "OneOf", "cut"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+class CutModule(NamedTuple):
+    """A module cut at its blocks: `cut, params = cut(module)`.
+
+    Attributes:
+        cut: the functions.
+        params: the trainable parameters: `{"blocks": [{name: tensor}, ...], "rest": {name: tensor}}`.
+    """
+
+    cut: "Cut"
+    params: dict[str, Any]
+
+
+class _Memory:
+    """What the calls of a cut have found out.
+
+    Attributes:
+        form: in which the module takes what a block returns.
+        seen: which torch functions blocks call.
+        checked: structures of batches for which what blocks are given is known to depend on no parameter.
+    """
+
+    def __init__(self) -> None:
+        self.form: Form | None = None
+        self.seen: dict[Any, Any] = {}
+        self.checked: set[Any] = set()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module as pure functions of the parameters of its blocks and of the rest.
+
+    A batch is what the module's forward pass is called with: a dict by name, a tuple, or one tensor.
+
+    Attributes:
+        shell: the module with shells in the places of its blocks.
+        constants: its buffers and frozen parameters.
+        facts: the shapes and dtypes of its parameters.
+        blocks: each block.
+        block_constants: the buffers of each.
+        names: the name of each block in the module.
+    """
+
+    shell: Apply
+    constants: Tensors
+    facts: dict[str, tuple[torch.Size, torch.dtype]]
+    blocks: tuple[Apply, ...]
+    block_constants: tuple[Tensors, ...]
+    names: tuple[str, ...]
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+
+    def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
+        """Return what the first block is given: the embedded batch."""
+        return self._recorded(rest, batch).x
+
+    def given(self, batch: Any) -> tuple[Given, ...]:
+        """Return what each block is given besides: masks, rotary tables.
+
+        It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
+        given one tensor share it. The rest of the parameters is not needed: the module's forward pass runs on zeros in
+        their places, and the embedding of these is used by none.
+
+        Raises:
+            TypeError: if a block is given an object that is no tensor or constant, such as a cache.
+            ValueError: if what a block is given depends on a parameter.
+        """
+        zeros = {name: torch.zeros((), dtype=d, device=_device(batch)).expand(s) for name, (s, d) in self.facts.items()}
+        structure = tree.flatten(batch)[1]
+        if structure in self._memory.checked:
+            return tuple(self._recorded(zeros, batch).given)
+        with Reach(list(zeros.values())) as reach:
+            given = tuple(self._recorded(zeros, batch).given)
+        for name, one in zip(self.names, given, strict=True):
+            for path, x in zip(*tree.flatten_with_paths([one.args, one.kwargs])[:2], strict=True):
+                if reach.holds(x):
+                    raise ValueError(
+                        f"block {name!r} is given {path.partition('.')[2]!r}, which depends on parameters outside the "
+                        "blocks: a pipeline computes what blocks are given on ranks that do not hold these"
+                    )
+        self._memory.checked.add(structure)
+        return given
+
+    def block(
+        self, params: Tensors, x: torch.Tensor, given: tuple[Given, ...], index: int | torch.Tensor | OneOf
+    ) -> torch.Tensor:
+        """Run a block.
+
+        Args:
+            params: the block's parameters.
+            x: what the block before it returned.
+            given: of `given(batch)`.
+            index: the number of the block in the module. Where one program is that of many ranks it is a tensor, or
+                `OneOf` some.
+        """
+        if isinstance(index, int):
+            return self._run_block(index, params, self.block_constants[index], x, given[index])
+        index = OneOf(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
+        return choose(self._run_block, self._memory.seen, params, self.block_constants, x, given, index)
+
+    def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
+        """Return the module's output, where its last block returned `x`."""
+        form = self._memory.form or self._recorded(rest, batch).form
+        return self._run_shell(rest, batch, HandsOut(self.names, form, x))
+
+    def join(self, params: Mapping[str, Any]) -> Tensors:
+        """Return the parameters by their names in the module.
+
+        Example:
+            >>> layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+            >>> made, params = cut(torch.nn.Sequential(layers, torch.nn.Linear(2, 1)))
+            >>> list(made.join(params))[:3]
+            ['0.0.weight', '0.0.bias', '0.1.weight']
+        """
+        found = {
+            f"{name}.{key}": x for name, p in zip(self.names, params["blocks"], strict=True) for key, x in p.items()
+        }
+        return {**found, **params["rest"]}
+
+    def _recorded(self, rest: Tensors, batch: Any) -> Records:
+        """Run the module until its last block, and take down what its blocks are given."""
+        first: Exception | None = None
+        for form in [self._memory.form] if self._memory.form else [*Form]:
+            records = Records(self.names, form)
+            try:
+                self._run_shell(rest, batch, records)
+            except Stopped:
+                self._memory.form = form
+                return records
+            except Exception as error:
+                if records.count == 0 or isinstance(error, Refused):
+                    raise
+                first = first or error
+            else:
+                raise ValueError(f"the module ran {records.count} of its {len(self.names)} blocks: {self.names}")
+        if not isinstance(first, Changed):
+            raise first or AssertionError
+        raise ValueError(
+            f"{first} the module changes what is handed on, or takes more than one tensor of a block: a pipeline hands "
+            "on one tensor as it is"
+        )
+
+    def _run_shell(self, rest: Tensors, batch: Any, handing: Handing) -> Any:
+        args, kwargs = _arguments(batch)
+        with handing:
+            out, written = self.shell(rest, self.constants, *args, **kwargs)
+        _check_constants(self.constants, written, "")
+        return out
+
+    def _run_block(
+        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, given: Given
+    ) -> torch.Tensor:
+        out, written = given.call(partial(self.blocks[index], params, constants), x)
+        _check_constants(constants, written, f"{self.names[index]}.")
+        return _one_tensor(out, self.names[index], self._memory.form)
+
+
+@door
+def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
+    """Cut a module at its repeated blocks, without editing it.
+
+    They are the children of a ModuleList or Sequential: two or more of one class, with parameters of the same names and
+    shapes. The module calls each once, in their order, and hands on what one returns to the next, unchanged.
+
+    Blocks may differ in all but their parameters: in attributes (the number of a layer, a sliding window), in buffers,
+    and in what they are given. Each block is run as it is, by its number.
+
+    Args:
+        module: any module that `fzero.nn.functional` takes apart.
+        blocks: the name of the list of blocks, where the module has several.
+
+    Returns:
+        `(cut, params)`.
+
+    Raises:
+        TypeError: if `module` cannot be taken apart; see `functional`.
+        ValueError: if it has no list of blocks, or several; if its blocks' parameters differ, are frozen, or are shared
+            with others. Names them. Also if its configuration asks for outputs that blocks would have to leave
+            elsewhere (`output_router_logits`, `output_attentions`, `output_hidden_states`).
+
+    Example:
+        >>> layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 2), layers, torch.nn.Linear(2, 1))
+        >>> made, params = cut(module)
+        >>> batch = torch.ones(1, 4)
+        >>> x, given = made.first(params["rest"], batch), made.given(batch)
+        >>> for i, p in enumerate(params["blocks"]):
+        ...     x = made.block(p, x, given, i)
+        >>> made.last(params["rest"], x, batch).equal(module(batch))
+        True
+    """
+    check_module(module)
+    names = blocks_of(module, blocks)
+    own_names(module, names)
+    found = [module.get_submodule(name) for name in names]
+    parts = [functional(block) for block in found]
+    shells = {id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(found, parts, strict=True))}
+    shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy needs no memory of its own
+    rest = functional(copy_module(module, {**shells, **shared}))
+    made = Cut(
+        _unwritten(rest.apply),
+        rest.buffers,
+        {name: (p.shape, p.dtype) for name, p in rest.params.items()},
+        tuple([_unwritten(part.apply) for part in parts]),
+        tuple([_shared(part.buffers, parts[0].buffers) for part in parts]),
+        names,
+    )
+    return CutModule(made, {"blocks": [part.params for part in parts], "rest": rest.params})
+
+
+def _shared(constants: Tensors, first: Tensors) -> Tensors:
+    """Put the first block's constants into the places of equal ones."""
+
+    def one(name: str, x: torch.Tensor) -> torch.Tensor:
+        other = first.get(name)
+        alike = other is not None and other.dtype == x.dtype and not x.is_meta and torch.equal(other, x)
+        return other if alike and other is not None else x
+
+    return {name: one(name, x) for name, x in constants.items()}
+
+
+def _unwritten(apply: Apply) -> Apply:
+    """Have a forward pass refuse to write statistics: each micro-batch would write them, and some on other ranks."""
+    return replace(apply, mutable=frozenset())
+
+
+def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
+    for name, x in before.items():
+        if after[name] is not x:
+            raise RuntimeError(
+                f"the module's forward pass replaced buffer '{prefix}{name}', which a pipeline cannot hand on from "
+                "one micro-batch to the next: have it keep no statistics (eval mode, or a norm without them)"
+            )
+
+
+def _device(batch: Any) -> torch.device | None:
+    """Return where a batch lies."""
+    return next((x.device for x in tree.tensors(batch)), None)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def _one_tensor(out: Any, name: str, form: Form | None) -> torch.Tensor:
+    """Return the one tensor that a block returns, alone or first in a tuple of which the module reads no more."""
+    values = out if isinstance(out, tuple | list) else (out,)
+    others = form is not Form.FIRST and any(x is not None for x in values[1:])
+    if not values or not isinstance(values[0], torch.Tensor) or others:
+        raise ValueError(
+            f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor, which is handed on; "
+            "a pipeline has no way for the others"
+        )
+    return values[0]
