@@ -27,6 +27,10 @@ class WorkApart(Protocol):
         """The names of the axes."""
         ...
 
+    def __call__(self, path: str, leaf: torch.Tensor, /) -> Mapping[str, int] | None:
+        """Say how a leaf is split, as any rule does."""
+        ...
+
 
 class Rules(NamedTuple):
     """How a tree is cut, given the path and the leaf.

@@ -30,6 +30,7 @@ __all__ = [
     "OnDevice",
     "Options",
     "Pairs",
+    "Post",
     "Row",
     "Source",
     "Tensors",
@@ -91,7 +92,23 @@ class OnDevice(NamedTuple):
     device: torch.device
 
 
-Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice
+class Post(NamedTuple):
+    """The options of a message.
+
+    Attributes:
+        peer: the place along the axis of the rank at the other end.
+        tag: of the message; gradients have odd ones.
+        shape: of the tensor that is sent.
+        dtype: of it.
+    """
+
+    peer: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice | Post
 
 
 class Row(NamedTuple):

@@ -96,8 +96,8 @@ class Pipeline:
         counts = even(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth
         if len(counts) != stages:
             raise ValueError(
-                f"fzero.pipeline: depth={counts} says how many blocks each stage has: expected a number for each of the "
-                f"{stages} stages"
+                f"fzero.pipeline: depth={counts} says how many blocks each stage has: expected a number for each of "
+                f"the {stages} stages"
             )
         if self.depth is None and len(set(counts)) > 1:
             raise ValueError(
@@ -146,8 +146,8 @@ class Pipeline:
         placement = self.placement(mesh, depth)
         if len(placement.blocks[0]) != slots:
             raise ValueError(
-                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, and {depth} blocks on {ranks} ranks "
-                f"take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
+                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, and {depth} blocks on {ranks} "
+                f"ranks take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
             )
         return placement
 
@@ -188,8 +188,8 @@ class Pipeline:
         if self.axis not in [a.name for a in data_axes()]:
             mean = (*[a.name for a in data_axes()], self.axis)
             raise ValueError(
-                f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: name it, "
-                f"too, fzero.shard(..., axis={mean})"
+                f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: "
+                f"name it, too, fzero.shard(..., axis={mean})"
             )
         axis = lookup(self.axis)
         schedule, placement = self.schedule(axis.size), self._stacked(axis.size, len(slots))
@@ -215,8 +215,8 @@ def pipeline(
     """Make a loss function of a model that is cut at its blocks, which runs them as a pipeline.
 
     The ranks along an axis hold the blocks, some each, and micro-batches go from rank to rank. To all that is around
-    it, this is a loss like another: every ZeRO stage, optimizer and clip works as without it, gradients are reduced once
-    a step and parameters gathered once a step. Without a mesh, or on one without the axis, it is the ordinary loss.
+    it, this is a loss like another: every ZeRO stage, optimizer and clip works as without it. Gradients are reduced
+    once a step, and parameters gathered once. Without a mesh, or on one without the axis, it is the ordinary loss.
 
     Args:
         block: `(p, x) -> x`: one block, of its parameters and what the one before it made: a tensor, or a tree of
