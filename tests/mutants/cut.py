@@ -93,7 +93,6 @@ MUTANTS = [
         "copy_module(self.module)",
         NN,
     ),
-    Mutant("further values of a block go unseen", "nn/_shells.py", "if at != 0:", "if False:", CUT),
     Mutant(
         "how many values a block has goes unseen",
         "nn/_shells.py",

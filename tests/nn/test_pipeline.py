@@ -123,6 +123,21 @@ def test_dropout_by_key_is_the_same_on_any_mesh():
         torch.testing.assert_close(got, torch.stack(want), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_remat_has_each_block_run_again(remat):
+    runs = []
+
+    class Counted(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            runs.append(1)
+            return super().forward(x)
+
+    layers = torch.nn.Sequential(*[Counted(2, 2) for _ in range(3)])
+    loss, params, _ = pipeline(layers, lambda out, batch: out.square().mean(), micro_batches=2, remat=remat)
+    fzero.value_and_grad(loss, reduce="weighted")(params, torch.ones(4, 2))
+    assert len(runs) == 3 * 2 * (1 + remat)
+
+
 def test_wrong_arguments_are_refused():
     layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)])
     with pytest.raises(TypeError, match=r"fzero.nn.pipeline: loss=3: expected a function"):
