@@ -175,8 +175,8 @@ def receive(
         What was sent.
 
     Raises:
-        ValueError: if `source` is no other place along the axis, or `tag` out of range. In lockstep also if another
-            shape or dtype arrives.
+        ValueError: if `source` is no other place along the axis, `tag` out of range, or the ticket no number. In lockstep
+            also if another shape or dtype arrives.
         RuntimeError: if ranks are a vmap, or the program is traced.
         DivergedError: in lockstep, if nobody sends.
 
@@ -193,4 +193,6 @@ def receive(
     """
     found, post = _posted("receive", like, source, axis, tag)
     held = like.new_zeros(()) if ticket is None else ticket
+    if held.ndim:
+        raise ValueError(f"fzero.receive: the ticket is {list(held.shape)}: expected a number of shape []")
     return apply(found.token, "receive", found.binding, post, held)[0]

@@ -31,6 +31,7 @@ def plan(
     *args: Any,
     world_size: int | Mapping[str, int] | None = None,
     device: str | Device | None = None,
+    rank: int | Mapping[str, int] = 0,
     **kwargs: Any,
 ) -> Plan:
     """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
@@ -42,6 +43,8 @@ def plan(
             are cut anew for it; a rank's part of the batch stays as large as it is.
         device: "cuda" plans for a GPU that need not be at hand: without the buffers of a CPU's collectives, and by
             the seconds of a data-centre GPU. By default the arguments' own; meta tensors are taken for a CPU's.
+        rank: whose plan it is: a rank of that world, or its places along axes, `{"pp": 3}`; 0 along those left out.
+            Ranks differ along the axis of a pipeline.
         **kwargs: the step's arguments by name.
 
     Returns:
@@ -49,7 +52,7 @@ def plan(
 
     Raises:
         ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves, or is given for a
-            function that has no mesh. If `device` is unknown.
+            function that has no mesh. If `device` is unknown, or the world has no such rank.
 
     Example:
         >>> import fzero, torch
@@ -75,14 +78,15 @@ def plan(
     asked = step_of(jitted.step)
     mesh = asked.mesh
     if mesh is None:
-        if world_size is not None:
-            raise ValueError(f"world_size={world_size}: {jitted} has no mesh; shard it with fzero.shard first")
+        for name, given in (("world_size", world_size), ("rank", rank or None)):
+            if given is not None:
+                raise ValueError(f"{name}={given}: {jitted} has no mesh; shard it with fzero.shard first")
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
         jitted = replace(jitted, device=jitted.device._replace(axes=shape), _entries={})
     args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return replace(jitted, step=asked._on(absent(shape)), _entries={}).plan(*args, **kwargs)
+    return replace(jitted, step=asked._on(absent(shape, _places(rank, shape))), _entries={}).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:
@@ -108,15 +112,39 @@ def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     return tuple(sizes.items())
 
 
-def absent(shape: Shape) -> Mesh:
-    """Return a mesh of processes that are not at hand, as the first of them sees it: enough to trace a step on it.
+def _places(rank: int | Mapping[str, int], shape: Shape) -> Shape:
+    """Return the place of a rank along each axis of a world.
+
+    Raises:
+        ValueError: if the world has no such rank.
+    """
+    places = rank if isinstance(rank, Mapping) else _coordinates(rank, shape)
+    sizes = dict(shape)
+    for name, place in places.items():
+        if name not in sizes or not isinstance(place, int) or not 0 <= place < sizes[name]:
+            world = ", ".join([f"{n}={size}" for n, size in shape])
+            raise ValueError(f"rank={rank!r}: expected a rank of {world}, or places along these axes, counted from 0")
+    return tuple(places.items())
+
+
+def _coordinates(rank: int, shape: Shape) -> dict[str, int]:
+    places: dict[str, int] = {}
+    for name, size in reversed(shape):
+        rank, places[name] = divmod(rank, size)
+    first = shape[0][0]
+    return {**places, first: places[first] + rank * shape[0][1]}  # out of range where the rank is
+
+
+def absent(shape: Shape, places: Shape = ()) -> Mesh:
+    """Return a mesh of processes that are not at hand, as one of them sees it: enough to trace a step on it.
 
     Args:
         shape: the name and size of each axis.
+        places: of the one along axes; 0 along those left out.
     """
     names = [name for name, _ in shape]
     joint = [",".join(chosen) for k in range(2, len(names) + 1) for chosen in combinations(names, k)]
-    return Mesh(shape, _Processes(), tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
+    return Mesh(shape, _Processes(places=places), tuple([(axes, f"{PLANNED}{axes}") for axes in joint]))
 
 
 @dataclass(frozen=True)
@@ -124,10 +152,11 @@ class _Processes:
     """Answers for a `DeviceMesh` of processes that are not at hand, and for the groups of its axes."""
 
     group_name: str = ""
+    places: Shape = ()
 
     def get_local_rank(self, name: str) -> int:
-        """Return the rank along an axis: that of the first process."""
-        return 0
+        """Return the rank along an axis."""
+        return dict(self.places).get(name, 0)
 
     def get_group(self, name: str) -> "_Processes":
         """Return the group of an axis, of which a trace asks the name alone."""

@@ -13,7 +13,7 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction, parameter_gathers
-from fzero.graph.loops import graphs_in, loop_of
+from fzero.graph.loops import graphs_in, loop_of, shared_graphs
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
 from fzero.graph.plan._plan import Settings
@@ -102,7 +102,8 @@ def _choices(passes: Pipeline, knobs: Knobs) -> list[Choice]:
     """List what may be computed again, gathered again and joined, as far as the knobs leave it open."""
     graph = passes.traced
     gathers = _gathers(graph)
-    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(gathers), math.inf]) if gathers else [math.inf]
+    shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
+    reuses = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
     agains = _options(knobs.recompute, [False, True])
     (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
     found = [Choice(again, reuse, size) for again, reuse in itertools.product(agains, reuses)]
@@ -164,5 +165,5 @@ def _small_bytes(gathers: Sequence[Node]) -> int:
 
 def _bucket_bytes(graph: Graph) -> int:
     """Return a size for buckets that adds nothing to the peak: no more than the largest unit, nor than a megabyte."""
-    sizes = [full_bytes(n) for part in graphs_in(graph) for n in part.nodes if is_collective(n)]
+    sizes = [full_bytes(n) for part in shared_graphs(graph) for n in part.nodes if is_collective(n)]
     return min(max(sizes, default=0), 1 << 20)

@@ -198,16 +198,16 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
 
 def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: Asked) -> Traced:
     """Trace a step with its loops, or without where they cannot be. Inductor takes a whole graph without them."""
-    fakes = _torch.fake_like(arguments.tensors)
+    fakes, whole = _torch.fake_like(arguments.tensors), asked.backend == "inductor-whole"
     try:
-        with recorded(asked.loop and asked.backend != "inductor-whole"):
+        with recorded(asked.loop and not whole, pipelines=not whole):
             return trace(f, fakes, labels)
     except NotALoop as error:
         notice(
             f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "What Python counted outside of the step until here stays counted; loop=False traces them so at once"
         )
-    with recorded(False):
+    with recorded(False, pipelines=not whole):
         return trace(f, fakes, labels)
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-__all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "with_body"]
+from fzero.graph.phases import Track
+
+__all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "shared_graphs", "with_body"]
 
 
 class Part(NamedTuple):
@@ -33,6 +35,7 @@ class Loop:
         sums: how many there are; the node is given them after those.
         carried: how many reductions each turn leaves on their way, for the next turn to wait for. The node returns
             those of the last turn, after all others.
+        track: of a rank of a pipeline, whose turns are cut in phases (`fzero.graph.phases`): what it follows.
     """
 
     body: Graph
@@ -40,6 +43,7 @@ class Loop:
     parts: tuple[Part, ...]
     sums: int
     carried: int = 0
+    track: Track | None = None
 
     @property
     def places_of_sums(self) -> range:
@@ -63,6 +67,15 @@ def graphs_in(graph: Graph) -> Iterator[Graph]:
     yield graph
     for node in graph.nodes:
         if loop := loop_of(node):
+            yield loop.body
+
+
+def shared_graphs(graph: Graph) -> Iterator[Graph]:
+    """Yield a graph, and the bodies of those loops that are alike on all ranks: not the stages of a pipeline."""
+    yield graph
+    for node in graph.nodes:
+        loop = loop_of(node)
+        if loop and loop.track is None:
             yield loop.body
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "compared",
     "is_part",
     "part",
+    "pipelines_are_recorded",
     "recorded",
     "rows",
     "sum_after",
@@ -44,24 +45,31 @@ class NotALoop(RuntimeError):
 
 class _Recording(threading.local):
     on = False
+    pipelines = False
 
 
 _RECORDING = _Recording()
 
 
 @contextmanager
-def recorded(on: bool) -> Iterator[None]:
-    """Have this thread's trace record loops as one turn, or not."""
-    before, _RECORDING.on = _RECORDING.on, on
+def recorded(on: bool, pipelines: bool = False) -> Iterator[None]:
+    """Have this thread's trace record loops as one turn, or not; and pipelines, whose ranks are such loops."""
+    before = _RECORDING.on, _RECORDING.pipelines
+    _RECORDING.on, _RECORDING.pipelines = on, pipelines
     try:
         yield
     finally:
-        _RECORDING.on = before
+        _RECORDING.on, _RECORDING.pipelines = before
 
 
 def are_recorded() -> bool:
     """Return whether a trace runs that records loops as one turn."""
     return _RECORDING.on and is_tracing()
+
+
+def pipelines_are_recorded() -> bool:
+    """Return whether a trace runs that records a rank of a pipeline as one turn."""
+    return _RECORDING.pipelines and is_tracing()
 
 
 def _never(*args: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero.pipelines._stages import Params, Stages
 
-__all__ = ["Kinds", "kinds_of"]
+__all__ = ["Kinds", "kinds_of", "probed"]
 
 
 class Kinds(NamedTuple):
@@ -39,17 +39,18 @@ def kinds_of(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) ->
     if key not in stages.known:
         devices = sorted({x.device for x in given if x.device.type == "cuda"}, key=str)
         with torch.random.fork_rng(devices), torch.no_grad():
-            stages.known[key] = call.run(_probed, stages, params, tensors)
+            stages.known[key] = call.run(probed, stages, params, tensors)
     return stages.known[key]
 
 
-def _probed(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> Kinds:
+def probed(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> Kinds:
+    """Run the parts of a model once, and return what their values are like."""
     model, call = stages.model, stages.call_of(0)
     slots = range(len(params.sizes))
     trees, rest = params.trees(slots, True, tensors)
     x = model.run_first(rest, call)
-    for name, y in (("first", x), ("block", model.run_block(trees[0], x, 0, call, stacked=True))):
-        _check_handed_on(name, x, y)
+    _check_handed_on("first", x, x)
+    _check_handed_on("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
     total, _ = model.run_last(rest, x, call, stages.placement.depth)
     return Kinds(tree.map(lambda v: torch.empty_like(v, device="meta"), x), total.dtype, total.device)
 

@@ -116,8 +116,14 @@ class Call:
         return in_micro_batch(self.number, f, *args)
 
 
-def micro_batch_of(batch: Any, count: int, number: Number) -> Any:
+def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = False) -> Any:
     """Return a micro-batch: equal parts of all leaves along dimension 0. Leaves of shape [] are in each.
+
+    Args:
+        batch: of all micro-batches.
+        count: how many there are.
+        number: which one.
+        in_a_turn: whether the number is that of a traced turn.
 
     Raises:
         ValueError: if a leaf does not divide by `count`. Names it.
@@ -133,7 +139,7 @@ def micro_batch_of(batch: Any, count: int, number: Number) -> Any:
                 f"divide by micro_batches={count}"
             )
         if isinstance(number, torch.Tensor):
-            return turns.part(x, number, 0, size) if turns.are_recorded() else _at(x, number, count)
+            return turns.part(x, number, 0, size) if in_a_turn else _at(x, number, count)
         return x.narrow(0, number * size, size)
 
     return tree.map_with_path(part, batch)

@@ -8,7 +8,7 @@ import torch
 
 from fzero._tracebacks import door
 from fzero.axes.rules import SplitRule
-from fzero.axes.scope import bound, lookup, micro_batch
+from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
 from fzero.pipelines._checks import check_alike
 from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
 from fzero.pipelines._placement import Placement, even, placed
@@ -104,7 +104,7 @@ class Pipeline:
                 f"fzero.pipeline: {depth} blocks on {stages} stages: some stages have one more than others, so say "
                 f"depth={depth}, or how many each stage has, depth={counts}"
             )
-        if sum(counts) != depth:
+        if sum(counts) != depth or self.depth not in (None, depth, counts):
             raise ValueError(f"fzero.pipeline: depth={self.depth}, and the parameters have {depth} blocks")
         return counts
 
@@ -180,11 +180,17 @@ class Pipeline:
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
-        def call_of(number: int | torch.Tensor) -> Call:
-            return Call(micro_batch_of(batch, self.micro_batches, number), outer + number, key)
+        def call_of(number: int | torch.Tensor, in_a_turn: bool = False) -> Call:
+            return Call(micro_batch_of(batch, self.micro_batches, number, in_a_turn), outer + number, key)
 
-        if self.axis not in [a.name for a in bound()]:
+        if self.axis not in axis_names():
             return run_all(self.model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
+        if self.axis not in [a.name for a in data_axes()]:
+            mean = (*[a.name for a in data_axes()], self.axis)
+            raise ValueError(
+                f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: name it, "
+                f"too, fzero.shard(..., axis={mean})"
+            )
         axis = lookup(self.axis)
         schedule, placement = self.schedule(axis.size), self._stacked(axis.size, len(slots))
         stages = Stages(self.model, schedule, placement, axis, call_of, self._cache)

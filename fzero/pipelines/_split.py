@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.axes.rules import SplitRule
+from fzero.axes.scope import axis_names
 
 __all__ = ["PipelineSplit"]
 
@@ -31,7 +32,7 @@ class PipelineSplit:
 
     def __call__(self, path: str, leaf: torch.Tensor) -> Mapping[str, int] | None:
         """Say how a leaf is split: stacked blocks along the pipeline's axis, dimension 0."""
-        stacked = path.startswith(f"{self.blocks}.")
+        stacked = path.startswith(f"{self.blocks}.") and self.axis in axis_names()  # else blocks are not stacked
         further = {} if self.rule is None else dict(self.rule(path, leaf[0] if stacked else leaf) or {})
         if not stacked:
             return further or None

@@ -66,7 +66,7 @@ class Stages:
         schedule: which rank has which.
         placement: which blocks each has.
         axis: along which they lie.
-        call_of: gives a micro-batch by its number.
+        call_of: gives a micro-batch by its number, which may be that of a traced turn: `(number, in_a_turn)`.
         known: what was found out in earlier runs.
     """
 
@@ -74,7 +74,7 @@ class Stages:
     schedule: Schedule
     placement: Placement
     axis: Axis
-    call_of: Callable[[int | torch.Tensor], Call]
+    call_of: Callable[..., Call]
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -8,6 +8,8 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import derivatives
+from fzero.axes.scope import micro_batch
+from fzero.graph import turns
 from fzero.pipelines._model import Call, Model
 from fzero.pipelines._stages import Stages
 from fzero.pipelines._table import run_table
@@ -34,12 +36,14 @@ def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call
 def run_on(stages: Stages, slots: list[Any], rest: Any) -> Pair:
     """Run a pipeline on the ranks of an axis.
 
-    By its table, where each rank has a program of its own: on processes and in lockstep. By ticks where ranks are a
-    vmap, and for all derivatives but one gradient.
+    By its table, where each rank has a program of its own: on processes, also in a graph of fzero.jit, and in lockstep.
+    By ticks where ranks are a vmap, in graphs of other tracers, and for all derivatives but one gradient.
     """
-    if not stages.axis.group or torch.compiler.is_dynamo_compiling() or is_tracing():
+    if not stages.axis.group or torch.compiler.is_dynamo_compiling():
         return run_ticks(stages, slots, rest)
     order = derivatives(tree.tensors([slots, rest]))
-    if order is None or order > 1:
+    if order is None or order > 1 or (is_tracing() and not (order and turns.pipelines_are_recorded())):
         return run_ticks(stages, slots, rest)
+    if is_tracing() and isinstance(micro_batch(), torch.Tensor):
+        raise turns.NotALoop("a pipeline is in the loss, with micro-batches of its own")
     return run_table(stages, slots, rest, backward=order == 1)

@@ -1,5 +1,6 @@
 """What a sharded step checks of its arguments and results: bad input is an error that names it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def check_arguments(
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
     check_means(entries, [name for name in averaged if name not in apart])
-    if mesh.size > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
+    ranks = math.prod([size for name, size in mesh.shape if name not in apart])
+    if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
             "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"

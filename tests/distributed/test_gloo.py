@@ -1,10 +1,12 @@
 """Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
 whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
-and what goes with it, `moe_cases.py` experts."""
+and what goes with it, `moe_cases.py` experts, `pipeline_cases.py` stages."""
+
+import time
 
 import pytest
 
-from tests.distributed import axes_cases, cases, checkpoint_cases, jit_cases, moe_cases, training_cases
+from tests.distributed import axes_cases, cases, checkpoint_cases, jit_cases, moe_cases, pipeline_cases, training_cases
 from tests.distributed.launch import python, torchrun, world
 
 MODULES = {
@@ -14,15 +16,16 @@ MODULES = {
     "training": training_cases,
     "checkpoint": checkpoint_cases,
     "moe": moe_cases,
+    "pipeline": pipeline_cases,
 }
 SLOW = [
     pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
-    for name in ("core", "jit", "training", "checkpoint", "moe")
+    for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline")
 ]
 
 
 @pytest.mark.parametrize(
-    "name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("moe", 2), ("axes", 4), *SLOW]
+    "name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("moe", 2), ("pipeline", 2), ("axes", 4), *SLOW]
 )
 def test_gloo_processes(name, ranks):
     module = MODULES[name]
@@ -30,7 +33,7 @@ def test_gloo_processes(name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("axes", 4)])
+@pytest.mark.parametrize("name,ranks", [("core", 2), ("jit", 2), ("axes", 4), ("pipeline", 4)])
 def test_slow_cases(name, ranks):
     check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))
 
@@ -47,6 +50,14 @@ def test_torchrun_starts_a_world():
     done = torchrun(2, "-m", cases.__name__, "messages_in_flight_arrive_where_they_belong")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert all(f"rank {rank}: messages_in_flight_arrive_where_they_belong: ok" in done.stdout for rank in range(2))
+
+
+def test_a_rank_that_raises_in_its_stage_ends_the_others_in_time():
+    begin = time.monotonic()
+    done = world(2, "-m", pipeline_cases.__name__, "dies", timeout=100)
+    assert done.returncode != 0 and time.monotonic() - begin < 60
+    assert "planted in a stage" in done.stderr.split("rank 1 ended with 1:\n")[1]
+    assert "rank 0 ended with 1" in done.stderr
 
 
 # ---------------------------------------------------------------- the harness itself

@@ -48,7 +48,8 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     """
     graph = copied(graph)
     for node in graph.nodes:
-        if loop := loop_of(node):
+        loop = loop_of(node)
+        if loop and loop.track is None:  # the turns of a pipeline are cut in phases
             _carry_on(node, loop, in_flight)
     return graph
 

@@ -22,6 +22,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view
+from fzero.graph.plan._track import track_seconds
 from fzero.graph.spaces import is_move, on_host
 
 __all__ = ["DEVICES", "Device", "seconds"]
@@ -98,7 +99,9 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
         if is_collective(node):
             wires = max(work, wires) + collective_seconds(node, on)
             ends[node] = wires
-        elif loop := loop_of(node):
+        elif (loop := loop_of(node)) and loop.track:
+            work = wires = max(work, wires) + track_seconds(loop, lambda graph: seconds(graph, on), on.latency, on.link)
+        elif loop:
             turn = seconds(loop.body, device)
             begin = seconds(loop.body, device, first=True) if loop.carried else turn
             work = wires = max(work, wires) + begin + (loop.turns - 1) * turn

@@ -28,7 +28,9 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear, is_view
+from fzero.graph.plan._track import most_in_phases
 from fzero.graph.plan._workspace import workspace_bytes
+from fzero.graph.split import regions
 from fzero.graph.storages import Storages, storages, storages_in
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 A_TURN = "a turn of the loop"  # the label of what a loop's body holds
+IN_FLIGHT = "other micro-batches in flight"
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
 
@@ -189,9 +192,22 @@ def _is_messages(source: Node) -> bool:
 def ranges_of_a_turn(loop: Loop) -> list[Range]:
     """Find when each storage of a loop's body is alive, but for those that it is given.
 
-    The number of the turn is its own; a row lives until the turn's end, when it is copied to where it belongs.
+    The number of the turn is its own; a row lives until the turn's end, when it is copied to where it belongs. What
+    other micro-batches of a pipeline hold during a phase is a range of its own.
     """
-    return _within(loop, live_ranges(loop.body))
+    found = _within(loop, live_ranges(loop.body))
+    return found if loop.track is None else found + _in_flight(loop, found)
+
+
+def _in_flight(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
+    """Find what other turns than this one hold during each phase of a pipeline's turn."""
+    nodes = list(loop.body.nodes)
+    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses), []
+    for phase, region in regions(nodes).items():
+        others = most.get(phase, 0) - max([live[i] for i in region], default=0)
+        if others > 0:
+            found.append(Range(region[0], region[-1], others, "activations", IN_FLIGHT))
+    return found
 
 
 def _within(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
@@ -203,7 +219,12 @@ def _within(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
 
 
 def most_in_a_turn(loop: Loop) -> int:
-    """Return the most bytes that a turn of a loop holds at any time beside what it is given."""
+    """Return the most bytes that a turn of a loop holds at any time beside what it is given.
+
+    Of a pipeline's loop it is what all turns in flight hold.
+    """
+    if loop.track is not None:
+        return max(most_in_phases(loop, _last_uses).values())
     order = list(loop.body.nodes)
     return max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
 

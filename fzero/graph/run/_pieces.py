@@ -9,13 +9,15 @@ from torch.fx import Graph, GraphModule
 
 from fzero._torch import profiling
 from fzero.collectives import gloo
-from fzero.graph.ir import copied
-from fzero.graph.loops import loop_of
+from fzero.graph.ir import copied, is_input
+from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._clock import COMPILED, name_of, now, place_of, timed, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._loop import running
 from fzero.graph.run._program import Program, Turns
 from fzero.graph.run._segment import Segment
+from fzero.graph.run._track import following
+from fzero.graph.split import split
 from fzero.layout.flat import packed, packed_by_copies
 
 __all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked"]
@@ -44,20 +46,50 @@ class Executable:
         return self.runs(args)
 
 
-def one_by_one(graph: Graph) -> Executable:
-    """Run the graph's operations one by one, each value freed after its last use."""
+def one_by_one(graph: Graph, owned: Sequence[int] = ()) -> Executable:
+    """Run the graph's operations one by one, each value freed after its last use.
+
+    Args:
+        graph: a scheduled graph.
+        owned: the positions of the arguments that are freed after their last use, too.
+    """
     source, graph = graph, copied(graph)
     for node in graph.nodes:
         loop = loop_of(node)
-        node.target = running(loop, one_by_one(loop.body)) if loop else INSTEAD.get(node.target, node.target)
+        node.target = _running(loop) if loop else INSTEAD.get(node.target, node.target)
+    _take(graph, owned)
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
+        for i in owned:
+            args[i] = [args[i]]
         mine = tuple(args)
         args.clear()
         return module.forward(*mine) if now() is None else timed_graph(module, source)(*mine)
 
     return Executable(run)
+
+
+def _running(loop: Loop) -> Callable[..., list[torch.Tensor]]:
+    """Make the function of a loop's node, whose operations run one by one."""
+    if loop.track is None:
+        return running(loop, one_by_one(loop.body))
+    parts = split(loop)
+    return following(loop, parts, [one_by_one(part.graph, part.owned) for part in parts])
+
+
+def _taken(one: list[torch.Tensor]) -> torch.Tensor:
+    return one.pop()
+
+
+def _take(graph: Graph, owned: Sequence[int]) -> None:
+    """Take some arguments out of a list, so that nobody else holds them."""
+    inputs = [n for n in graph.nodes if is_input(n)]
+    for i in owned:
+        with graph.inserting_after(inputs[-1]):
+            taken = graph.call_function(_taken, (inputs[i],))
+        taken.meta = dict(inputs[i].meta)
+        inputs[i].replace_all_uses_with(taken, delete_user_cb=lambda user, taken=taken: user is not taken)
 
 
 def codes_of(program: Program) -> list[Code]:
@@ -98,7 +130,8 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             runs = one_by_one(x.graph) if x.scalars else compiled[name_of_code(x.key)]
             ready.append(_Ready(True, runs, x.ins, x.outs, x.free, None if x.scalars else x.graph))
         elif isinstance(x.target, Turns):
-            loop = running(x.target.loop, in_pieces(x.target.program, compiled))
+            bodies = [in_pieces(program, compiled) for program in x.target.programs]
+            loop = x.target.running(bodies)
             ready.append(_Ready(False, loop, x.arguments.of, x.out, x.free, None))
         else:
             f = INSTEAD.get(x.target, x.target)

@@ -18,8 +18,11 @@ from fzero.graph.ir import is_input, results
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
 from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
+from fzero.graph.run._loop import running
 from fzero.graph.run._scalars import scalars
 from fzero.graph.run._segment import Segment, segment
+from fzero.graph.run._track import following
+from fzero.graph.split import Split, split
 
 __all__ = ["Arguments", "Program", "SingleOperation", "Turns", "program_of"]
 
@@ -48,10 +51,21 @@ class Arguments(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """A loop, and the program of its body."""
+    """A loop, and the program of its body; of a pipeline's loop, of each of its phases.
+
+    Attributes:
+        loop: the loop.
+        programs: one, or as many as there are phases.
+        parts: the phases; None of other loops.
+    """
 
     loop: Loop
-    program: "Program"
+    programs: "list[Program]"
+    parts: tuple[Split, ...] | None = None
+
+    def running(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
+        """Make the function of the loop's node, given what runs its programs."""
+        return running(self.loop, bodies[0]) if self.parts is None else following(self.loop, self.parts, bodies)
 
 
 class SingleOperation(NamedTuple):
@@ -91,14 +105,19 @@ class Program(NamedTuple):
             if isinstance(x, Segment):
                 yield from [] if x.scalars else [x]
             elif isinstance(x.target, Turns):
-                yield from x.target.program.compiled()
+                for program in x.target.programs:
+                    yield from program.compiled()
 
 
-def program_of(graph: Graph) -> Program:
+def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
     """Make a program of a scheduled graph.
 
     The segments to compile grow in number neither with the blocks of a model, if these have one shape, nor with the
     micro-batches.
+
+    Args:
+        graph: a scheduled graph.
+        owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # values, as parts are
     groups, parts, small = cut(graph), parts_of_arguments(graph) | items, scalars(graph)
@@ -117,7 +136,7 @@ def program_of(graph: Graph) -> Program:
         compiled = None if single else segment(group, exported, slot, parts, small)
         instructions += [] if compiled is None else [compiled]
     instructions += [_single(node, slot) for node in views_to(values, slot, alone)]
-    inputs = {slot[n] for n in graph.nodes if is_input(n)}
+    inputs = {slot[n] for n in graph.nodes if is_input(n)} - {*owned}
     kept = [None if x is None else slot[x] for x in wanted]
     return Program(_with_frees(instructions, inputs | {slot[x] for x in values}), len(slot), kept)
 
@@ -127,9 +146,16 @@ def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     arguments = Arguments(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
     slot[node] = len(slot)
     loop = loop_of(node)
-    target = Turns(loop, program_of(loop.body)) if loop else node.target
+    target = _turns(loop) if loop else node.target
     assert not isinstance(target, str)
     return SingleOperation(target, arguments, slot[node], [], line_of(node))
+
+
+def _turns(loop: Loop) -> Turns:
+    if loop.track is None:
+        return Turns(loop, [program_of(loop.body)])
+    parts = split(loop)
+    return Turns(loop, [program_of(part.graph, part.owned) for part in parts], parts)
 
 
 def _with_frees(instructions: Sequence[SingleOperation | Segment], kept: set[int]) -> list[SingleOperation | Segment]:

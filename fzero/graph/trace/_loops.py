@@ -4,6 +4,9 @@
 2. Its forward pass was traced twice. If they differ, the turns depend on one another, and there is no loop.
 3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
 4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
+
+A rank of a pipeline is a loop, too, whose turns are cut in phases (`_phases`). Its forward pass is traced once: a model
+in a pipeline is a function of its arguments alone.
 """
 
 import operator
@@ -15,8 +18,10 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, described, reordered
-from fzero.graph.loops import Loop, Part, function_of
+from fzero.graph.loops import Loop, Part, function_of, loop_of
+from fzero.graph.phases import NEEDS
 from fzero.graph.ops import is_random
+from fzero.graph.trace._phases import needed_by, renumbered, sends_first, track_at, without_asides
 from fzero.graph.turns import NotALoop
 
 __all__ = ["with_loops"]
@@ -45,7 +50,8 @@ class _Turn:
     @property
     def marks(self) -> set[Node]:
         """All nodes that compute nothing."""
-        return {self.start, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
+        needs = [n for n in self.start.users if n.target is NEEDS]
+        return {self.start, *needs, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
 
 
 def with_loops(graph: Graph) -> Graph:
@@ -57,21 +63,25 @@ def with_loops(graph: Graph) -> Graph:
     Raises:
         NotALoop: if a turn hands on a value that is no sum and no row, or if the next one would run something else.
     """
+    without_asides(graph)
     for start in [n for n in graph.nodes if n.target is TURN]:
-        traced = _turn_of(start)
-        _compare(graph, traced)
-        _hoist(graph, traced)
+        if track_at(start) is None:
+            _compare(graph, _turn_of(start))
+        else:
+            sends_first(start)
+        _hoist(graph, _turn_of(start))
         _replace(graph, _turn_of(start))
-    return reordered(graph, graph.nodes)
+    tracked = any(loop.track for n in graph.nodes if (loop := loop_of(n)))
+    return renumbered(graph) if tracked else reordered(graph, graph.nodes)
 
 
 def _turn_of(start: Node) -> _Turn:
     befores = [n for n in start.users if n.target is BEFORE]
     after = {_before_of(n): n for n in start.graph.nodes if n.target is AFTER}
-    sums = [(n, after[n]) for n in befores if n in after]
+    position = {n: i for i, n in enumerate(start.graph.nodes)}
+    sums = sorted([(n, after[n]) for n in befores if n in after], key=lambda pair: position[pair[1]])
     rows = [n for n in start.users if n.target is ROWS]
-    nodes = list(start.graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
+    nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
     parts = [n for n in start.users if n.target is PART]
     return _Turn(start, nodes[position[start] : stop + 1], parts, sums, rows)
@@ -165,7 +175,8 @@ def _replace(graph: Graph, turn: _Turn) -> None:
         sources = [n.args[0] for n in turn.parts]
         node = graph.call_function(function_of(), (*sources, *begun, *rest))
         results = [begin.meta["val"] for begin in begun] + [n.meta["val"] for n in turn.rows]
-        node.meta = {**turn.start.meta, "val": tuple(results), "loop": Loop(body, turns, parts, len(turn.sums))}
+        loop = Loop(body, turns, parts, len(turn.sums), track=track_at(turn.start))
+        node.meta = {**turn.start.meta, "val": tuple(results), "loop": loop}
         for i, n in enumerate([*[after for _, after in turn.sums], *turn.rows]):
             item = graph.call_function(operator.getitem, (node, i))
             item.meta = {"val": results[i]}
@@ -203,7 +214,7 @@ def _body(turn: _Turn) -> tuple[Graph, list[Node]]:
         copies[n] = _argument(body, n)
     left = [n for n in turn.nodes if n not in turn.marks]
     results: list[Any] = [n.args[0] for n in [*[after for _, after in turn.sums], *turn.rows]]
-    for a in [*[a for n in left for a in n.all_input_nodes], *results]:
+    for a in [*needed_by(turn.start), *[a for n in left for a in n.all_input_nodes], *results]:
         if a not in copies and a not in turn.nodes:
             copies[a] = _argument(body, a)
             rest.append(a)

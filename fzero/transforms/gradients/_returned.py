@@ -12,6 +12,9 @@ from fzero.collectives.sums import psum
 __all__ = ["loss_and_aux_of", "total_and_aux", "weighted_mean"]
 
 
+ADVICE = 'for (loss, aux) say has_aux=True, and for (total, weight) reduce="weighted"'
+
+
 def loss_and_aux_of(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
     """Turn a function that returns `loss`, or `(loss, aux)`, into one that returns `(loss, aux)`, checked."""
 
@@ -58,6 +61,6 @@ def _pair(out: Any, expected: str) -> tuple[Any, Any]:
 def _zero_dimensional(loss: Any, name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
         given = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else "for (loss, aux) say has_aux=True"
+        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else ADVICE
         raise TypeError(f"f must return a 0-d floating-point {name}, and returned {given}; {advice}")
     return loss

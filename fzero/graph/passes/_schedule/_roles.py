@@ -18,6 +18,7 @@ from fzero.graph.ir import (
     users_through_views,
 )
 from fzero.graph.ops import is_factory, is_random, is_view
+from fzero.graph.phases import is_marker
 
 __all__ = ["Roles", "made_of_inputs", "roles", "work_in_order"]
 
@@ -90,6 +91,10 @@ def work_in_order(work: Sequence[Node]) -> list[Node]:
     for n in work:
         if is_cheap(n):
             order.append(n)
+            continue
+        if is_marker(n):  # none passes over the end of a phase
+            order.append(n)
+            leaf = None
             continue
         needed = _is_needed(n, among)
         if leaf is not None and needed and not is_random(n) and _bases(order[leaf]) & _bases(n):

@@ -1,0 +1,250 @@
+"""A pipelined loss trains as the model without a pipeline does: by ticks, by tables, at every stage of ZeRO."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero import optim
+from fzero.testing import assert_trees_close
+from tests.pipelines.model import OPT, WIDTH, batch_of, block, first, last, loss_of, params_of, step_of, trained, trained_on
+from tests.schedules.strategies import schedules
+
+NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+simulations = st.sampled_from(["vmap", "lockstep"])
+
+
+def close(found: Any, expected: Any) -> None:
+    assert_trees_close(found, expected, 1e-9)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data()
+)
+def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
+    micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
+    stages, uneven = NAMED[name], data.draw(st.integers(0, 2))
+    depth = pp * stages + uneven
+    options = {"schedule": name, "stages": stages, "depth": depth, "remat": data.draw(st.booleans())}
+    loss, size = loss_of(micro_batches, **options), 2 * dp * micro_batches
+    params = params_of(depth, tied=data.draw(st.booleans()))
+    mesh = fzero.mesh(dp=dp, pp=pp, simulate=simulate)
+    gather = data.draw(st.booleans())  # whole parameters, or boxes that each action gathers
+    close(trained_on(mesh, stage, loss, params, size, gather=gather), trained(loss, params, size))
+
+
+@settings(max_examples=40)
+@given(schedules(), st.integers(0, 3), st.integers(0, 3))
+def test_any_table_trains_the_same(schedule, extra, stage):
+    depth = schedule.stages + extra
+    loss = loss_of(schedule.micro_batches, schedule=schedule, depth=depth)
+    params, size = params_of(depth), schedule.micro_batches
+    mesh = fzero.mesh(pp=schedule.ranks, simulate="lockstep")
+    close(trained_on(mesh, stage, loss, params, size, steps=1), trained(loss, params, size, steps=1))
+
+
+def test_ticks_place_stages_as_the_table_does():
+    for name, stages in NAMED.items():
+        loss = loss_of(4, schedule=name, stages=stages, depth=9)
+        params = params_of(9)
+        close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), trained(loss, params, 8))
+
+
+def test_a_loss_without_a_mesh_is_the_models():
+    loss, params, batch = loss_of(2), params_of(3), batch_of(8)
+    x = first(params, batch)
+    for p in params["blocks"]:
+        x = block(p, x)
+    total, weight = last(params, x, batch)
+    close(loss(params, batch), (total, weight))
+
+
+def test_depth_may_be_said_stage_by_stage():
+    params = params_of(6)
+    for depth in ((1, 2, 3), (3, 0, 3), (0, 0, 6)):
+        loss = loss_of(3, depth=depth)
+        expected = trained(loss, params, 6)
+        for simulate in ("vmap", "lockstep"):
+            close(trained_on(fzero.mesh(pp=3, simulate=simulate), 2, loss, params, 6), expected)
+
+
+def test_a_mean_needs_no_weight():
+    def mean(rest: Any, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (x @ rest["table"].T).square().mean()
+
+    loss, params = loss_of(2, last=mean), params_of(4)
+    whole = mean(params, _through(params, batch_of(8)), batch_of(8))
+    expected = trained(loss, params, 8)
+    close(expected[1][0], whole)
+    for simulate in ("vmap", "lockstep"):
+        close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
+
+
+def _through(params: Any, batch: Any) -> torch.Tensor:
+    x = first(params, batch)
+    for p in params["blocks"]:
+        x = block(p, x)
+    return x
+
+
+def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
+    """As a mixture's blocks do, which add to a loss of their own along the way."""
+
+    def begin(rest: Any, batch: Any) -> Any:
+        return {"x": first(rest, batch), "loss": torch.zeros((), dtype=torch.float64)}
+
+    def counted(p: Any, given: Any, *, index: Any, batch: Any) -> Any:
+        x = block(p, given["x"]) + (index + 1) * batch["weights"][:, None]
+        return {"x": x, "loss": given["loss"] + x.square().sum() * (index + 1)}
+
+    def end(rest: Any, given: Any, batch: Any) -> Any:
+        total, weight = last(rest, given["x"], batch)
+        return total + given["loss"], weight
+
+    params = params_of(5)
+    for name in ("1f1b", "zb"):
+        loss = loss_of(4, first=begin, block=counted, last=end, depth=5, schedule=name)
+        expected = trained(loss, params, 8)
+        for simulate in ("vmap", "lockstep"):
+            close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
+
+
+def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
+    key, params = fzero.random.key(3), params_of(4)
+    loss = loss_of(4, block=dropping, remat=remat)
+    found = trained_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
+    close(found, trained(loss, params, 8, key))
+    assert not torch.allclose(found[1][0], trained(loss, params, 8, fzero.random.key(4))[1][0])
+    on_dp = fzero.mesh(dp=2, simulate=simulate)  # ranks along dp draw differently, those along pp alike
+    close(
+        trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
+        trained_on(on_dp, 2, loss, params, 8, key),
+    )
+
+
+def test_half_precision_with_masters_trains_as_without_a_pipeline():
+    policy = fzero.Precision(param=torch.bfloat16)
+    opt = optim.master_weights(optim.adamw(1e-2), policy)
+    loss = loss_of(4)
+
+    def run(mesh: Any, stage: int) -> Any:
+        params = params_of(4, torch.float32)
+        options = {"precision": policy}
+        axes = ("dp", "pp") if mesh else None
+        if mesh is None:
+            mesh = fzero.mesh(dp=2)
+            axes = ("dp",)
+        step = fzero.shard(step_of(loss, opt, **options), stage, mesh, axis=axes, split=loss.split)
+        state = step.init(loss.stack(params, mesh), opt)
+        for i in range(3):
+            *state, value = step(*state, mesh.split(batch_of(16, i), "dp"))
+        return value, loss.unstack(step.gather(state[0]), mesh)
+
+    expected = run(None, 1)
+    for stage in (1, 3):
+        for simulate in ("vmap", "lockstep"):
+            found = run(fzero.mesh(dp=2, pp=2, simulate=simulate), stage)
+            assert_trees_close(found, expected, 3e-2)
+
+
+def test_derivatives_of_higher_order_go_by_ticks():
+    loss, params, batch = loss_of(2), params_of(4), batch_of(4)
+    mesh = fzero.mesh(pp=2, simulate="lockstep")
+    stacked = loss.stack(params, mesh)
+
+    def penalty(params: Any, whole: Any) -> torch.Tensor:
+        def total(p: Any) -> torch.Tensor:
+            return fzero.psum(loss(p, batch)[0], "pp") if whole else loss(p, batch)[0]
+
+        grads = torch.func.grad(total)(params)
+        return sum((g**2).sum() for g in fzero.tree.tensors(grads["table"]))
+
+    def program(table: torch.Tensor) -> Any:
+        mine = fzero.axis_index("pp").item()
+        own = {**stacked, "blocks": fzero.tree.map(lambda w: w[mine : mine + 1], stacked["blocks"])}
+
+        def total_of(table: torch.Tensor) -> torch.Tensor:
+            def total(t: torch.Tensor) -> torch.Tensor:
+                return loss({**own, "table": t}, batch)[0]
+
+            return fzero.psum(torch.func.grad(total)(table), "pp").square().sum()
+
+        return fzero.psum(torch.func.grad(total_of)(table), "pp") / fzero.axis_size("pp")
+
+    def dense(table: torch.Tensor) -> torch.Tensor:
+        grad = torch.func.grad(lambda t: loss({**params, "table": t}, batch)[0])(table)
+        return grad.square().sum()
+
+    close(mesh.spmd(program)(params["table"]), torch.func.grad(dense)(params["table"]))
+
+
+def test_a_loss_that_is_not_differentiated_runs_forward_only():
+    loss, params = loss_of(4), params_of(4)
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
+
+        def evaluate(params: Any, batch: Any) -> Any:
+            return fzero.psum(loss(fzero.gather(params), batch), ("dp", "pp"))
+
+        step = fzero.shard(evaluate, 3, mesh, axis=("dp", "pp"), split=loss.split)
+        cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        with fzero.record() as log:
+            found = step.program(evaluate)(cut, mesh.split(batch_of(16), "dp"))
+        close(found, loss(params, batch_of(16)))
+        if simulate == "lockstep":
+            assert [e.elements for e in log.order if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
+
+
+def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
+    """Along the axes of data, at every stage of ZeRO; and by each action where parameters are gathered there."""
+    params = params_of(4)
+    for stage in range(4):
+        counts = []
+        for micro_batches in (2, 8):
+            loss = loss_of(micro_batches)
+            mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
+            with fzero.record() as log:
+                trained_on(mesh, stage, loss, params, 32, steps=1)
+            counts.append(sorted((e.kind, e.axis, e.elements) for e in log.events))
+        assert counts[0] == counts[1] and counts[0]
+
+
+def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
+    """The most backward passes that a rank holds is what the schedule says is in flight."""
+    from fzero.pipelines import _table
+
+    for name, stages in NAMED.items():
+        loss, most = loss_of(8, schedule=name, stages=stages), {}
+        forward = _table._Row._forward
+
+        def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
+            found = forward(self, *args)
+            rank = self.stages.axis.rank
+            most[rank] = max(most.get(rank, 0), len(self.pulls))
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_table._Row, "_forward", counted)
+            mesh = fzero.mesh(pp=4, simulate="lockstep")
+            trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
+        schedule = loss.schedule(4)
+        halves = name in ("zb", "zbv")  # eagerly the first half lets go of all
+        for rank, found in most.items():
+            assert found <= schedule.in_flight(rank) if halves else found == schedule.in_flight(rank)
+
+
+def test_the_optimizer_is_dense_trainings_in_leafwise_norms():
+    """A stacked leaf stands for the blocks of all ranks: what is pointwise or by the global norm is exact."""
+    for opt in (optim.sgd(0.1, momentum=0.9), optim.lion(1e-2), OPT):
+        loss, params = loss_of(2), params_of(4)
+        close(trained_on(fzero.mesh(dp=2, pp=2), 3, loss, params, 8, opt=opt), trained(loss, params, 8, opt=opt))
