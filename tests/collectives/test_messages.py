@@ -19,7 +19,9 @@ def here() -> int:
 
 @given(st.integers(2, 5), st.data())
 def test_what_is_sent_arrives_by_its_tag_whatever_the_order(n, data):
-    letters = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9))
+    letters = data.draw(
+        st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9)
+    )
     wanted = data.draw(st.permutations(range(len(letters))))  # in which they are received
 
     def program() -> PerRank:
@@ -104,7 +106,6 @@ def test_they_are_recorded():
     assert [(e.kind, e.axis, e.elements) for e in log.order] == [("send", "pp", 12)]
 
 
-
 @pytest.mark.parametrize(
     "program,said",
     [
@@ -138,7 +139,9 @@ def test_another_shape_or_dtype_is_an_error_on_the_receiver():
                 fzero.receive(like, 0, "pp")
             return PerRank(torch.zeros(1))
 
-        with pytest.raises(ValueError, match=r"from rank 0 to rank 1 with tag 0 over 'pp' is float32 \[2\], and the rec"):
+        with pytest.raises(
+            ValueError, match=r"from rank 0 to rank 1 with tag 0 over 'pp' is float32 \[2\], and the rec"
+        ):
             lockstep(2).spmd(program)()
 
 

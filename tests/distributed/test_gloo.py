@@ -25,7 +25,8 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    "name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("moe", 2), ("pipeline", 2), ("axes", 4), *SLOW]
+    "name,ranks",
+    [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("moe", 2), ("pipeline", 2), ("axes", 4), *SLOW],
 )
 def test_gloo_processes(name, ranks):
     module = MODULES[name]

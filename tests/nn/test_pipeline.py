@@ -106,6 +106,15 @@ def test_without_a_mesh_it_is_the_ordinary_loss():
     assert join(params).keys() == dict(model.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
+def test_masks_and_tables_have_the_dtype_of_half_precision(name):
+    model, batch = built(name), batch_for(name)
+    loss, params, _ = pipeline(model, lambda output, batch: output.logits.float().sum(), inputs=inputs, micro_batches=1)
+    half = fzero.tree.map(lambda x: x.bfloat16(), params)
+    got, _ = loss(half, batch)
+    assert got.equal(model.bfloat16()(**inputs(batch)).logits.float().sum())
+
+
 def test_dropout_by_key_is_the_same_on_any_mesh():
     model, batch = built("gpt2").train(), batch_for("gpt2")
     loss, params, _ = pipeline(model, losses, inputs=inputs, micro_batches=2)
