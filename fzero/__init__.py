@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, transforms, tree, tuning, units
+from fzero import checkpoint, data, debug, hf, metrics, moe, nn, optim, random, tp, transforms, tree, tuning, units
 from fzero._donated import DonatedError
 from fzero.axes.lockstep import DivergedError
 from fzero.axes.replicated import assume_replicated
@@ -119,6 +119,7 @@ __all__ = [
     "step",
     "to_device",
     "to_host",
+    "tp",
     "transforms",
     "tree",
     "tune",

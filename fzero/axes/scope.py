@@ -31,6 +31,7 @@ __all__ = [
     "resolve",
     "rules_here",
     "scope_here",
+    "where_bound",
     "within",
 ]
 
@@ -199,6 +200,17 @@ def axis_names() -> tuple[str, ...]:
         tensor(4.)
     """
     return tuple([axis.name for axis in bound()])
+
+
+def where_bound(axis: str) -> tuple[str, ...]:
+    """Return the axis of this name where it is bound; else no axis, along which nothing is sent.
+
+    Raises:
+        TypeError: if it is no name.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
+    return (axis,) if axis in axis_names() else ()
 
 
 def data_axes() -> tuple[Axis, ...]:
