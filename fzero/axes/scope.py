@@ -15,8 +15,11 @@ from fzero.axes.rules import DEFAULT_RULES, Rules
 
 __all__ = [
     "Axes",
+    "Noted",
+    "OneLoss",
     "OwnMemory",
     "Scope",
+    "as_one_loss",
     "axis_index",
     "axis_names",
     "axis_size",
@@ -28,6 +31,7 @@ __all__ = [
     "joint",
     "lookup",
     "micro_batch",
+    "one_loss_here",
     "resolve",
     "rules_here",
     "scope_here",
@@ -57,6 +61,37 @@ class OwnMemory(NamedTuple):
     axes: tuple[str, ...]
 
 
+class Noted(NamedTuple):
+    """A collective in a loss whose result each rank has a copy of.
+
+    Attributes:
+        name: the function that was called.
+        axes: those along which the loss is one value.
+        node: of the autograd graph, that made the result.
+        line: the user's line, "file:line".
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    node: Any
+    line: str
+
+
+class OneLoss:
+    """What is known of a loss that is one value along some axes, of which each rank has a part of the work.
+
+    Attributes:
+        axes: these axes.
+        noted: the collectives over them that were called on what is differentiated.
+        hidden: whether others were called: on constants, or in a block that is rematerialised.
+    """
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.axes = axes
+        self.noted: list[Noted] = []
+        self.hidden = False
+
+
 class Scope(NamedTuple):
     """What a running rank program sees.
 
@@ -66,6 +101,7 @@ class Scope(NamedTuple):
         micro_batch: which micro-batch of the step is being differentiated; a 0-d tensor in a loop that is traced.
         in_loss: whether this is the loss function of a `value_and_grad`.
         own: what of a process's memory is its rank's own; none in a simulation, which knows better.
+        one_loss: what is known of the loss that is being computed, if it is one value along some axes.
     """
 
     axes: Axes = Axes()
@@ -73,6 +109,7 @@ class Scope(NamedTuple):
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[OwnMemory, ...] = ()
+    one_loss: OneLoss | None = None
 
 
 class _Scopes(threading.local):
@@ -126,6 +163,17 @@ def differs_along(storage: int) -> tuple[str, ...]:
 def in_loss() -> bool:
     """Return whether this is the loss function of a `value_and_grad`, which differentiates what is done in it."""
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
+
+
+def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss that is one value along some axes, and have `one_loss` note what it does."""
+    scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
+    return within(scope, lambda: f(*args, **kwargs))
+
+
+def one_loss_here() -> OneLoss | None:
+    """Return what is known of the loss that is being computed; None if it is one value along no axis."""
+    return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
 
 
 def micro_batch() -> int | torch.Tensor:
