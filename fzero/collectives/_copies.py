@@ -2,8 +2,8 @@
 
 `psum` has a copy of its result on each rank, and its transpose adds up the gradients of the copies. That is right where
 ranks go on with copies each in a way of its own. Where they go on alike, to one loss, the gradients of the copies
-are one gradient, n times. Types tell the two apart, as JAX's `shard_map(check_vma=True)` does: what depends on a value
-that differs by rank differs, so do copies of a sum of it, and a loss that is one value must not. Here the types are
+are one gradient, n times. Types tell the two apart, as in JAX's `shard_map(check_vma=True)`. What depends on a value
+that differs by rank differs, and so do copies of a sum of it; a loss that is one value must not. Here the types are
 those of the autograd graph of the loss, so the check is one for simulations and processes, and for a trace.
 """
 

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch.levels import may_differ
-from fzero.axes.rules import SplitRule
+from fzero.axes.rules import SplitRule, rules_in
 from fzero.axes.scope import axis_names, axis_size, data_axes, lookup, rules_here, where_bound
 
 __all__ = ["Split", "check_axis", "check_parts", "check_split", "split"]
@@ -79,11 +79,12 @@ def check_axis(axis: str) -> None:
     """
     if axis_size(where_bound(axis)) == 1:
         return
-    rule, data = rules_here().split, tuple([a.name for a in data_axes()])
-    if isinstance(rule, Split) and rule.axis != axis:
+    data = tuple([a.name for a in data_axes()])
+    over = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, Split)]
+    if over and axis not in over:
         raise ValueError(
             f"axis={axis!r}: tokens travel along it, and the experts are split by "
-            f"fzero.moe.split(axis={rule.axis!r}): give both the same axis"
+            f"fzero.moe.split(axis={over[0]!r}): give both the same axis"
         )
     if axis not in data:
         wanted = tuple([name for name in axis_names() if name in (*data, axis)])

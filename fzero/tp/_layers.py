@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ Plan = Mapping[str, str | Style | None]
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layers:
     """The layers of a module that are cut over an axis; made by `tp.layers`.
 
@@ -33,8 +33,18 @@ class Layers:
     axis: str
     sequence: bool
     styles: Mapping[str, Style]
-    cuts: Mapping[str, Cut] = field(repr=False)
-    sizes: Mapping[str, int] = field(repr=False)
+    cuts: Mapping[str, Cut]
+    sizes: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        alike: dict[str, set[Style]] = {}
+        for name, style in self.styles.items():
+            alike.setdefault(_numbered(name), set()).add(style)
+        names = {name: _numbered(name) if len(alike[_numbered(name)]) == 1 else name for name in self.styles}
+        rows = {names[name]: style for name, style in self.styles.items()}
+        width = max(map(len, rows), default=0)
+        head = f"layers along {self.axis!r}" + (", the residual stream cut along the sequence" if self.sequence else "")
+        return "\n".join([head, *[f"  {name:<{width}}  {style.shown}" for name, style in rows.items()]])
 
     def split(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         """Say how a leaf is cut: the rule for `fzero.shard(split=)`.
@@ -116,6 +126,10 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
         >>> from fzero import tp
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
         >>> found = tp.layers(mlp, {"0": "colwise", "2": "rowwise"})
+        >>> found
+        layers along 'tp'
+          0  some columns
+          2  some rows
         >>> apply, params, buffers = fzero.nn.functional(mlp, tp=found)
         >>> fzero.mesh(tp=2).spmd(lambda: [found.split(name, x) for name, x in params.items()])()
         [{'tp': 0}, {'tp': 0}, {'tp': 1}, None]
@@ -124,11 +138,9 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
     styles, parameters = _resolved(module, plan)
     _let_ties_follow(module, styles)
     cuts = _cuts(module, styles, parameters)
-    named_parameters = dict(module.named_parameters(remove_duplicate=False))
-    sizes = {name: named_parameters[name].shape[c.dim] // c.packed for name, c in cuts.items()}
-    found = Layers(axis, sequence, styles, cuts, sizes)
+    sizes = {name: module.get_parameter(name).shape[c.dim] // c.packed for name, c in cuts.items()}
     _check_ties(module, cuts)
-    return found
+    return Layers(axis, sequence, styles, cuts, sizes)
 
 
 # ---------------------------------------------------------------- a plan of names
@@ -158,6 +170,11 @@ def _resolved(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Sty
     styles = {name: _style(name, style) for name, style in chosen.items() if name in modules}
     parameters = {name: style for name, style in chosen.items() if name not in modules and style is not None}
     return {name: style for name, style in styles.items() if style is not None}, parameters
+
+
+def _numbered(name: str) -> str:
+    """Put `*` in the places of the numbers in a name."""
+    return ".".join(["*" if part.isdigit() else part for part in name.split(".")])
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -9,6 +10,8 @@ from fzero.axes.rules import SplitRule
 from fzero.axes.scope import where_bound
 
 __all__ = ["named", "split"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     return _ByName(tuple(dims.items()), axis)
 
 
-def named(path: str, table: Mapping[str, int]) -> int | None:
+def named(path: str, table: Mapping[str, T]) -> T | None:
     """Return what a table has for the longest end of a path that it names; None if it names none."""
     parts = path.split(".")
     for i in range(len(parts)):

@@ -19,6 +19,8 @@ __all__ = [
     "Shared",
     "Style",
     "divided",
+    "heads_of",
+    "kv_groups",
     "layer_cuts",
     "packed",
     "parameter_cut",
@@ -65,6 +67,12 @@ class Column:
     gather: bool = False
     packed: int = 1
 
+    @property
+    def shown(self) -> str:
+        """What becomes of the layer, in words."""
+        of = f" of each of {self.packed} matrices" if self.packed > 1 else ""
+        return f"some columns{of}" + (", joined" if self.gather else "")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -72,25 +80,38 @@ class Row:
 
     cut: bool = False
 
+    @property
+    def shown(self) -> str:
+        """What becomes of the layer, in words."""
+        return "some rows" + (", of an input that is cut" if self.cut else "")
+
 
 @dataclass(frozen=True)
 class Embedding:
     """An embedding of which each rank has a part of the vocabulary."""
+
+    shown = "a part of the vocabulary"
 
 
 @dataclass(frozen=True)
 class Shared:
     """A layer with whole weights that works on what differs by rank, such as a norm of each head."""
 
+    shown = "whole, on parts"
+
 
 @dataclass(frozen=True)
 class Experts:
     """A layer of experts of each of which every rank has a part; its parameters are named one by one."""
 
+    shown = "a part of each expert"
+
 
 @dataclass(frozen=True)
 class Local:
     """A module that uses the rank's part of parameters of its own, which are named one by one."""
+
+    shown = "a part of its own parameters"
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,11 @@ class Divided:
     """A module whose attributes of these names are divided by the number of ranks while it runs."""
 
     names: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        """What becomes of the module, in words."""
+        return f"a part of its {', '.join(self.names)}"
 
 
 Style = Column | Row | Embedding | Shared | Experts | Local | Divided
@@ -205,11 +231,6 @@ def _dimensions(name: str, module: torch.nn.Module) -> tuple[int, int]:
         f"layer {name!r} is a {kind.__name__} with a forward pass of its own: tensor parallel layers are "
         "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D; leave it out, plan={name: None}"
     )
-
-
-def divides(heads: int, n: int) -> bool:
-    """Return whether heads, if there are any, divide among ranks."""
-    return not heads % n
 
 
 def heads_of(module: torch.nn.Module, size: int) -> int:
