@@ -20,6 +20,9 @@ from fzero.collectives.table import Row, row_of
 
 __all__ = ["Exposed", "check_copies", "noted"]
 
+Edge = tuple[Any, int]
+"""A node of an autograd graph, and which of its results is meant."""
+
 _ONE = {
     "psum": "fzero.psum_invariant(x, {axis!r})",
     "pmean": "fzero.psum_invariant(x / n, {axis!r})",
@@ -53,41 +56,67 @@ def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, differ: Map
         ValueError: if it does. Names the line and the function to use.
     """
     for axis in one_loss.axes if one_loss.hidden else ():
-        for node, output in _walk([(y.grad_fn, 0) for y in results], axis):
-            found = _over(node, axis)
-            behind = [n for n, _ in node.next_functions]
-            if found is not None and found.replicated and not found.one and _differs(behind, axis, differ[axis]):
-                raise ValueError(_counted_often(found.name, axis, node, one_loss.noted))
-            if hasattr(node, "exposed"):  # a block
-                node.exposed = node.exposed or Exposed(one_loss)
-                own = {i for i, n in enumerate(behind) if _differs([n], axis, differ[axis])}
-                node.exposed.add(axis, output, own)
+        _check([(y.grad_fn, y.output_nr) for y in results], axis, one_loss, differ[axis])
+
+
+def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]) -> None:
+    for node, output in _walk(start, axis):
+        row = _over(node, axis)
+        if row is not None and row.replicated and not row.one:
+            differs, blocks = _differs(node.next_functions, axis, leaves)
+            if differs:
+                raise ValueError(_counted_often(row.name, axis, node, one_loss.noted))
+            for block, own in blocks:
+                _exposed(block, axis, one_loss, leaves).summed[own] = (row.name, node)
+        if hasattr(node, "exposed"):
+            _exposed(node, axis, one_loss, leaves).results.add(output)
+
+
+def _exposed(block: Any, axis: str, one_loss: OneLoss, leaves: set[int]) -> "Exposed":
+    if block.exposed is None:
+        block.exposed = {}
+    if axis not in block.exposed:
+        block.exposed[axis] = Exposed(axis, one_loss, leaves, block.next_functions)
+    return block.exposed[axis]
 
 
 class Exposed:
     """What to check of a block that is rematerialised, once its graph is there.
 
     Attributes:
-        one_loss: the loss that depends on it.
-        results: axis -> which of its results the loss depends on without a collective between that makes one value.
-        differ: axis -> which of its arguments differ by rank.
+        axis: an axis along which the loss is one value.
+        one_loss: the loss.
+        leaves: the ids of the differentiated tensors around the block that differ by rank.
+        behind: the nodes that made the block's arguments, and which of their results these are.
+        results: the block's results that the loss depends on, as on one value.
+        summed: those of which it depends, as on one value, on copies of a sum: the row's name and its node.
     """
 
-    def __init__(self, one_loss: OneLoss) -> None:
-        self.one_loss = one_loss
-        self.results: dict[str, set[int]] = {axis: set() for axis in one_loss.axes}
-        self.differ: dict[str, set[int]] = {axis: set() for axis in one_loss.axes}
-
-    def add(self, axis: str, result: int, differ: set[int]) -> None:
-        """Add a result, and the arguments that differ."""
-        self.results[axis].add(result)
-        self.differ[axis] |= differ
+    def __init__(self, axis: str, one_loss: OneLoss, leaves: set[int], behind: Sequence[Edge]) -> None:
+        self.axis, self.one_loss, self.leaves, self.behind = axis, one_loss, leaves, behind
+        self.results: set[int] = set()
+        self.summed: dict[int, tuple[str, Any]] = {}
 
     def check(self, results: Mapping[int, torch.Tensor], arguments: Mapping[int, torch.Tensor]) -> None:
-        """Check a run of the block, given the results and arguments that are differentiated, by their number."""
-        wanted = [y for i, y in results.items() if any(i in at for at in self.results.values())]
-        differ = {axis: {id(x) for i, x in arguments.items() if i in own} for axis, own in self.differ.items()}
-        check_copies(wanted, self.one_loss, differ)
+        """Check a run of the block, and what made its arguments.
+
+        Args:
+            results: by number, those that are differentiated.
+            arguments: the same of its arguments.
+        """
+        own = {i: id(x) for i, x in arguments.items()}
+        differ = {at for i, at in own.items() if _differs([self.behind[i]], self.axis, self.leaves)[0]}
+        for i, (name, node) in self.summed.items():
+            if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, differ)[0]:
+                raise ValueError(_counted_often(name, self.axis, node, self.one_loss.noted))
+        start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
+        _check(start, self.axis, self.one_loss, differ)
+        reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf(node)) is not None}
+        behind = [self.behind[i] for i, at in own.items() if at in reached]
+        _check(behind, self.axis, self.one_loss, self.leaves)
+
+
+# ---------------------------------------------------------------- types, as the autograd graph tells them
 
 
 def _over(node: Any, axis: str) -> Row | None:
@@ -96,24 +125,36 @@ def _over(node: Any, axis: str) -> Row | None:
     return found[0] if found is not None and axis in found[1].axis.split(",") else None
 
 
-def _differs(start: Sequence[Any], axis: str, leaves: set[int]) -> bool:
-    """Return whether results differ by rank along an axis, as far as what is differentiated says."""
-    for node, _ in _walk([(node, 0) for node in start], axis):
-        row, leaf = _over(node, axis), getattr(node, "variable", None)
+def _leaf(node: Any) -> torch.Tensor | None:
+    """Return the tensor at which the graph ends in a node."""
+    return getattr(node, "variable", None)
+
+
+def _differs(start: Sequence[Edge], axis: str, leaves: set[int]) -> tuple[bool, list[Edge]]:
+    """Return whether results differ by rank along an axis, as far as what is differentiated says.
+
+    Returns:
+        Whether they do; and if not the blocks, and results of these, that may yet make them differ.
+    """
+    blocks = []
+    for node, output in _walk(start, axis):
+        row, leaf = _over(node, axis), _leaf(node)
         if (row is not None and not row.replicated) or (leaf is not None and id(leaf) in leaves):
-            return True
-    return False
+            return True, []
+        if hasattr(node, "exposed"):
+            blocks.append((node, output))
+    return False, blocks
 
 
-def _walk(start: Sequence[tuple[Any, int]], axis: str) -> Iterator[tuple[Any, int]]:
-    """Yield the nodes that results depend on, and which of a node's results; none behind what makes one value."""
+def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
+    """Yield the nodes that results depend on; none behind a block, nor behind what makes one value."""
     stack = [edge for edge in start if edge[0] is not None]
     seen = set(stack)
     while stack:
         node, output = stack.pop()
         yield node, output
         row = _over(node, axis)
-        if row is None or not row.one:
+        if not hasattr(node, "exposed") and (row is None or not row.one):
             new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
             seen.update(new)
             stack += new

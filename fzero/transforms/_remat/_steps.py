@@ -3,7 +3,7 @@
 Each step makes of a function of a flat list of tensors another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,13 @@ class Vjp:
         inputs: how many there are.
         wanted: those that want a gradient.
         given: the outputs that have one.
-        exposed: what to check of the graph.
+        exposed: what to check of the graph, by axis.
     """
 
     inputs: int
     wanted: tuple[int, ...]
     given: tuple[int, ...]
-    exposed: Exposed | None = None
+    exposed: Mapping[str, Exposed] | None = None
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
         """Return the vjp of `f`."""
@@ -44,9 +44,9 @@ class Vjp:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_put(tensors[: self.inputs], self.wanted, xs))
                 out = tuple([ys[i] for i in self.given])
-                if self.exposed is not None:
+                for exposed in (self.exposed or {}).values():
                     results = {1 + i: y for i, y in zip(self.given, out, strict=True)}  # the first is no tensor
-                    self.exposed.check(results, dict(zip(self.wanted, xs, strict=True)))
+                    exposed.check(results, dict(zip(self.wanted, xs, strict=True)))
                 return out
 
             _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wanted])  # pyright: ignore
