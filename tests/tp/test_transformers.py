@@ -14,8 +14,8 @@ from tests.tp.models import GPT2, losses_of, model_of, step_and_params
 MESHES = [(fzero.mesh(dp=1, tp=2), 3), (fzero.mesh(dp=2, tp=2, simulate="lockstep"), 2), (fzero.mesh(tp=2, dp=2), 1)]
 FAMILIES: dict[str, Any] = {"llama": None, "gpt2": GPT2, "qwen2": None, "qwen3": None, "mistral": None, "gemma2": None}
 FAST = ("llama", "gpt2")
-# of norms whose weights are cast the gradient is summed over tokens in float32, and here part by part; softmaxes of
-# routers are taken in float32, and their gradients are sums over parts of the experts
+# gemma2 casts the weights of its norms: their gradients are summed over tokens in float32, here part by part. Softmaxes
+# of routers are taken in float32, and their gradients are sums over parts of the experts
 FLOAT32 = 1e-6
 
 
@@ -48,9 +48,9 @@ def cut_in(params: dict[str, Any], axis: str = "tp") -> set[str]:
 def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
     model = model_of(name)
     layers = tp.layers(model, FAMILIES[name], sequence=sequence)
-    rtol = FLOAT32 if name == "gemma2" and sequence else 1e-12
     for mesh, stage in MESHES:
-        params = check(model, layers, mesh, stage, rtol)
+        casts = name == "gemma2" and (sequence or mesh.size > 2)
+        params = check(model, layers, mesh, stage, FLOAT32 if casts else 1e-12)
     whole = {name for name, p in params.items() if name not in cut_in(params)}
     assert all(p.ndim < 2 or "wpe" in n for n, p in model.named_parameters() if n in whole)
     assert not whole & set(layers.cuts)
