@@ -75,14 +75,19 @@ class Region:
         with lent(self.module, {}, self._attributes()):
             try:
                 return self.run(*args, **kwargs)
-            except RuntimeError as error:
-                error.add_note(
-                    f"fzero.tp: {self.name!r} runs on its part of heads and columns along {self.axis!r}. If it counts "
-                    f"them in an attribute, say so: plan={{{self.name!r}: fzero.tp.divided('num_heads')}}"
-                )
+            except (RuntimeError, ValueError) as error:
+                if "fzero" not in str(error):
+                    error.add_note(self._note())
                 raise
             finally:
                 self._entered.clear()
+
+    def _note(self) -> str:
+        sequence = ", and leaves parts of the tokens unless you say sequence=False" if self.gathered else ""
+        return (
+            f"fzero.tp: {self.name!r} runs on its part of heads and columns along {self.axis!r}{sequence}. If it "
+            f"counts them in an attribute, say so: plan={{{self.name!r}: fzero.tp.divided('num_heads')}}"
+        )
 
     def entered(self, x: torch.Tensor) -> torch.Tensor:
         """Hand a value to all ranks, once for all layers that are given it: so one sum goes back, and not several."""

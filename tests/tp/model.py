@@ -11,12 +11,11 @@ from fzero import optim, tp
 
 VOCAB, WIDTH, HEADS, LENGTH = 24, 8, 4, 8
 OPT = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, eps=1e-3))
-SPLIT = tp.split(
-    {
-        **{"tokens": 0, "head": -1, "qkv": 2, "qkv_bias": 1, "out": 0},
-        **{"up": -1, "up_bias": 0, "down": 0},
-    }
-)
+DIMS = {
+    **{"tokens": 0, "head": -1, "qkv": 2, "qkv_bias": 1, "out": 0},
+    **{"up": -1, "up_bias": 0, "down": 0},
+}
+SPLIT = tp.split(DIMS)
 
 
 def params_of(tied: bool = False, seed: int = 0) -> dict[str, Any]:
