@@ -224,7 +224,7 @@ def test_a_vocabulary_that_does_not_divide_says_what_to_do():
     module = nn.Sequential(nn.Embedding(7, 4))
     layers = tp.layers(module, {"0": "embedding_rowwise"})
     said = (
-        r"leaf '0.weight' has 7 along dimension 0, .*pad_to_multiple_of=2\), or leave its layer out, plan=\{'0': None"
+        r"leaf '0.weight' has 7 along dimension 0, .*pad_to_multiple_of=2\)\), or leave its layer out, plan=\{'0': None"
     )
     with pytest.raises(ValueError, match=said):
         trained(module, layers, torch.zeros(2).long())
