@@ -167,6 +167,7 @@ def _resolved(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Sty
                     + (f": did you mean one of {near}?" if near else "; `*` stands for a part of a name")
                 )
             chosen.update(dict.fromkeys(matched, style))
+    chosen = {name: chosen[name] for name in names if name in chosen}  # in the module's order
     styles = {name: _style(name, style) for name, style in chosen.items() if name in modules}
     parameters = {name: style for name, style in chosen.items() if name not in modules and style is not None}
     return {name: style for name, style in styles.items() if style is not None}, parameters

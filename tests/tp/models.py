@@ -25,14 +25,14 @@ GPT2: dict[str, Any] = {
 }
 
 
-def model_of(name: str, experts: str = "", **options: Any) -> torch.nn.Module:
+def model_of(name: str, experts: str = "", dropout: float = 0.0, **options: Any) -> torch.nn.Module:
     """Build a model in float64, all of whose parameters are away from zero."""
     torch.manual_seed(0)
     options = {**CAUSAL, "vocab_size": VOCAB, **HEADS, **(EXPERTS if experts else {}), **options}
     if name == "gpt2":
         sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
         options = {**sizes, "vocab_size": VOCAB, "use_cache": False}
-    model = pretrained(AutoModelForCausalLM, name, experts=experts, **options)("eager")
+    model = pretrained(AutoModelForCausalLM, name, dropout, experts, **options)("eager")
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) / 8)

@@ -8,6 +8,8 @@ import torch
 import fzero
 from fzero import moe, tp, tree
 from fzero.testing import assert_trees_close
+from tests.helpers import train_step_for
+from tests.models.table import loss_of
 from tests.tp.model import OPT
 from tests.tp.models import GPT2, losses_of, model_of, step_and_params
 
@@ -150,3 +152,23 @@ def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
         if sequence:
             assert kinds.count("reduce_scatter") == 2 * blocks and kinds.count("all_gather") == 2 * blocks + 2
         assert kinds.count("all_reduce") == (2 if sequence else 2 * blocks + 2)
+
+
+def test_dropout_by_a_key_leaves_one_value_one():
+    """Ranks along tp draw alike, or the residual stream would part; in a simulation that is an error by type."""
+    model = model_of("gpt2", dropout=0.2).train()
+    layers = tp.layers(model, GPT2)
+    apply, params, buffers = fzero.nn.functional(model, tp=layers)
+    batch = step_and_params(model, layers)[2][0]
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        run = fzero.random.seeded(lambda: apply(params, buffers, batch["input_ids"])[0])
+        return loss_of(run(fzero.random.key(0)), batch)
+
+    found = []
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(dp=2, tp=2, simulate=simulate)
+        step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=layers.split)
+        found.append(step(*step.init(params, OPT), mesh.split(batch, "dp"))[::2])
+    assert_trees_close(*found)
+    assert not torch.equal(found[0][1], loss(params, batch))
