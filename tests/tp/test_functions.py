@@ -98,6 +98,11 @@ def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim
 
     torch.testing.assert_close(mesh.spmd(pulled)(x, y), y)  # all parts of the gradient, joined
 
+    def pulled_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return tp.join(torch.func.vjp(lambda x: tp.join(x, dim=dim), tp.cut(x, dim=dim))[1](y)[0], dim=dim)
+
+    torch.testing.assert_close(mesh.spmd(pulled_back)(x, y), y)
+
 
 def test_without_the_axis_everything_is_whole():
     x, w = normal(2, 4), normal(4, 4)
