@@ -87,6 +87,17 @@ def test_at_every_stage_with_remat_and_micro_batches_and_the_line_is_named(stage
     refused(lambda p, b: fzero.remat(twice)(p, b), MESHES[simulate], stage, line)
 
 
+@pytest.mark.parametrize("simulate", MESHES)
+def test_parts_of_weights_alone_make_a_sum_of_what_differs(simulate):
+    """Nothing enters: the input is data, of which nobody wants the gradient."""
+
+    def loss(p: Any, batch: Any) -> torch.Tensor:
+        return fzero.psum(batch["x"].sum() * p["up"].sum(), "tp").square() + p["inp"].sum()
+
+    for stage, k in ((0, 1), (1, 2), (3, 1)):  # in a box, whole leaves of it, and gathered
+        refused(loss, MESHES[simulate], stage, "psum over 'tp'", micro_batches=k)
+
+
 def test_a_trace_finds_it():
     mesh = MESHES["vmap"]
     step = fzero.shard(train_step_for(loss_for(WRONG["psum"][0]), OPT), stage=2, mesh=mesh, axis="dp", split=split)
