@@ -67,13 +67,11 @@ class Noted(NamedTuple):
     Attributes:
         name: the function that was called.
         axes: those along which the loss is one value.
-        node: of the autograd graph, that made the result.
         line: the user's line, "file:line".
     """
 
     name: str
     axes: tuple[str, ...]
-    node: Any
     line: str
 
 

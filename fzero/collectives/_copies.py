@@ -37,7 +37,9 @@ def noted(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
     if here is not None and y.is_floating_point():
         own = tuple([part for a in axes for part in a.name.split(",") if part in here.axes])
         if own and is_differentiated(y):
-            here.noted.append(Noted(name, own, y.grad_fn, user_line()))
+            here.noted.append(Noted(name, own, user_line()))
+            if row_of(y.grad_fn) is not None:  # on it, and not it in a list, which would keep all that it holds
+                y.grad_fn.noted = here.noted[-1]
         here.hidden |= bool(own)
     return y
 
@@ -161,8 +163,8 @@ def _walk(start: Sequence[Edge], axis: str) -> Iterator[Edge]:
 
 
 def _counted_often(row: str, axis: str, node: Any, notes: Sequence[Noted]) -> str:
-    alike = [n for n in notes if n.node is node] or [n for n in notes if axis in n.axes]
-    name, where = (alike[0].name, f"{alike[0].line}: ") if alike else (row, "")
+    note = getattr(node, "noted", None) or next((n for n in notes if axis in n.axes), None)
+    name, where = (row, "") if note is None else (note.name, f"{note.line}: ")
     one = _ONE.get(name, "the invariant collective").format(axis=axis)
     return (
         f"{where}{name} over {axis!r} gives each rank a copy, and the loss, which is no mean over {axis!r}, depends on "

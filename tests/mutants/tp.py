@@ -197,4 +197,11 @@ MUTANTS = [
         "if a.size > 1",
         COPIES,
     ),
+    Mutant(
+        "a meeting of ranks is seen by the guard of one",
+        "axes/lockstep.py",
+        "with torch.no_grad(), without_function_modes():",
+        "with torch.no_grad():",
+        COPIES,
+    ),
 ]

@@ -73,18 +73,53 @@ def test_copies_that_are_used_as_one_value_are_refused(name, simulate):
     refused(loss_for(total), MESHES[simulate], 1, said)
 
 
+def copies(y: torch.Tensor) -> torch.Tensor:
+    return fzero.psum(y, "tp")
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("simulate", MESHES)
-def test_at_every_stage_with_remat_and_micro_batches_and_the_line_is_named(stage, simulate):
-    def total(y: torch.Tensor) -> torch.Tensor:
-        return fzero.psum(y, "tp")
+def test_at_every_stage_with_micro_batches_and_the_line_is_named(stage, simulate):
+    line = rf"test_copies.py:{copies.__code__.co_firstlineno + 1}: psum over 'tp'"
+    refused(loss_for(copies), MESHES[simulate], stage, line, micro_batches=1 + stage % 2)
 
-    line = rf"test_copies.py:{total.__code__.co_firstlineno + 1}: psum over 'tp'"
-    refused(loss_for(total, remat=stage % 2 == 0), MESHES[simulate], stage, line, micro_batches=1 + stage % 2)
-    nested = loss_for(total)
-    refused(lambda p, b: fzero.remat(nested)(p, b), MESHES[simulate], stage, line)
-    twice = loss_for(total, remat=True)
-    refused(lambda p, b: fzero.remat(twice)(p, b), MESHES[simulate], stage, line)
+
+def parts(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(fzero.pvary(x, "tp") @ p["up"]) @ p["down"]
+
+
+BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
+    "in a block": lambda p, x: fzero.remat(lambda p, x: copies(parts(p, x)))(p, x),
+    "in a block in a block": lambda p, x: fzero.remat(BLOCKS["in a block"])(p, x),
+    "of what a block gives": lambda p, x: copies(fzero.remat(parts)(p, x)),
+    "before a block": lambda p, x: fzero.remat(lambda p, y: y * p["scale"])(p, copies(parts(p, x))),
+    "in a block before a block": lambda p, x: fzero.remat(lambda p, y: y * p["scale"])(p, BLOCKS["in a block"](p, x)),
+    "of a block, before a block": lambda p, x: fzero.remat(lambda y: y * 2)(BLOCKS["of what a block gives"](p, x)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("simulate", MESHES)
+def test_blocks_that_run_again_hide_nothing(name, simulate):
+    def loss(p: Any, batch: Any) -> torch.Tensor:
+        return (BLOCKS[name](p, batch["x"] @ p["inp"]) - batch["y"]).square().mean()
+
+    refused(loss, MESHES[simulate], 2, "psum over 'tp' gives each rank a copy")
+    refused(lambda p, batch: fzero.remat(loss)(p, batch), MESHES[simulate], 3, "psum over 'tp' gives each rank a copy")
+
+
+@pytest.mark.parametrize("simulate", MESHES)
+def test_a_block_may_make_one_value_of_copies(simulate):
+    """Copies are one block's results, and arguments of another, in which each rank goes on with its own."""
+
+    def loss(p: Any, batch: Any) -> torch.Tensor:
+        x = batch["x"] @ p["inp"]
+        h = fzero.remat(lambda p, x: torch.tanh(fzero.pvary(x, tp()) @ p["up"]) @ p["down"])(p, x)
+        y = fzero.remat(own_columns)(fzero.remat(lambda h: fzero.psum(h, tp()))(h))
+        return (y * p["scale"] - batch["y"]).square().mean()
+
+    step = train_step_for(loss, OPT)
+    assert_equivalent(step, PARAMS, OPT, [BATCH], (1,), meshes=[MESHES[simulate]], axis="dp", split=split)
 
 
 @pytest.mark.parametrize("simulate", MESHES)
@@ -107,9 +142,11 @@ def test_a_trace_finds_it():
 
 def each_in_its_own_way(y: torch.Tensor) -> torch.Tensor:
     """A sum over ranks, of which each goes on with its own part of the columns."""
-    total, i = fzero.psum(y, tp()), fzero.axis_index(tp())
-    mine = torch.arange(2) % fzero.axis_size(tp()) == i
-    return one(total * mine)
+    return own_columns(fzero.psum(y, tp()))
+
+
+def own_columns(copy: torch.Tensor) -> torch.Tensor:
+    return one(copy * (torch.arange(2) % fzero.axis_size(tp()) == fzero.axis_index(tp())))
 
 
 RIGHT: dict[str, tuple[Sum, Sum]] = {
@@ -131,11 +168,10 @@ RIGHT: dict[str, tuple[Sum, Sum]] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("simulate", MESHES)
-@pytest.mark.parametrize("remat", [False, True])
-def test_right_programs_run_and_are_dense_training(name, simulate, remat):
-    total, after = RIGHT[name]
-    step = train_step_for(loss_for(total, after, remat), OPT)
-    assert_equivalent(step, PARAMS, OPT, [BATCH], (0, 3), meshes=[MESHES[simulate]], axis="dp", split=split)
+def test_right_programs_run_and_are_dense_training(name, simulate):
+    for stage, remat in ((0, False), (3, True)):
+        step = train_step_for(loss_for(*RIGHT[name], remat), OPT)
+        assert_equivalent(step, PARAMS, OPT, [BATCH], (stage,), meshes=[MESHES[simulate]], axis="dp", split=split)
 
 
 @pytest.mark.parametrize("simulate", MESHES)
