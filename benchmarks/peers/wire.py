@@ -35,7 +35,7 @@ BUFFERS = {
     "reduce_scatter_tensor": 0,
     "reduce_scatter_tensor_coalesced": 0,
 }
-SILENT = {"wait_tensor", "barrier", "monitored_barrier_", "recv_"}
+SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_"}
 
 
 def nbytes(tensors: list[Any]) -> int:
@@ -56,7 +56,7 @@ class Wire(TorchDispatchMode):
         space, name = func.name().split("::")
         name = name.split(".")[0]
         if name == "send":  # one of a collective's n - 1 messages, each 1 / n of its full buffer
-            n = dist.get_world_size()
+            n = dist.ProcessGroup.unbox(args[1]).size()
             self.collectives += Fraction(1, n - 1)
             self.bytes += int(Fraction(n, n - 1) * nbytes(tree.tensors(args[0])))
         elif space in ("c10d", "_c10d_functional") and name not in SILENT:

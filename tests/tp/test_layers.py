@@ -163,9 +163,9 @@ def test_the_table_shows_what_becomes_of_each_layer():
     shown = repr(tp.layers(nn.Sequential(*[Mlp() for _ in range(3)]), {f"*.{k}": v for k, v in PLAN.items()}))
     assert shown.splitlines() == [
         "layers along 'tp'",
-        "  *.up    some columns",
         "  *.gate  some columns, joined",
         "  *.mid   some rows, of an input that is cut",
+        "  *.up    some columns",
         "  *.down  some rows",
     ]
 
