@@ -3,8 +3,8 @@
 python benchmarks/tensor.py [--write] [--rounds 9] [--configs toy] [--systems fzero-0 torch]
 
 One Llama of transformers, untouched, the same weights and data. On 2 gloo processes tp=2, and ZeRO is at stage 0; on 4
-dp=2 x tp=2, at stage 3, beside FSDP2 on a mesh of two axes. A round lets each system take one step, one after the other. Memory
-is by the allocator's own events. `--write` keeps tensor.md.
+dp=2 x tp=2, at stage 3, beside FSDP2 on a mesh of two axes. A round lets each system take one step, one after the
+other. Memory is by the allocator's own events. `--write` keeps tensor.md.
 """
 
 import argparse
