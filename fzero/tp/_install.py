@@ -22,8 +22,13 @@ def install(module: torch.nn.Module, layers: Layers) -> None:
     Args:
         module: a copy of the module that `layers` was made of; it is changed.
         layers: says what becomes of each of its layers.
+
+    Raises:
+        ValueError: if it was made of another module.
     """
     modules = dict(module.named_modules())
+    if missing := [name for name in layers.styles if name not in modules]:
+        raise ValueError(f"tp: the layers are of another module: {type(module).__name__} has no {missing[0]!r}")
     blocks = blocks_of(modules, layers) if layers.sequence else []
     children = {place: kind for name in blocks for place, kind in children_of(name, modules[name], layers).items()}
     regions = _regions(modules, layers, children)
@@ -50,16 +55,16 @@ def _install_layer(
     cuts = {own: layers.cuts[key] for own, key in keys.items() if key in layers.cuts}
     sizes = {own: layers.sizes[key] for own, key in keys.items() if key in layers.sizes}
     groups = vars(modules[parent])["num_key_value_groups"] if any(c.shared for c in cuts.values()) else 0
-    region = regions.get(parent) if isinstance(style, Column) and not style.gather else None
-    sequence = is_gathered(name, children)
-    layer.forward = Layer(name, layer, style, layers.axis, cuts, sizes, region, sequence, groups, layer.forward)
+    region = regions.get(parent) if isinstance(style, Column) else None
+    gathered = is_gathered(name, children)
+    layer.forward = Layer(name, layer, style, layers.axis, cuts, sizes, region, gathered, groups, layer.forward)
 
 
 def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
     """Make a region of each module that holds layers that are cut by their results, or that divides attributes."""
     held: dict[str, list[str]] = {}
     for name, style in layers.styles.items():
-        if isinstance(style, Column) and not style.gather:
+        if isinstance(style, Column):
             held.setdefault(name.rpartition(".")[0], []).append(name)
     divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, Divided)}
     found = {}
@@ -68,8 +73,8 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
         heads = _heads(m, columns, layers)
         if heads is None and name not in divided and len(columns) < 2:
             continue
-        sequence = is_gathered(name, children)
-        found[name] = Region(name, m, layers.axis, sequence, heads, divided.get(name, ()), m.forward)
+        gathered = is_gathered(name, children)
+        found[name] = Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
         m.forward = found[name]
     return found
 

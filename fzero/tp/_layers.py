@@ -9,7 +9,7 @@ import torch
 
 from fzero.axes.scope import axis_size, where_bound
 from fzero.tp._split import named
-from fzero.tp._styles import NAMED, Column, Cut, Embedding, Style, heads_of, layer_cuts, parameter_cut
+from fzero.tp._styles import NAMED, Column, Cut, Embedding, Experts, Style, heads_of, layer_cuts, parameter_cut
 
 __all__ = ["Layers", "Plan", "layers"]
 
@@ -167,6 +167,11 @@ def _resolved(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Sty
                     + (f": did you mean one of {near}?" if near else "; `*` stands for a part of a name")
                 )
             chosen.update(dict.fromkeys(matched, style))
+    if not chosen:
+        raise ValueError(
+            f"{type(module).__name__} carries a tp_plan that names none of its layers, as where another module wraps "
+            "them: list the layers of the module inside, or give a plan"
+        )
     chosen = {name: chosen[name] for name in names if name in chosen}  # in the module's order
     styles = {name: _style(name, style) for name, style in chosen.items() if name in modules}
     parameters = {name: style for name, style in chosen.items() if name not in modules and style is not None}
@@ -211,6 +216,13 @@ def _cuts(module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapp
             found[f"{name}.{own}".lstrip(".")] = known
     for name, style in parameters.items():
         found[name] = parameter_cut(name, style, module.get_parameter(name))
+    for name in [name for name, style in styles.items() if isinstance(style, Experts)]:
+        for own, _ in modules[name].named_parameters():
+            if f"{name}.{own}" not in found:  # a bias that each rank adds, a norm of partial sums
+                raise ValueError(
+                    f"experts {name!r}: a part of each rank leaves no place for {own!r}, which is not cut: leave them "
+                    "whole, None in the plan for each of their names, and split them over an axis of their own"
+                )
     return found
 
 

@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "an embedding's style": (Mlp(), {"up": "embedding_rowwise"}, TypeError, "is for a torch.nn.Embedding"),
     "an option": (TABLE, {"0": "embedding_rowwise"}, ValueError, "max_norm"),
     "ties": (Twice(), {"a": "colwise", "b": "rowwise"}, ValueError, "to be cut in different ways"),
+    "experts with a bias": (Mlp(), {"up": "moe_tp_experts", "up.weight": "colwise"}, ValueError, "no place for 'bias'"),
     "a parameter's style": (
         Mlp(),
         {"up.weight": "embedding_rowwise"},
@@ -210,6 +211,15 @@ def test_bad_plans_are_refused(name):
     module, plan, kind, said = REFUSED[name]
     with pytest.raises(kind, match=said):
         tp.layers(module, plan)
+
+
+def test_layers_of_another_module_and_plans_that_name_nothing_are_refused():
+    with pytest.raises(ValueError, match="are of another module: Tied has no 'gate'"):
+        fzero.nn.functional(Tied(None), tp=tp.layers(Mlp(), PLAN))
+    wrapped = nn.Sequential(Mlp())
+    wrapped.tp_plan = PLAN  # as a wrapper that hands on all attributes
+    with pytest.raises(ValueError, match="Sequential carries a tp_plan that names none of its layers"):
+        tp.layers(wrapped)
 
 
 @pytest.mark.parametrize("names,lists", [((), 0), (("encoder", "decoder"), 2)])
