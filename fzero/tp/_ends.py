@@ -51,7 +51,8 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
         True
     """
     if sequence:
-        return along("all_gather", x, axis, SEQUENCE)
+        # ranks' parts lie one after the other, so each product would make, and keep, a copy of its own
+        return along("all_gather", x, axis, SEQUENCE).contiguous()
     return apply_along("pvary", x, [lookup(name) for name in where_bound(axis)], Whole())
 
 
