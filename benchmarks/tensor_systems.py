@@ -167,7 +167,7 @@ def _all() -> list[System]:
     found: list[System] = []
     for stage in (0, 3):
         for sequence in (False, True):
-            found += [fzero_system(stage, backend, sequence) for backend in ("eager", "fx", "inductor")]
+            found += [fzero_system(stage, backend, sequence) for backend in ("eager", "fx", "inductor")[sequence:]]
             # compiled blocks alone, without FSDP2, fail in torch 2.13: their gradients are no DTensors
             found += [torch_system(stage, sequence, compiled) for compiled in ([False, True] if stage else [False])]
     return found

@@ -38,8 +38,9 @@ def noted(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
         own = tuple([part for a in axes for part in a.name.split(",") if part in here.axes])
         if own and is_differentiated(y):
             here.noted.append(Noted(name, own, user_line()))
-            if row_of(y.grad_fn) is not None:  # on it, and not it in a list, which would keep all that it holds
-                y.grad_fn.noted = here.noted[-1]
+            node: Any = y.grad_fn
+            if row_of(node) is not None:  # on it, and not it in a list, which would keep all that it holds
+                node.noted = here.noted[-1]
         here.hidden |= bool(own)
     return y
 
