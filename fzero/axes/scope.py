@@ -20,6 +20,7 @@ __all__ = [
     "OwnMemory",
     "Scope",
     "as_one_loss",
+    "averaged_axes",
     "axis_index",
     "axis_names",
     "axis_size",
@@ -263,6 +264,11 @@ def data_axes() -> tuple[Axis, ...]:
     """List the axes along which data differs, as far as is known: those of the running step, else all."""
     axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
     return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """List the axes that the running step averages over, if it says so: those given to `fzero.shard`."""
+    return (_SCOPES.stack[-1].axes.default or ()) if _SCOPES.stack else ()
 
 
 def axis_index(axis: AxisName = None) -> torch.Tensor:

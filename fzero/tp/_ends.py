@@ -6,7 +6,8 @@ the layers, and the two gather and cut it (arXiv:2205.05198). All are the identi
 
 import torch
 
-from fzero.axes.scope import axis_size, lookup, where_bound
+from fzero.axes.axis import Axis
+from fzero.axes.scope import averaged_axes, axis_size, lookup, where_bound
 from fzero.collectives.sums import dimension
 from fzero.collectives.table import Along, Whole, apply_along
 
@@ -17,8 +18,24 @@ SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Apply a row of the table that cuts or joins a tensor along a dimension, where the axis is bound."""
-    axes = [lookup(bound) for bound in where_bound(axis)]
-    return apply_along(name, x, axes, Along(dimension(name, x, dim) - x.ndim))
+    return apply_along(name, x, _bound(axis), Along(dimension(name, x, dim) - x.ndim))
+
+
+def _bound(axis: str) -> list[Axis]:
+    """Return the axis, if it is bound, and check that its ranks have one loss.
+
+    Raises:
+        ValueError: if the step averages over it. What is split would get a gradient n times too small.
+    """
+    averaged = averaged_axes()
+    if axis in averaged and axis_size(axis) > 1:
+        others = tuple([name for name in averaged if name != axis])
+        wanted = f"axis={others}" if others else f"axis='dp' of fzero.mesh(dp=1, {axis}={axis_size(axis)})"
+        raise ValueError(
+            f"axis={axis!r}: its ranks compute one loss together, and the step averages over it, "
+            f"fzero.shard(axis={averaged}): name the axes of the data alone, {wanted}"
+        )
+    return [lookup(bound) for bound in where_bound(axis)]
 
 
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
@@ -38,7 +55,8 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
 
     Raises:
         TypeError: if `axis` is no name.
-        ValueError: in a simulation, if x differs by rank, and `sequence` does not say so.
+        ValueError: if the step averages over the axis. In a simulation also if x differs by rank, and `sequence` does
+            not say so.
 
     Example:
         >>> import fzero
@@ -53,7 +71,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         # ranks' parts lie one after the other, so each product would make, and keep, a copy of its own
         return along("all_gather", x, axis, SEQUENCE).contiguous()
-    return apply_along("pvary", x, [lookup(name) for name in where_bound(axis)], Whole())
+    return apply_along("pvary", x, _bound(axis), Whole())
 
 
 def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
@@ -82,7 +100,7 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         _check_length(x, axis, SEQUENCE)
         return along("psum_scatter", x, axis, SEQUENCE)
-    return apply_along("psum_invariant", x, [lookup(name) for name in where_bound(axis)], Whole())
+    return apply_along("psum_invariant", x, _bound(axis), Whole())
 
 
 def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:

@@ -6,6 +6,7 @@ FUNCTIONS = ("tests/tp/test_functions.py",)
 TRAINING = ("tests/tp/test_training.py",)
 LAYERS = ("tests/tp/test_layers.py",)
 TRANSFORMERS = ("tests/tp/test_transformers.py",)
+AXES, MOE = ("tests/stages/test_axes.py",), ("tests/moe/test_axes.py",)
 COPIES = ("tests/transforms/test_copies.py",)
 
 MUTANTS = [
@@ -13,7 +14,7 @@ MUTANTS = [
     Mutant(
         "a layer is entered by itself",
         "tp/_ends.py",
-        'return apply_along("pvary", x, [lookup(name) for name in where_bound(axis)], Whole())',
+        'return apply_along("pvary", x, _bound(axis), Whole())',
         "return x",
         TRAINING,
     ),
@@ -48,6 +49,9 @@ MUTANTS = [
         "b",
         TRAINING,
     ),
+    Mutant("a step may average over the axis", "tp/_ends.py", "if axis in averaged and", "if False and", FUNCTIONS),
+    Mutant("two rules may cut over one axis", "axes/rules.py", "if axis in found:", "if False:", AXES),
+    Mutant("one of several rules is not looked into", "axes/rules.py", "return split.rules if", "return () if", MOE),
     # vocabulary
     Mutant(
         "all ranks look the first rows up",

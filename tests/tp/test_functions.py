@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import PerRank, tp
-from tests.tp.model import batch_of, loss_for, params_of, plain_loss
+from fzero import PerRank, optim, tp
+from tests.helpers import train_step_for
+from tests.tp.model import DIMS, batch_of, loss_for, params_of, plain_loss
 
 SIMULATIONS = st.sampled_from(["vmap", "lockstep"])
 
@@ -117,10 +118,7 @@ def test_without_the_axis_everything_is_whole():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_an_axis_of_another_name(sequence):
     params, batch = params_of(), batch_of()
-    rule = tp.split(
-        {"tokens": 0, "head": -1, "qkv": 2, "qkv_bias": 1, "out": 0, "up": -1, "up_bias": 0, "down": 0}, "m"
-    )
-    loss = loss_for(sequence, axis="m")
+    rule, loss = tp.split(DIMS, "m"), loss_for(sequence, axis="m")
 
     def program(params: Any) -> torch.Tensor:
         return fzero.value_and_grad(loss, axis=())(fzero.partition(params, (), split=rule), batch)[0]
@@ -138,6 +136,18 @@ def test_the_longest_name_counts():
 
 
 WORD: Any = "column"
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_that_averages_over_the_axis_is_refused(simulate, sequence):
+    """Its ranks have one batch, and gradients of parts would be divided by their number, and summed over none."""
+    mesh, opt = fzero.mesh(tp=2, simulate=simulate), optim.sgd(0.1)
+    step = fzero.shard(train_step_for(loss_for(sequence), opt), stage=0, mesh=mesh, split=tp.split(DIMS))
+    with pytest.raises(ValueError, match=r"step averages over it, .* alone, axis='dp' of fzero.mesh\(dp=1, tp=2\)"):
+        step(*step.init(params_of(), opt), batch_of())
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "names": (lambda: tp.split([WORD]), TypeError, r"dims=\['column'\]: expected a dict from names of leaves"),
     "dimensions": (lambda: tp.split({"up": WORD}), TypeError, "'up': 'column', expected a name"),
