@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero._tracebacks import door
-from fzero.axes.rules import SplitRule
+from fzero.axes.rules import SplitRule, SplitRules, together
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
 from fzero.pipelines._checks import check_alike
 from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
@@ -210,7 +210,7 @@ def pipeline(
     depth: int | Sequence[int] | None = None,
     remat: Any = False,
     blocks: str = "blocks",
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
 ) -> Pipeline:
     """Make a loss function of a model that is cut at its blocks, which runs them as a pipeline.
 
@@ -233,7 +233,7 @@ def pipeline(
         remat: whether each block runs again in the backward pass; or what it saves then, as `fzero.remat(save=)` takes.
         blocks: the key of the list of blocks in the dict of parameters.
         split: a rule for leaves that are split along other axes, by their paths without a mesh, such as
-            "blocks.3.up": tensor and expert parallelism.
+            "blocks.3.up": tensor and expert parallelism. Or several.
 
     Returns:
         A `Pipeline`: a loss `(params, batch) -> (total, weight)`, with `stack`, `unstack`, `split` and `schedule`.
@@ -281,4 +281,4 @@ def pipeline(
         )
     counts = depth if depth is None or isinstance(depth, int) else tuple(depth)
     model = Model(block, first, last, remat)
-    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, split)
+    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))
