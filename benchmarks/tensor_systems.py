@@ -169,7 +169,7 @@ def _all() -> list[System]:
         for sequence in (False, True):
             found += [fzero_system(stage, backend, sequence) for backend in ("eager", "fx", "inductor")[sequence:]]
             found += [torch_system(stage, sequence)]
-    # in torch 2.13 compiled blocks fail without FSDP2, as their gradients are no DTensors, and where the sequence is cut
+    # compiled blocks fail in torch 2.13 without FSDP2 (their gradients are no DTensors), and where the sequence is cut
     return [*found, torch_system(3, compiled=True)]
 
 
