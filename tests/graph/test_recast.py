@@ -139,7 +139,7 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
     numel = tree.numel(layers())
     waiting, unit = 2 * (numel - numel // LAYERS) / ranks, 4 * numel / LAYERS / ranks
     without, clipped = planned(stage, ranks, False), planned(stage, ranks, True)
-    assert clipped.peak_bytes <= SLACK * (without.peak_bytes + waiting + unit)
+    assert clipped.peak_bytes <= SLACK * (without.peak_bytes + waiting)
     if ranks >= 8:  # what waits is then less than what the backward pass holds
         assert clipped.peak_bytes <= SLACK * (without.peak_bytes + unit)
 

@@ -95,9 +95,11 @@ def listed(rules: Rules) -> list[Node]:
     while state.on_the_way:
         _require(rules, state, _unmet(rules, state, state.on_the_way.popleft()))
         _run_ready(rules, state)
-    for n in rules.nodes:
-        _require(rules, state, _unmet(rules, state, n))
-        _run_ready(rules, state)
+    # result by result: without work in between, an update of all leaves at once would hold what each needs
+    for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
+        for needed in _unmet(rules, state, n):
+            _require(rules, state, _unmet(rules, state, needed))
+            _run_ready(rules, state)
     return state.order
 
 
