@@ -259,7 +259,14 @@ MUTANTS = [
         "layers(loop.body)",
         ("tests/moe/test_plan.py",),
     ),
-    # plans of other worlds
+    # plans of other worlds, and names
+    Mutant(
+        "what gathers new experts has no name",
+        "layout/rows.py",
+        'transpose="reduce_scatter_flat",\n        replicated=True,\n        unit=_unit,',
+        'transpose="reduce_scatter_flat",\n        replicated=True,',
+        ("tests/moe/test_plan.py",),
+    ),
     Mutant("a plan keeps the parts of experts", "graph/_absent.py", "shape[dim] = whole // n", "pass", PLAN),
     Mutant("experts are planned in unequal parts", "graph/_absent.py", "if whole % n:", "if False:", PLAN),
     # clipping by expert
