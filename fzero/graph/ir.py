@@ -191,6 +191,14 @@ def feeding_work(graph: Graph) -> set[Node]:
     return found
 
 
+def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Count for each node the collectives that lie one behind the other before its result."""
+    found: dict[Node, int] = {}
+    for n in nodes:
+        found[n] = max([found.get(a, 0) for a in n.all_input_nodes], default=0) + is_collective(n)
+    return found
+
+
 # ---------------------------------------------------------------- new graphs from old
 
 

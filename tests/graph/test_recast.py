@@ -17,6 +17,7 @@ from fzero.graph._choose import SLACK, Knobs, candidates
 from fzero.graph._pipeline import Given
 from fzero.graph.ir import LATE
 from fzero.graph.passes import recast, schedule
+from fzero.graph.passes._schedule._roles import roles
 from fzero.graph.plan._liveness import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 
@@ -163,6 +164,51 @@ def test_it_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
     found = candidates(clipped([9000, 9000, 9000], beside=beside), Given(), Knobs())
     assert {c.choice.recast for c in found} == ({False, True} if tried else {False})
+
+
+def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():
+    """With a loss scale an update is chosen when the last gradient is there: gradients wait, and not what they make."""
+    policy = fzero.Precision(param=torch.float16)
+    opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-3), policy))
+
+    def train_step(params: Any, opt_state: Any, x: Any) -> Any:
+        take = fzero.scaled_value_and_grad(loss, optim.loss_scale(opt_state).scale, precision=policy)
+        value, grads = take(params, x)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    step = fzero.shard(train_step, stage=2, mesh=fzero.mesh(dp=2))
+    params, state = step.init(layers(), opt)
+    x = step.mesh.split(torch.zeros(4, WIDTH, dtype=torch.float16, device="meta"))
+    plan = fzero.plan(step, params, state, x)
+    shard, unit = 4 * tree.numel(layers()) / 2, 4 * tree.numel(layers()) / LAYERS / 2
+    assert plan.added_bytes <= SLACK * (shard + 3 * unit)  # new moments and masters are as much as three gradients
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_is_made_for_later_waits_if_that_keeps_less(large):
+    b = Builder(2, [(40,), (20,)], [{}, {}], False)
+    x, y = b.inputs
+    mine = b.reduce_scatter(x)
+    made = b(aten.add.Tensor, y, 1.0) if large else b(aten.sum.default, mine)
+    made = b(aten.mul.Tensor, made, mine) if large else b(aten.mul.Tensor, made, 2)
+    also = b(aten.tanh.default, made)
+    flag = b.all_reduce(b(aten.sum.default, mine))
+    graph = b.done([b(aten.mul.Tensor, made, flag), b(aten.mul.Tensor, also, flag)])
+    assert ({made, also} <= roles(graph).late) is large
+
+
+def test_what_shares_a_number_alone_waits_apart():
+    b = Builder(2, [(40,), (40,), (80,)], [{}, {}, {}], False)
+    x, y, z = b.inputs
+    mine, other = b.reduce_scatter(x), b.reduce_scatter(z)
+    flag = b.all_reduce(b(aten.sum.default, b(aten.mul.Tensor, mine, 2)))
+    number = b(aten.mul.Tensor, b(aten.sum.default, b(aten.mul.Tensor, mine, 3)), 2)
+    grows = b(aten.mul.Tensor, y, number)
+    shrinks = b(aten.slice.Tensor, b(aten.mul.Tensor, other, number), 0, 0, 3)
+    shrinks = b(aten.neg.default, shrinks)
+    graph = b.done([b(aten.mul.Tensor, grows, flag), b(aten.mul.Tensor, shrinks, flag)])
+    assert grows in roles(graph).late and shrinks not in roles(graph).late
 
 
 # ---------------------------------------------------------------- DeepSpeed's pull request 2079

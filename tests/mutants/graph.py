@@ -101,6 +101,38 @@ MUTANTS = [
             ),
         ),
     ),
+    # what waits for all gradients
+    Mutant(
+        "new states wait for the last gradient",
+        "graph/passes/_schedule/_roles.py",
+        "    late |= _waiting(nodes, feeds_work, late)\n",
+        "",
+        RECAST,
+    ),
+    Mutant(
+        "whatever waits is made late", "graph/passes/_schedule/_roles.py", "if _grows(part, late) for", "for", RECAST
+    ),
+    Mutant(
+        "what is made of arguments is kept",
+        "graph/passes/_schedule/_roles.py",
+        "a not in part and a not in late and",
+        "a not in part and",
+        RECAST,
+    ),
+    Mutant(
+        "numbers join what is apart",
+        "graph/passes/_schedule/_roles.py",
+        " and any(x.dim() for x in values(a)):",
+        ":",
+        RECAST,
+    ),
+    Mutant(
+        "what is done waits for the others",
+        "graph/passes/_schedule/_listing.py",
+        "    ready += [] if waiting or is_input(node) else _met(rules, state, node)\n",
+        "",
+        RECAST,
+    ),
     # recast
     Mutant(
         "first uses are cast again, too", "graph/passes/_recast.py", "if before[u] > before[node]]", "if True]", RECAST

@@ -1,10 +1,8 @@
 """recast: a widening cast is made again for the uses that wait for a collective, and let go in between."""
 
-from collections.abc import Mapping
-
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import CASTS, LATE, copied, is_collective, nbytes, values
+from fzero.graph.ir import CASTS, LATE, collectives_before, copied, nbytes, values
 from fzero.graph.passes._uses import again, family
 
 __all__ = ["recast"]
@@ -31,7 +29,7 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     """
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    before = _collectives_before(graph)
+    before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         if not _widens(node) or nbytes(*values(node)) < least:
             continue
@@ -42,14 +40,6 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
         for copy in again(graph, [node], views, later, index):
             copy.meta[LATE] = True
     return graph
-
-
-def _collectives_before(graph: Graph) -> Mapping[Node, int]:
-    """Count for each node the collectives that lie one behind the other before its result."""
-    found: dict[Node, int] = {}
-    for n in graph.nodes:
-        found[n] = max([found[a] for a in n.all_input_nodes], default=0) + is_collective(n)
-    return found
 
 
 def _widens(node: Node) -> bool:

@@ -179,8 +179,15 @@ def _append(rules: Rules, state: State, node: Node) -> list[Node]:
         state.missing[n] -= 1
         if not state.missing[n]:
             ready.append(n)
+    ready += [] if waiting or is_input(node) else _met(rules, state, node)
     # the first to run comes last: a write, which ends its source, before what goes on
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
+
+
+def _met(rules: Rules, state: State, node: Node) -> list[Node]:
+    """List the early nodes that waited for late ones alone, of which this was the last: they end its life."""
+    found = [u for u in node.users if u in rules.roles.early and u not in state.done and not state.missing[u]]
+    return [u for u in found if all(a in state.done for a in u.all_input_nodes)]
 
 
 def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
