@@ -49,8 +49,8 @@ def plan(
         A `Plan`: `print` it, `plot` it.
 
     Raises:
-        ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves and does not divide
-            them; or if it is given for a function that has no mesh. If `device` is unknown.
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or is given for a function that has no mesh.
+            If an axis that splits leaves does not divide them. If `device` is unknown.
 
     Example:
         >>> import fzero, torch

@@ -53,6 +53,7 @@ REDUCTIONS = (
 )
 EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default
+SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 

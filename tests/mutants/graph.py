@@ -135,6 +135,21 @@ MUTANTS = [
     ),
     # recast
     Mutant(
+        "what scales a gradient is not done again",
+        "graph/passes/_recast.py",
+        "while node.target in SCALINGS and",
+        "while False and",
+        RECAST,
+    ),
+    Mutant(
+        "a product of two gradients is made again",
+        "graph/passes/_recast.py",
+        "if len(given) != 1:",
+        "if not given:",
+        RECAST,
+        (("(node,) = given", "node = given[0]"),),
+    ),
+    Mutant(
         "first uses are cast again, too", "graph/passes/_recast.py", "if before[u] > before[node]]", "if True]", RECAST
     ),
     Mutant(
