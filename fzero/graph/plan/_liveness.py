@@ -28,6 +28,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear, is_view
+from fzero.graph.plan._fused import never_stored
 from fzero.graph.plan._track import most_in_phases
 from fzero.graph.plan._workspace import workspace_bytes
 from fzero.graph.split import regions
@@ -109,9 +110,11 @@ def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
         if loop := loop_of(node):
             for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
                 starts[s] += 1
+    fused = never_stored(order)
+    sizes = [0 if n in fused else size for n, size in zip(lent.born, lent.size, strict=True)]
     own = [
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
-        for start, stop, size, n in zip(starts, stops, lent.size, lent.born, strict=True)
+        for start, stop, size, n in zip(starts, stops, sizes, lent.born, strict=True)
     ]
     return own + _copies(position)
 
