@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
 COST = ("tests/graph/test_cost.py",)
+WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
 MUTANTS = [
@@ -179,4 +180,47 @@ MUTANTS = [
         COMMAND,
     ),
     Mutant("a script within the data ends the page", "tuning/_page.py", '.replace("</", "<\\\\/")', "", COMMAND),
+    # while it trains
+    Mutant(
+        "what was there before is forgotten",
+        "tuning/_readings.py",
+        "taken.added_bytes + before",
+        "taken.added_bytes",
+        WATCH,
+    ),
+    Mutant("the first call is measured", "tuning/_watch.py", "traces > 0 and (", "(", WATCH),
+    Mutant("the compiled call is not", "tuning/_watch.py", "(every or self._compiled)", "every", WATCH),
+    Mutant("all calls have the last plan", "tuning/_watch.py", "if known is not None:", "if False:", WATCH),
+    Mutant(
+        "a machine's seconds are anyone's",
+        "tuning/_watch.py",
+        "self.step.plans(device)",
+        "self.step.plans()",
+        WATCH,
+    ),
+    Mutant("a device that is behind is waited for", "tuning/_watch.py", ".taken.is_over()", "", WATCH),
+    Mutant("rows are written again", "tuning/_watch.py", "self._kept[count:], max", "self._kept, max", WATCH),
+    Mutant("a hint is said each time", "tuning/_watch.py", "self._told.add(hint.name)", "pass", WATCH),
+    Mutant(
+        "the median is the worst",
+        "tuning/_readings.py",
+        "(median(found) for found in zip(",
+        "(max(found) for found in zip(",
+        WATCH,
+    ),
+    Mutant(
+        "a GPU's peak is that of all time",
+        "tuning/_meters.py",
+        "torch.cuda.reset_peak_memory_stats(self._device)",
+        "pass",
+        WATCH,
+    ),
+    Mutant(
+        "what is freed stays",
+        "_torch/allocations.py",
+        "held += event.cpu_memory_usage()",
+        "held += max(event.cpu_memory_usage(), 0)",
+        ALLOCATIONS,
+    ),
+    Mutant("the user's profiler is ended", "_torch/allocations.py", "if profiling():", "if False:", ALLOCATIONS),
 ]
