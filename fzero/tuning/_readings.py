@@ -16,6 +16,7 @@ APART = 0.05  # from what share on a peak is said to be apart from its plan
 LOOSE = 0.10  # likewise, of what the allocator holds and has not handed out
 IDLE = 0.10  # from what share of the time on that passes between steps
 SLOW = 1.3  # from how many times a plan's seconds on
+FEW = 3  # calls whose median is a usual time
 SMALL = 1 << 20  # bytes that are worth no hint
 
 
@@ -166,7 +167,7 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
 def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
     """Name what takes more time than the plan, by the median of all calls that were not compiled."""
     usual = [r for r in readings if not r.first]
-    if not usual:
+    if len(usual) < FEW:
         return []
     seconds, waited = (median(found) for found in zip(*[(r.seconds, r.taken.waited()) for r in usual], strict=True))
     found = []
