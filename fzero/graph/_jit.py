@@ -162,6 +162,9 @@ class Jitted:
         Args:
             device: whose seconds they tell; by default a common one of the kind that the arguments lie on.
         """
+        mesh = self._asked.step.mesh
+        if device is not None and mesh is not None:
+            device = device._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
         found = [(e.plan, e.chosen.graph) for e in self._entries.values()]
         return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in found]
 

@@ -1,7 +1,8 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
 from fzero.tuning._costs import OffloadCosts, offload_costs
-from fzero.tuning._machines import A100, CPU, H100, H200, Machine
+from fzero.tuning._known import A100, CPU, H100, H200
+from fzero.tuning._machines import Machine
 from fzero.tuning._others import Said, deepspeed_zero2, deepspeed_zero3, others_say
 from fzero.tuning._ratio import OffloadRatio, Tried, offload_ratio
 from fzero.tuning._readings import Hint, Reading

@@ -11,7 +11,7 @@ from typing import Any
 
 from fzero import tree
 from fzero.graph.plan._text import size
-from fzero.tuning._machines import MACHINES, machine_of
+from fzero.tuning._known import MACHINES, machine_of
 from fzero.tuning._models import Shape, init
 from fzero.tuning._others import others_say
 from fzero.tuning._page import page
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
     plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
     plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}")
+    plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
     plan.add_argument("--margin", type=float, help="the share of --memory that a plan does not see; 0.07 on a GPU")
     plan.add_argument("--stages", type=_listed(int), default=(1, 2, 3), metavar="1,2,3")
     plan.add_argument("--micro-batches", type=_listed(int), metavar="1,2,4", help="by default 1 to 16, as they divide")
@@ -84,6 +85,13 @@ def _bytes(text: str) -> float:
     if not found or found[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
     return float(found[1]) * UNITS[found[2].upper()]
+
+
+def _links(text: str) -> dict[str, float]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not axis or not speed for axis, _, speed in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected axes and bytes a second, such as dp=40GB,ep=300GB")
+    return {axis: _bytes(speed) for axis, _, speed in pairs}
 
 
 def _listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -169,6 +177,7 @@ def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int 
             remat=asked.remat,
             precision=asked.precision,
             offload=asked.offload,
+            links=asked.links,
             depth=depth,
             workers=asked.workers,
             seen=seen,

@@ -54,11 +54,11 @@ def notes(table: "Table") -> list[str]:
         found.append(f"{len(table.skipped)} were not planned: each holds no less than one that does not fit")
     rough = sum([not r.in_full for r in table.rows])
     found += [f"{rough} rows (~) are told from two models of fewer blocks"] if rough else []
-    machine = table.machine
-    found.append(
-        f"seconds are estimates, by {machine.flops / 1e12:,.3g} TFLOP/s, {machine.device_memory / 1e9:,.0f} GB/s of "
-        f"memory ({machine.source}); {machine.links()}"
-    )
+    moved = {axis for row in table.rows for axes in row.moved for axis in axes.split(",")}
+    unused = [axis for axis, _ in table.machine.links if axis not in moved]
+    found += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
+    constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
+    found.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
     return found
 
 

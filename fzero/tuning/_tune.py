@@ -1,9 +1,11 @@
 """tune: a table of the configurations of a step, and the fastest that fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fzero._tracebacks import door
-from fzero.tuning._machines import Machine, machine_of
+from fzero.tuning._known import machine_of
+from fzero.tuning._machines import Machine
 from fzero.tuning._planned import MakeStep, checked_bytes
 from fzero.tuning._row import Row
 from fzero.tuning._search import Skipped, refined, rows_of, workers_of
@@ -29,6 +31,7 @@ def tune(
     remat: Sequence[bool | str] = (False, "matmuls", True),
     precision: Sequence[str] = ("bfloat16",),
     offload: Sequence[float] = (0.0,),
+    links: Mapping[str, float] | None = None,
     depth: int | None = None,
     workers: int = 1,
     seen: Callable[[Row | Skipped], None] | None = None,
@@ -53,6 +56,8 @@ def tune(
         remat: what blocks run again for the backward pass, as `fzero.remat(save=)`: nothing, all but "matmuls", or all.
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
+        links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`, in place of what
+            the machine reaches within a host and between hosts.
         depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
         seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
         workers: processes to plan on. They are forked, so ask for them before this process has used a GPU.
@@ -92,7 +97,7 @@ def tune(
         >>> print(fzero.tune(make_step, **asked, memory=3e9, **dims).best().config)
         stage 3, micro-batch 8192 x 1, bfloat16
     """
-    machine = machine_of(device)
+    machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
     space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, depth)
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
-COST = ("tests/graph/test_cost.py",)
+COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
 WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
@@ -93,14 +93,36 @@ MUTANTS = [
     Mutant("a GPU's plan has a CPU's seconds", "graph/_entry.py", "rejected, asked.device,", "rejected, None,", TUNE),
     Mutant(
         "the network is as fast as the machine's links",
-        "graph/plan/_cost.py",
-        "device.link if n <= device.near else device.network",
+        "graph/plan/_links.py",
+        "device.link if m == 1 else min(device.link, near * device.network)",
         "device.link",
-        TUNE,
+        LINKS,
     ),
     Mutant(
-        "a thousand ranks are as near as eight", "graph/plan/_cost.py", "device.latency * hops", "device.latency", TUNE
+        "a machine has one way out",
+        "graph/plan/_links.py",
+        "min(device.link, near * device.network)",
+        "device.network",
+        LINKS,
     ),
+    Mutant(
+        "a thousand ranks are as near as eight", "graph/plan/_links.py", "    return ring\n", "    return 0\n", LINKS
+    ),
+    Mutant("the first axis changes fastest", "graph/plan/_links.py", "in reversed(mesh)", "in mesh", LINKS),
+    Mutant("an all_reduce is one ring", "graph/plan/_links.py", "2 * min(ring, ", "min(ring, ", LINKS),
+    Mutant("a tree is no shorter", "graph/plan/_links.py", "2 * min(ring, ", "2 * max(ring, ", LINKS),
+    Mutant(
+        "all to all share their ways out", "graph/plan/_links.py", "beyond / device.network", "beyond / near", LINKS
+    ),
+    Mutant("a link of any axis counts", "graph/plan/_links.py", " if name in names]", "]", LINKS),
+    Mutant(
+        "a changed constant keeps its source",
+        "tuning/_machines.py",
+        "known.get((name, value), ",
+        "dict([(n, s) for n, _, s in self.sources]).get(name, ",
+        TUNE,
+    ),
+    Mutant("links that were given are forgotten", "tuning/_machines.py", "links=self.links,", "", TUNE),
     Mutant("float32 is as fast as half", "graph/plan/_cost.py", "done *= device.slow", "pass", TUNE),
     Mutant("attention is free on a CPU", "graph/ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
     Mutant(
