@@ -1,8 +1,9 @@
 """Tuning: what a step takes and costs at each setting, and the setting that fits, before anything runs."""
 
+from fzero.tuning._calibrate import calibrate
 from fzero.tuning._costs import OffloadCosts, offload_costs
 from fzero.tuning._known import A100, CPU, H100, H200
-from fzero.tuning._machines import Machine
+from fzero.tuning._machines import Constant, Machine
 from fzero.tuning._others import Said, deepspeed_zero2, deepspeed_zero3, others_say
 from fzero.tuning._ratio import OffloadRatio, Tried, offload_ratio
 from fzero.tuning._readings import Hint, Reading
@@ -22,6 +23,7 @@ __all__ = [
     "H200",
     "Best",
     "Configuration",
+    "Constant",
     "Hint",
     "Machine",
     "OffloadCosts",
@@ -34,6 +36,7 @@ __all__ = [
     "Table",
     "Tried",
     "Watched",
+    "calibrate",
     "deepspeed_zero2",
     "deepspeed_zero3",
     "model_step",

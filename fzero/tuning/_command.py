@@ -9,10 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from fzero import tree
 from fzero.graph.plan._text import size
-from fzero.tuning._known import MACHINES, machine_of
+from fzero.tuning._calibrate import calibrate
+from fzero.tuning._known import MACHINES
 from fzero.tuning._models import Shape, init
+from fzero.tuning._named import machine_of, save
 from fzero.tuning._others import others_say
 from fzero.tuning._page import page
 from fzero.tuning._presets import PRESETS, shape_of
@@ -39,19 +43,20 @@ def run(argv: Sequence[str]) -> int:
     """
     asked = _parser().parse_args(argv)
     try:
+        if asked.command == "calibrate":
+            return _calibrate(asked)
         return _compare(asked.compare) if asked.compare else _plan(asked)
     except (ValueError, OSError) as error:
-        print(f"fzero plan: {error}", file=sys.stderr)
+        print(f"fzero {asked.command}: {error}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
-    plan = parser.add_subparsers(dest="command", required=True).add_parser(
-        "plan",
-        help="what fits, and how fast it is by a cost model",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("calibrate", help="measure this machine for --device calibrated")
+    measure.add_argument("--seconds", type=float, default=5.0, help="that it may take, about")
+    plan = commands.add_parser("plan", help="what fits, and how fast it is by a cost model")
     plan.add_argument(
         "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
     )
@@ -59,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
     plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
     plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
-    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}")
+    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
     plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
     plan.add_argument("--margin", type=float, help="the share of --memory that a plan does not see; 0.07 on a GPU")
     plan.add_argument("--stages", type=_listed(int), default=(1, 2, 3), metavar="1,2,3")
@@ -204,6 +209,24 @@ def _write(asked: argparse.Namespace, table: Table, name: str, make_step: Callab
         table.plot(asked.plot)
     for path in filter(None, (asked.json, asked.csv, asked.html, asked.plot)):
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _calibrate(asked: argparse.Namespace) -> int:
+    """Measure this machine, print each constant with its source, and store it; rank 0 does, of several."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    machine = calibrate(asked.seconds)
+    if int(os.environ.get("RANK", 0)) == 0:
+        drawn = Drawn("constant", "value", "source", box=None, pad_edge=False, header_style="bold", title=machine.name)
+        for constant in machine.constants():
+            drawn.add_row(*constant)
+        console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+        console.print(drawn)
+        console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --device calibrated")
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
 
 
 def _compare(paths: Sequence[pathlib.Path]) -> int:

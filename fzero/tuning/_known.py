@@ -4,7 +4,7 @@ from typing import Any
 
 from fzero.tuning._machines import Machine
 
-__all__ = ["A100", "CPU", "H100", "H200", "MACHINES", "machine_of"]
+__all__ = ["A100", "CPU", "H100", "H200", "MACHINES"]
 
 NCCL = "NCCL's own model, src/graph/tuning.cc"
 
@@ -90,21 +90,3 @@ CPU = _assumed(
     slow=(1.0, JIT),
 )
 MACHINES = {"a100": A100, "h100": H100, "h200": H200, "cpu": CPU}
-
-
-def machine_of(device: Any) -> Machine:
-    """Return the machine of a name, or the one that was given.
-
-    Raises:
-        TypeError: if `device` is neither a name nor a machine.
-        ValueError: if no machine has that name.
-    """
-    if isinstance(device, Machine):
-        return device
-    if not isinstance(device, str):
-        raise TypeError(f"device={device!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}")
-    if device.lower() not in MACHINES:
-        raise ValueError(
-            f"device={device!r} is unknown: expected {', '.join(MACHINES)}, or a fzero.tuning.Machine of your own"
-        )
-    return MACHINES[device.lower()]

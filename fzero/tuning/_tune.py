@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fzero._tracebacks import door
-from fzero.tuning._known import machine_of
 from fzero.tuning._machines import Machine
+from fzero.tuning._named import machine_of
 from fzero.tuning._planned import MakeStep, checked_bytes
 from fzero.tuning._row import Row
 from fzero.tuning._search import Skipped, refined, rows_of, workers_of
@@ -56,8 +56,8 @@ def tune(
         remat: what blocks run again for the backward pass, as `fzero.remat(save=)`: nothing, all but "matmuls", or all.
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
-        links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`, in place of what
-            the machine reaches within a host and between hosts.
+        links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
+            default they follow from the machine.
         depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
         seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
         workers: processes to plan on. They are forked, so ask for them before this process has used a GPU.

@@ -8,9 +8,9 @@ from fzero._tracebacks import door
 from fzero.graph._jit import Jitted
 from fzero.graph.plan._plan import Plan
 from fzero.metrics import Rows
-from fzero.tuning._known import machine_of
 from fzero.tuning._machines import Machine
 from fzero.tuning._meters import Meter, meter_of
+from fzero.tuning._named import machine_of
 from fzero.tuning._readings import Hint, Reading, hints_of
 
 __all__ = ["Watched", "watch"]

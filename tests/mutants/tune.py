@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
 COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
+CALIBRATE = ("tests/tuning/test_calibrate.py",)
 WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
@@ -245,4 +246,38 @@ MUTANTS = [
         ALLOCATIONS,
     ),
     Mutant("the user's profiler is ended", "_torch/allocations.py", "if profiling():", "if False:", ALLOCATIONS),
+    # what a machine reaches
+    Mutant(
+        "float32 is as much faster", "tuning/_calibrate.py", '"slow": (half / full,', '"slow": (full / half,', CALIBRATE
+    ),
+    Mutant("a copy only reads", "tuning/_stopwatch.py", "return 2 * 4 * a.numel()", "return -4 * a.numel()", CALIBRATE),
+    Mutant(
+        "a step of the ring counts twice",
+        "tuning/_calibrate.py",
+        "small - (ranks - 1) * hop, hop",
+        "small, hop",
+        CALIBRATE,
+    ),
+    Mutant(
+        "a link's latency is in its speed",
+        "tuning/_calibrate.py",
+        "max(large - small, 0.1 * large)",
+        "large",
+        CALIBRATE,
+    ),
+    Mutant("what is assumed was measured", "tuning/_calibrate.py", 'f"assumed, as of', 'f"measured, as of', CALIBRATE),
+    Mutant(
+        "links between machines are those within",
+        "tuning/_calibrate.py",
+        "if near > 1:\n        groups",
+        "if True:\n        groups",
+        (*CALIBRATE, "-m", "slow or not slow"),
+    ),
+    Mutant(
+        "a calibrated machine is a common one",
+        "tuning/_named.py",
+        "        return calibrated()",
+        "        return MACHINES['cpu']",
+        CALIBRATE,
+    ),
 ]

@@ -49,10 +49,10 @@ def route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], near: flo
 def collective_seconds(node: Node, device: Device) -> float:
     """Estimate how long one collective of b bytes in all takes by itself, over n ranks on m machines.
 
-    An all_gather and a reduce_scatter are rings of n - 1 steps, m - 1 of them between machines: they take
-    `latency + (n - m) hop + (m - 1) far_hop + b (n - 1) / n / speed`. An all_reduce is two of these, or in small cases
-    a tree through the machines. The ranks of a machine share the way out, each with its own: so `speed` is `link`
-    within a machine, and else at most `network` times those ranks of it that are in the group.
+    An all_gather and a reduce_scatter are rings of n - 1 steps, m - 1 of them between machines. They take
+    `latency + (n - m) hop + (m - 1) far_hop + b (n - 1) / n / speed`. An all_reduce is two of these. Its steps may also
+    be those of a tree through the machines. Within a machine `speed` is `link`. Else it is at most `network` times the
+    ranks of the group that a machine has, since each has a way out of its own.
 
     Of an all_to_all each rank sends its part to each other one, over its own way out alone.
 
