@@ -68,7 +68,7 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
             work = max(work, host.arrival(node)) + nbytes(*values(node)) / on.host_link
             host.arrives(node, work)
         elif node in host.nodes:
-            host.computes(node, nbytes(*values(node), *values_of_args(node)) / on.host)
+            host.computes(node, max(nbytes(*values(node), *values_of_args(node)) / on.host, on.launch))
         else:
             work += work_seconds(node, on)
     return max(work, host.now)
