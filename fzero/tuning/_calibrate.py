@@ -170,7 +170,9 @@ def _machine(device: torch.device, measured: dict[str, tuple[float, str]]) -> Ma
         (name, value, f"assumed, as of {like.name}: {why}") for name, value, why in like.sources if name in told
     ]
     values = {name: value for name, value, _ in sources} | {"ranks": near}
-    where = f"measured on {platform.node()}, torch {torch.version.__version__}, {torch.get_num_threads()} threads a rank"
+    where = (
+        f"measured on {platform.node()}, torch {torch.version.__version__}, {torch.get_num_threads()} threads a rank"
+    )
     return Machine(name, **values, kind=device.type, source=where, sources=tuple(sources))  # pyright: ignore
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import pathlib
 import re
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--remat", type=_listed(_remat), default=REMATS, metavar="no,matmuls,yes")
     plan.add_argument("--precision", type=_listed(str), default=("bfloat16",), metavar="bfloat16,float32")
     plan.add_argument("--offload", type=_listed(float), default=(0.0,), metavar="0,0.5,1", help="of the state")
+    plan.add_argument("--ep", type=_listed(int), metavar="1,8", help="ranks that experts are split over; 1 and up to 8")
     plan.add_argument("--depth", type=int, help="blocks; of module:make_step, which must then build config.depth")
     plan.add_argument(
         "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
@@ -123,6 +125,8 @@ def _plan(asked: argparse.Namespace) -> int:
         raise ValueError(f"{', '.join(missing)} missing; fzero plan --help shows an example of each")
     make_step, shape = _made(asked)
     depth = shape.depth if shape and asked.depth is None else asked.depth
+    if asked.ep is None:
+        asked.ep = _usual_ep(shape, asked.world)
     table = _tuned(asked, make_step, depth)
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     name = shape.name if shape else asked.model
@@ -157,6 +161,12 @@ def _made(asked: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
         raise ValueError(f"model {asked.model!r}: expected module:function, of which {error}") from error
 
 
+def _usual_ep(shape: Shape | None, world: int) -> tuple[int, ...]:
+    """Return 1, and of a mixture the most ranks of a machine that its experts can be split over."""
+    most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
+    return (1,) if most == 1 else (1, most)
+
+
 def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
     """Tune beside a bar, above which each row stands as soon as it is planned."""
     from rich.console import Console
@@ -182,6 +192,7 @@ def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int 
             remat=asked.remat,
             precision=asked.precision,
             offload=asked.offload,
+            ep=asked.ep,
             links=asked.links,
             depth=depth,
             workers=asked.workers,

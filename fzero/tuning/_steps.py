@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fzero import optim, tree
-from fzero.ranks.mesh import mesh
+from fzero import moe, optim, tree
+from fzero.ranks.mesh import Mesh, mesh
 from fzero.stages._shard import shard
 from fzero.transforms import remat, value_and_grad
 from fzero.tuning._models import batch_of, init, loss_of
@@ -52,6 +52,8 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> Callable[[
         raise ValueError(f"length={length}: {shape.name} has {shape.positions} positions")
 
     def make_step(config: Configuration) -> Any:
+        if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
+            raise ValueError(f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}")
         pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices), config.policy)
         pair = optim.offload(pair, config.offload) if config.offload else pair
         opt = optim.chain(optim.clip_by_global_norm(1.0), pair)
@@ -66,11 +68,16 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> Callable[[
             return optim.apply_updates(params, updates), opt_state, loss
 
         stage: Any = config.stage
-        step = shard(train_step, stage=stage, mesh=mesh(dp=config.ranks))
+        step = shard(train_step, stage=stage, mesh=_mesh(config), split=moe.split("experts") if config.ep > 1 else None)
         params, opt_state = step.init(init(shape, config.depth or shape.depth), opt)
         return step, params, opt_state, step.mesh.split(batch_of(shape, config.global_batch, length))
 
     return make_step
+
+
+def _mesh(config: Configuration) -> Mesh:
+    """Make the ranks of a configuration, of which those along `ep` are neighbours."""
+    return mesh(dp=config.ranks) if config.ep == 1 else mesh(dp=config.ranks // config.ep, ep=config.ep)
 
 
 def _matrices(params: Any) -> Any:

@@ -14,6 +14,7 @@ from fzero.graph.plan._text import size
 from fzero.tuning import _table_picture, _table_text
 from fzero.tuning._machines import Machine
 from fzero.tuning._row import Row
+from fzero.tuning._rules import Verdict, verdicts
 from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 
@@ -97,6 +98,11 @@ class Table:
             f"Of {len(faster)} that would be faster the nearest, {faster[0].config}, lacks {size(lacks)}: "
             f"it holds {kind}",
         )
+
+    def rules(self) -> list[Verdict]:
+        """Say which rules of experts the best configuration keeps, where it deviates, and why; none if nothing fits."""
+        fitting = self.fitting
+        return verdicts(fitting[0], fitting, self.machine.ranks) if fitting else []
 
     def _nothing_fits(self) -> str:
         """Say by how much nothing fits, and what was not tried that needs less."""

@@ -31,6 +31,7 @@ def tune(
     remat: Sequence[bool | str] = (False, "matmuls", True),
     precision: Sequence[str] = ("bfloat16",),
     offload: Sequence[float] = (0.0,),
+    ep: Sequence[int] = (1,),
     links: Mapping[str, float] | None = None,
     depth: int | None = None,
     workers: int = 1,
@@ -56,6 +57,7 @@ def tune(
         remat: what blocks run again for the backward pass, as `fzero.remat(save=)`: nothing, all but "matmuls", or all.
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
+        ep: sizes of an axis that experts are split over, within the data-parallel ranks.
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
         depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
@@ -98,7 +100,7 @@ def tune(
         stage 3, micro-batch 8192 x 1, bfloat16
     """
     machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
-    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, depth)
+    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, ep, depth)
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:

@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
 COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
+RULES = ("tests/tuning/test_rules.py",)
 CALIBRATE = ("tests/tuning/test_calibrate.py",)
 WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
@@ -279,5 +280,37 @@ MUTANTS = [
         "        return calibrated()",
         "        return MACHINES['cpu']",
         CALIBRATE,
+    ),
+    # experts of two kinds
+    Mutant("any rule is kept", "tuning/_rules.py", "expected[0] is best, _why", "True, _why", RULES),
+    Mutant(
+        "the highest stage is an expert's",
+        "tuning/_rules.py",
+        "key=lambda r: r.config.stage)",
+        "key=lambda r: -r.config.stage)",
+        RULES,
+    ),
+    Mutant("settings of any micro-batch", "tuning/_rules.py", "if r.config.micro_batch == least)", "if True)", RULES),
+    Mutant("all that fits is compared", "tuning/_rules.py", "if rest(r) == rest(asked.best)]", "]", RULES),
+    Mutant(
+        "a machine has no end", "tuning/_rules.py", "(r.config.ep > asked.near, -r.config.ep)", "-r.config.ep", RULES
+    ),
+    Mutant("a difference of nothing is a reason", "tuning/_rules.py", "if more < ALIKE:", "if False:", RULES),
+    Mutant(
+        "experts lie whole on each rank",
+        "tuning/_steps.py",
+        'moe.split("experts") if config.ep > 1',
+        'moe.split("experts") if False',
+        MODELS,
+    ),
+    Mutant(
+        "experts that do not divide are split", "tuning/_steps.py", "if shape.experts[0] % config.ep or", "if", MODELS
+    ),
+    Mutant(
+        "the lines to paste split no experts",
+        "tuning/_recipe.py",
+        'if c.ep > 1 else ""',
+        'if c.ep > 99 else ""',
+        MODELS,
     ),
 ]

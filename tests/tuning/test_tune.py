@@ -182,6 +182,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word alone": ({"precision": "bfloat16"}, ValueError, r"precision='bfloat16': expected a tuple"),
     "a remat": ({"remat": (1,)}, ValueError, r"remat=\(1,\): 1 is none"),
     "a ratio": ({"offload": (0, 1.5)}, ValueError, r"offload=\(0, 1.5\): 1.5 is none ratios from 0 to 1"),
+    "an ep that does not divide": ({"ep": (3,)}, ValueError, r"ep=\(3,\): 3 is none that divides world_size=4"),
     "twice": ({"stages": (1, 1)}, ValueError, r"stages=\(1, 1\): a value stands twice"),
     "no ranks": ({"world_size": 0}, ValueError, r"world_size=0: expected an int, at least 1"),
     "no depth": ({"depth": 0}, ValueError, r"depth=0: expected an int"),
