@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
     )
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
+    plan.add_argument("--no-cache", action="store_true", help="plan all rows anew; of models by name they are kept")
     plan.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
     plan.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
     plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page that any browser opens")
@@ -196,6 +197,7 @@ def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int 
             links=asked.links,
             depth=depth,
             workers=asked.workers,
+            cache=not asked.no_cache,
             seen=seen,
         )
 

@@ -3,8 +3,9 @@
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node
@@ -100,7 +101,8 @@ def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
 def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
     """Find the ranges of `live_ranges`, storages first, without what takes longest: to say what lies there."""
     position = {n: i for i, n in enumerate(order)}
-    stops = _last_uses(position, lent)
+    later = _waits_again(order)
+    stops = _last_uses(position, later, lent)
     starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in lent.born]
     for node in order:
         if loop := loop_of(node):
@@ -110,12 +112,12 @@ def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
         for start, stop, size, n in zip(starts, stops, lent.size, lent.born, strict=True)
     ]
-    return own + _copies(position)
+    return own + _copies(position, later)
 
 
-def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
+def _last_uses(position: Mapping[Node, int], later: Set[Node], lent: Storages) -> list[int]:
     """Find for each storage the place of the last node that needs it; the number of nodes for results."""
-    stop, later = [position[n] for n in lent.born], _waits_again(position)
+    stop = [position[n] for n in lent.born]
     for node, i in position.items():
         # the parts that a view cuts a value in lie in one storage
         held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
@@ -126,13 +128,13 @@ def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     return stop
 
 
-def _copies(position: Mapping[Node, int]) -> list[Range]:
+def _copies(position: Mapping[Node, int], later: Set[Node]) -> list[Range]:
     """Find the memory that is held beside values: in loops, by kernels as they work, and by reduce_scatters.
 
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
     operand, and one that arrives becomes the result.
     """
-    found, later = [], _waits_again(position)
+    found = []
     for node, i in position.items():
         if loop := loop_of(node):
             found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
@@ -204,8 +206,14 @@ def _within(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
 
 def most_in_a_turn(loop: Loop) -> int:
     """Return the most bytes that a turn of a loop holds at any time beside what it is given."""
-    order = list(loop.body.nodes)
-    return max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
+    if loop.body not in _TURNS:
+        order = list(loop.body.nodes)
+        _TURNS[loop.body] = max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
+    return _TURNS[loop.body]
+
+
+_TURNS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+"""What was found of a body, which several schedules of a graph have in common: no pass changes a graph that it made."""
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
