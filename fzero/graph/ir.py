@@ -267,9 +267,14 @@ def flops(node: Node) -> int:
     def val(x: Any) -> Any:
         return x.meta.get("val") if isinstance(x, Node) else x
 
+    known = node.meta.get("flops", ())  # of this node, or of one that it is a copy of
+    if known and known[0] is node.target:
+        return known[1]
     args = map_arg(node.args, val)
     kwargs = map_arg(node.kwargs, val)
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    found = int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    node.meta["flops"] = (node.target, found)
+    return found
 
 
 def described(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:

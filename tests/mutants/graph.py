@@ -14,6 +14,7 @@ PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
@@ -965,4 +966,14 @@ MUTANTS = [
     Mutant(
         "who fails last goes over", "graph/run/_auto.py", "not self.left and not self.failed", "not self.left", COMPILE
     ),
+    Mutant("a cast back is not seen", "graph/trace/_casts.py", "if same and not handed_on and", "if False and", CASTS),
+    Mutant(
+        "a rounded value stands for itself",
+        "graph/trace/_casts.py",
+        "torch.promote_types(wide, narrow) == wide and wide != narrow",
+        "True",
+        CASTS,
+    ),
+    Mutant("a result shares an argument's memory", "graph/trace/_casts.py", "not handed_on and", "", CASTS),
+    Mutant("a view stays where it lay", "graph/trace/_casts.py", "for view in views[1:]:", "for view in ():", CASTS),
 ]
