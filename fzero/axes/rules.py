@@ -1,13 +1,24 @@
 """Rules: functions of a leaf's path and the leaf that say how a tree is cut."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from fzero.axes.axis import AxisName
 
-__all__ = ["DEFAULT_RULES", "DtypeRule", "OverRule", "Rules", "SplitRule", "UnitRule", "WorkApart", "given_rules"]
+__all__ = [
+    "DEFAULT_RULES",
+    "DtypeRule",
+    "OverRule",
+    "Rules",
+    "SplitRule",
+    "Stacked",
+    "Stacks",
+    "UnitRule",
+    "WorkApart",
+    "given_rules",
+]
 
 UnitRule = Callable[[str, torch.Tensor], str | None]
 OverRule = Callable[[str, torch.Tensor], AxisName]
@@ -28,6 +39,29 @@ class WorkApart(Protocol):
         ...
 
 
+class Stacked(NamedTuple):
+    """A list of which each rank along an axis has some items, stacked: as a pipeline's blocks are.
+
+    In a leaf of item s, `[ranks, ...]`, row r is that of the item `items[s][r]` of the whole list.
+
+    Attributes:
+        key: the path of the list in the tree.
+        items: by place in the stacked list and rank, the number of the item; None where there is none.
+    """
+
+    key: str
+    items: tuple[tuple[int | None, ...], ...]
+
+
+@runtime_checkable
+class Stacks(Protocol):
+    """A rule of `split` for trees that hold a stacked list."""
+
+    def stacked(self, paths: Sequence[str]) -> Mapping[str, Stacked]:
+        """Return the list that is stacked along each axis, given the paths of a tree's leaves."""
+        ...
+
+
 class Rules(NamedTuple):
     """How a tree is cut, given the path and the leaf.
 
@@ -37,6 +71,7 @@ class Rules(NamedTuple):
         split: says which further axes cut the leaf itself, and along which dimension; None for none.
         dtype: the dtype that the leaf is about to be cast to, which its unit is to have; None for its own.
         apart: the axes along which ranks have work of their own and no data of their own, as stages of a pipeline.
+        stacks: says which lists are stacked along which axes.
     """
 
     units: UnitRule | None = None
@@ -44,6 +79,7 @@ class Rules(NamedTuple):
     split: SplitRule | None = None
     dtype: DtypeRule | None = None
     apart: tuple[str, ...] = ()
+    stacks: Stacks | None = None
 
 
 DEFAULT_RULES = Rules()
@@ -58,9 +94,11 @@ def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitR
     for name, rule, gives in (("units", units, "the name of a unit, or None"), ("split", split, "{axis: dimension}")):
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {gives}")
-    apart = split.apart if isinstance(split, WorkApart) else ()
+    rule: Any = split
+    apart = rule.apart if isinstance(rule, WorkApart) else ()
+    stacks = rule if isinstance(rule, Stacks) else None
     if over is None or callable(over):
-        return Rules(units, over, split, apart=apart)
+        return Rules(units, over, split, apart=apart, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
         raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
-    return Rules(units, lambda path, leaf: over, split, apart=apart)
+    return Rules(units, lambda path, leaf: over, split, apart=apart, stacks=stacks)

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fzero import tree
 from fzero.checkpoint._cut import Leaf
-from fzero.checkpoint._holdings import Holdings, is_whole
+from fzero.checkpoint._holdings import Holdings
 
 __all__ = ["Named", "named_leaves"]
 
@@ -26,7 +25,7 @@ class Named(NamedTuple):
     names: tuple[str, ...]
 
 
-def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], str]) -> list[Named]:
+def named_leaves(what: str, held: Holdings, name: Callable[[str], str]) -> list[Named]:
     """List the leaves of a tree in its order, which no layout changes.
 
     Raises:
@@ -46,7 +45,7 @@ def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], s
                 "make it replicated, such as by fzero.pmean in a step"
             )
     places: dict[int, list[str]] = {}
-    for path in tree.flatten_with_paths(values, is_whole)[0]:
+    for path in held.origins:
         if path in cut.number:
             places.setdefault(cut.number[path], []).append(path)
     return [

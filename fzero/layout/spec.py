@@ -16,6 +16,7 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes.axis import Axis
+from fzero.axes.rules import Stacked
 from fzero.axes.scope import axis_index, bound, lookup
 
 __all__ = [
@@ -44,11 +45,13 @@ class Split(NamedTuple):
         axis: the axis, such as "tp" or "ep".
         size: the number of its ranks.
         dims: the dimension along which each leaf is cut in equal parts.
+        stacked: the list that the leaves are of, if each rank's parts are those of an item of its own.
     """
 
     axis: str
     size: int
     dims: tuple[int, ...]
+    stacked: Stacked | None = None
 
 
 ALIGN = 64  # elements: where a shard is cut in pieces, so that both begin on a cache line

@@ -51,7 +51,7 @@ class Pipeline:
     @property
     def split(self) -> PipelineSplit:
         """The rule for `fzero.shard(..., split=)`: each rank along the axis has its own blocks."""
-        return PipelineSplit(self.axis, self.blocks, self.rule)
+        return PipelineSplit(self.axis, self.blocks, self._stacked, self.rule)
 
     def schedule(self, mesh: Mesh | int) -> Schedule:
         """Return the schedule on a mesh, or on so many ranks. `print` and `plot` it.
