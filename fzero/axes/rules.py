@@ -57,8 +57,8 @@ class Stacked(NamedTuple):
 class Stacks(Protocol):
     """A rule of `split` for trees that hold a stacked list."""
 
-    def stacked(self, paths: Sequence[str]) -> Mapping[str, Stacked]:
-        """Return the list that is stacked along each axis, given the paths of a tree's leaves."""
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
+        """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
         ...
 
 

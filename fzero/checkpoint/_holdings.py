@@ -210,7 +210,7 @@ class _Found:
         numbers = [self._add_members(part, shard.dtype) for part in parts]
         known = {self.leaves[i].path: i for own in numbers for i in own.values()}
         for part, own in zip(parts, numbers, strict=True):
-            copied = {m.index: known[m.path] for m in reversed(part.members) if m.is_copy}
+            copied = {m.index: known[m.path] for m in part.members if m.is_copy}
             leaves = tuple([own[i] if i in own else copied[i] for i in range(len(spec.paths))])
             copies = tuple(sorted(copied))
             self.groups.append(Group(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))

@@ -85,9 +85,10 @@ def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[
             )
         some = next(number for number in item.numbers if number is not None)
         for part, number in zip(parts, item.numbers, strict=True):
-            known = some if number is None else number
-            origin = Origin(path, item.list, known)
-            part.members.append(Member(index, item.path(known), origin, number is None))
+            known, is_copy = (some, True) if number is None else (number, False)
+            if not (is_copy and any(m.index == index for m in part.members)):  # a copy of a tied leaf has one place
+                origin = Origin(path, item.list, known)
+                part.members.append(Member(index, item.path(known), origin, is_copy))
     return parts
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from fzero import tree
 from fzero._tracebacks import door
 from fzero.axes.rules import SplitRule
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
@@ -108,11 +109,12 @@ class Pipeline:
             raise ValueError(f"fzero.pipeline: depth={self.depth}, and the parameters have {depth} blocks")
         return counts
 
-    def stack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+    def stack(self, params: Any, mesh: Mesh | None = None) -> Any:
         """Stack the blocks of a model by rank: what a step's `init` takes.
 
         Args:
-            params: a dict of parameters, with a list of blocks of one structure.
+            params: a dict of parameters, with a list of blocks of one structure; or a tree that holds such dicts, as an
+                optimizer's state does.
             mesh: the ranks. Without one, or where it does not have the axis, parameters stay as they are.
 
         Returns:
@@ -121,23 +123,45 @@ class Pipeline:
         Raises:
             ValueError: if there are no blocks, or they differ in structure, shapes or dtypes. Names the block.
         """
-        blocks = self._blocks_of(params)
-        check_alike(blocks, self.blocks)
-        if mesh is None or self.axis not in mesh.axis_names:
-            return dict(params)
-        return {**params, self.blocks: self.placement(mesh, len(blocks)).stack(blocks)}
 
-    def unstack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+        def stacked(blocks: Sequence[Any]) -> Sequence[Any]:
+            check_alike(blocks, self.blocks)
+            return self.placement(mesh, len(blocks)).stack(blocks) if self._is_on(mesh) else blocks
+
+        return self._map_blocks(stacked, params)
+
+    def unstack(self, params: Any, mesh: Mesh | None = None) -> Any:
         """Undo `stack`: a list of all blocks again, such as of what `step.gather` gave.
 
         Args:
-            params: a dict of whole parameters, whose blocks are stacked; or of a moment of an optimizer.
+            params: a dict of whole parameters, whose blocks are stacked; or a tree that holds such dicts, as an
+                optimizer's state does.
             mesh: that they were stacked for.
+
+        Raises:
+            ValueError: if there are no blocks, or they were stacked for another mesh.
         """
-        if mesh is None or self.axis not in mesh.axis_names:
-            return dict(params)
-        slots = self._blocks_of(params)
-        return {**params, self.blocks: self._stacked(mesh, len(slots)).unstack(slots)}
+
+        def unstacked(slots: Sequence[Any]) -> Sequence[Any]:
+            return self._stacked(mesh, len(slots)).unstack(slots) if self._is_on(mesh) else slots
+
+        return self._map_blocks(unstacked, params)
+
+    def _is_on(self, mesh: Mesh | None) -> TypeGuard[Mesh]:
+        """Return whether there are ranks along the pipeline's axis."""
+        return mesh is not None and self.axis in mesh.axis_names
+
+    def _map_blocks(self, f: Callable[[Sequence[Any]], Sequence[Any]], values: Any) -> Any:
+        """Apply a function to the list of blocks of each dict of a tree that has one, or of the one that is the tree."""
+
+        def has_blocks(x: Any) -> bool:
+            return isinstance(x, Mapping) and isinstance(x.get(self.blocks), list | tuple)
+
+        nodes, structure = tree.flatten(values, has_blocks)
+        if not any(map(has_blocks, nodes)):
+            self._blocks_of(values)  # says what is missing
+        nodes = [{**x, self.blocks: f(self._blocks_of(x))} if has_blocks(x) else x for x in nodes]
+        return tree.unflatten(structure, nodes)
 
     def _stacked(self, mesh: Mesh | int, slots: int) -> Placement:
         """Return where blocks lie of which a rank has so many slots."""

@@ -51,17 +51,21 @@ class PipelineSplit:
             return further or None
         return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in further.items()}}
 
-    def stacked(self, paths: Sequence[str]) -> Mapping[str, Stacked]:
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
         """Say which block each rank has in each place of the stacked list.
+
+        Args:
+            paths: of the leaves of a tree of parameters.
+            sizes: the ranks along each axis.
 
         Raises:
             ValueError: if the list has more or fewer places than blocks take on so many ranks.
         """
         depth = len(self.blocks.split("."))
         places = {path.split(".")[depth] for path in paths if self._is_of_a_block(path)}
-        if not places or self.axis not in axis_names():
+        if not places or self.axis not in sizes:
             return {}
-        by_rank = self.placed(axis_size(self.axis), len(places)).blocks
+        by_rank = self.placed(sizes[self.axis], len(places)).blocks
         return {self.axis: Stacked(self.blocks, tuple(zip(*by_rank, strict=True)))}
 
     def _is_of_a_block(self, path: str) -> bool:

@@ -49,7 +49,7 @@ def check_arguments(
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
-    check_means(entries, [name for name in averaged if name not in apart])
+    check_means(entries, [name for name in averaged if name not in rules.apart])
     ranks = math.prod([size for name, size in mesh.shape if name not in apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
