@@ -11,6 +11,7 @@ from fzero._torch.autograd import (
     profiling,
     quiet_vmap_fallback,
     raise_priority,
+    without_function_modes,
 )
 from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
@@ -79,4 +80,5 @@ __all__ = [
     "unpickled_metadata",
     "user_line",
     "view_of",
+    "without_function_modes",
 ]

@@ -15,6 +15,7 @@ from fzero._torch import c10d
 from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives import gloo
+from fzero.collectives._copies import noted
 from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
@@ -123,7 +124,11 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         tensor(6)
     """
     axes = joint(resolve(axis))
-    return tree.map_with_path(lambda path, leaf: apply_along("psum", number(path, leaf), axes, Whole()), x, tree.is_box)
+
+    def total(path: str, leaf: Any) -> torch.Tensor:
+        return noted("psum", axes, apply_along("psum", number(path, leaf), axes, Whole()))
+
+    return tree.map_with_path(total, x, tree.is_box)
 
 
 def pmean(x: Tree, axis: AxisName = None) -> Tree:
@@ -142,7 +147,8 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
-            return apply_along("psum", x / n, axes, Whole())  # divided first: a sum could overflow in half precision
+            # divided first: a sum could overflow in half precision
+            return noted("pmean", axes, apply_along("psum", x / n, axes, Whole()))
         return (apply_along("psum", x.long(), axes, Whole()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
@@ -189,7 +195,8 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    return apply_along("all_gather", x, joint(resolve(axis))[::-1], along("all_gather", x, dim))
+    axes = joint(resolve(axis))
+    return noted("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:

@@ -110,7 +110,7 @@ def assign(
         members = {k: at for key, at in members.items() for k, at in _capped(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
-    stacks = rules.stacks.stacked(paths, {a.name: a.size for a in bound()}) if rules.stacks else {}
+    stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]

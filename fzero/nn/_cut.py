@@ -81,18 +81,22 @@ class Cut:
         """Return what the first block is given: the embedded batch."""
         return self._recorded(rest, batch).x
 
-    def given(self, batch: Any) -> tuple[Given, ...]:
+    def given(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[Given, ...]:
         """Return what each block is given besides: masks, rotary tables.
 
         It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
         given one tensor share it. The rest of the parameters is not needed: the module's forward pass runs on zeros in
         their places, and the embedding of these is used by none.
 
+        Args:
+            batch: the batch.
+            dtype: of the parameters that the others are run with, if not the module's own: masks and tables follow it.
+
         Raises:
             TypeError: if a block is given an object that is no tensor or constant, such as a cache.
             ValueError: if what a block is given depends on a parameter.
         """
-        zeros = {name: torch.zeros((), dtype=d, device=_device(batch)).expand(s) for name, (s, d) in self.facts.items()}
+        zeros = {name: _zeros(shape, dtype or own, batch) for name, (shape, own) in self.facts.items()}
         structure = tree.flatten(batch)[1]
         if structure in self._memory.checked:
             return tuple(self._recorded(zeros, batch).given)
@@ -260,9 +264,10 @@ def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
             )
 
 
-def _device(batch: Any) -> torch.device | None:
-    """Return where a batch lies."""
-    return next((x.device for x in tree.tensors(batch)), None)
+def _zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
+    """Make zeros that take no memory, where a batch lies."""
+    device = next((x.device for x in tree.tensors(batch)), None)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

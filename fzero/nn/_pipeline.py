@@ -104,7 +104,7 @@ def pipeline(
         return made.first(params["rest"], inputs_of(batch))
 
     def block(p: Any, x: Any, index: Any, batch: Any) -> Any:
-        return made.block(p, x, made.given(inputs_of(batch)), index)
+        return made.block(p, x, made.given(inputs_of(batch), x.dtype), index)
 
     def last(params: Any, x: Any, batch: Any) -> Any:
         return loss(made.last(params["rest"], x, inputs_of(batch)), batch)

@@ -103,7 +103,7 @@ class ShardedStep:
             return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        check_arguments((args, kwargs), self.mesh, self.axis, self.rules.apart)
+        check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
         args = tuple([tree.map(as_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)

@@ -314,8 +314,8 @@ MUTANTS = [
     Mutant(
         "schedules in another order are taken for the same",
         "graph/_agree.py",
-        "[n.name for part in graphs_in(graph) for n in part.nodes if is_collective(n)]",
-        "[]",
+        "names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]",
+        "names: list[str] = []",
         GRAPH,
     ),
     Mutant(

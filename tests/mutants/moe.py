@@ -72,7 +72,7 @@ MUTANTS = [
         "split_dim=0, concat_dim=1",
         SEATS,
     ),
-    Mutant("the way back goes nowhere", "moe/_seats.py", "all_to_all(y, along(axis)", "all_to_all(y, ()", SEATS),
+    Mutant("the way back goes nowhere", "moe/_seats.py", "all_to_all(y, where_bound(axis)", "all_to_all(y, ()", SEATS),
     Mutant("an empty seat holds the last token", "moe/_moved.py", "x.new_zeros((1, x.shape[1]))", "x[-1:]", LAYER),
     Mutant("rows are not copied back", "moe/_moved.py", "moved(grad, back, at)", "moved(grad, back * 0, at)", SEATS),
     Mutant("sequences share their seats", "moe/_seats.py", "at + first", "at", SEATS),
@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         "experts are split over another axis than tokens travel along",
         "moe/_split.py",
-        "isinstance(rule, Split) and rule.axis != axis",
+        "if over and axis not in over:",
         "False",
         AXES,
     ),

@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.pipelines.model import OPT, WIDTH, batch_of, block, first, last, loss_of, params_of, step_of, trained, trained_on
+from tests.pipelines.model import (
+    OPT,
+    WIDTH,
+    batch_of,
+    block,
+    first,
+    last,
+    loss_of,
+    params_of,
+    step_of,
+    trained,
+    trained_on,
+)
 from tests.schedules.strategies import schedules
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -22,9 +34,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 @settings(max_examples=30)
-@given(
-    st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data()
-)
+@given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
 def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
     stages, uneven = NAMED[name], data.draw(st.integers(0, 2))

@@ -19,8 +19,8 @@ from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, described, reordered
 from fzero.graph.loops import Loop, Part, function_of, loop_of
-from fzero.graph.phases import NEEDS
 from fzero.graph.ops import is_random
+from fzero.graph.phases import NEEDS
 from fzero.graph.trace._phases import needed_by, renumbered, sends_first, track_at, without_asides
 from fzero.graph.turns import NotALoop
 
