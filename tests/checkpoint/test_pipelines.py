@@ -16,7 +16,7 @@ from fzero.checkpoint._holdings import holdings
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.checkpoint.test_damage import body_of, write_manifest
-from tests.pipelines.model import OPT, batch_of, loss_of, params_of, step_of, trained
+from tests.pipelines.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
@@ -67,18 +67,6 @@ def params_in(depth: int, tied: bool) -> dict[str, Any]:
         p["even"] = torch.full((4, 3), float(i), dtype=torch.bfloat16)
         p["again"] = p["b"] if tied else p["b"] + i
     return params
-
-
-def filled(values: Any) -> Any:
-    """The same tree with numbers that are all different, ties kept."""
-    count = iter(range(1 << 20))
-
-    def numbers(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            return x
-        return torch.tensor([next(count) for _ in range(x.numel())]).to(x.dtype).view(x.shape)
-
-    return tree.map(numbers, values)
 
 
 def meta(values: Any) -> Any:
