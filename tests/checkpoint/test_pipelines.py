@@ -90,13 +90,14 @@ def whole_of(step: Any, loss: fzero.Pipeline, state: dict[str, Any]) -> dict[str
 
 
 @settings(max_examples=20)
-@given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters"]))
+@given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "offload"]))
 def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, target, tied, name):
     """Bit for bit the state of training without a pipeline, and on the disk under the same names."""
     folder = tmp_path_factory.mktemp("saved")
-    opt = {"adamw": OPT, "masters": optim.master_weights(OPT, fzero.Precision(param=torch.bfloat16))}[name]
+    opt = optim.master_weights(OPT, fzero.Precision(param=torch.bfloat16)) if name == "masters" else OPT
     params = params_in(depth, tied)
     dense = dense_state(params, opt)
+    opt = optim.offload(opt, 0.4, update="device") if name == "offload" else opt  # shards in two pieces
     fzero.save(folder / "dense", dense)
 
     for n, (placed, before) in enumerate(((source, "dense"), (target, "0"))):
