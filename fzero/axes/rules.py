@@ -127,8 +127,8 @@ class Several:
 def together(split: SplitRules | None) -> SplitRule | None:
     """Make one rule of several; anything else is as it was."""
     several: Any = split
-    if isinstance(several, tuple | list) and all(callable(rule) for rule in several):
-        several = Several(tuple(several))
+    if isinstance(split, tuple | list) and all(callable(rule) for rule in split):
+        return Several(tuple(split))
     return several
 
 

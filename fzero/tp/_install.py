@@ -29,8 +29,9 @@ def install(module: torch.nn.Module, layers: Layers) -> None:
     modules = dict(module.named_modules())
     if missing := [name for name in layers.styles if name not in modules]:
         raise ValueError(f"tp: the layers are of another module: {type(module).__name__} has no {missing[0]!r}")
-    blocks = blocks_of(modules, layers) if layers.sequence else []
-    children = {place: kind for name in blocks for place, kind in children_of(name, modules[name], layers).items()}
+    blocks = blocks_of(modules, layers) if layers.sequence and not layers.in_block else []
+    cut = [""] if layers.sequence and layers.in_block else blocks
+    children = {place: kind for name in cut for place, kind in children_of(name, modules[name], layers).items()}
     regions = _regions(modules, layers, children)
     for name, style in layers.styles.items():
         if not isinstance(style, Divided):

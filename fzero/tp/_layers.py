@@ -28,6 +28,7 @@ class Layers:
         styles: what becomes of each module, by its name.
         cuts: how each parameter is cut, by its name.
         sizes: the whole size of the dimension that is cut, by the parameter's name.
+        in_block: whether the module is itself one of the blocks between which the residual stream is cut.
     """
 
     axis: str
@@ -35,6 +36,7 @@ class Layers:
     styles: Mapping[str, Style]
     cuts: Mapping[str, Cut]
     sizes: Mapping[str, int]
+    in_block: bool = False
 
     def __repr__(self) -> str:
         alike: dict[str, set[Style]] = {}

@@ -132,7 +132,7 @@ def blocks_of(modules: Mapping[str, torch.nn.Module], layers: Layers) -> list[st
 
 def children_of(name: str, block: torch.nn.Module, layers: Layers) -> dict[str, str]:
     """Return of each child of a block that has parameters whether it is a "norm", "gathered" or "whole"."""
-    children = {f"{name}.{own}": child for own, child in block.named_children()}
+    children = {f"{name}.{own}".lstrip("."): child for own, child in block.named_children()}
     return {at: _kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())}
 
 
@@ -142,7 +142,7 @@ def is_gathered(name: str, children: Mapping[str, str]) -> bool:
 
 
 def _within(name: str, place: str) -> bool:
-    return name == place or name.startswith(f"{place}.")
+    return not place or name == place or name.startswith(f"{place}.")
 
 
 def _styles_in(place: str, layers: Layers) -> list[str]:
