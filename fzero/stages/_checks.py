@@ -47,12 +47,10 @@ def check_arguments(
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
-        where = tree.place("argument", path.split(".", 1)[1]) if isinstance(x, Shard | PerRank) else ""
         if isinstance(x, Shard):
+            where = tree.place("argument", path.split(".", 1)[1])
             check_cut_for(x.uid, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
-        elif isinstance(x, PerRank):
-            _check_shared(where, x, mesh, rules.apart)
     check_means(entries, [name for name in averaged if name not in rules.apart])
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
@@ -80,18 +78,6 @@ def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: Rules) -> None:
 def _rows(stacked: Stacked | None) -> str:
     """Show which items each rank has."""
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
-
-
-def _check_shared(where: str, x: PerRank, mesh: Mesh, apart: Sequence[str]) -> None:
-    """Check that ranks along axes of work apart, such as a pipeline's, are given the same."""
-    differ = [name for name, size in mesh.shape if size > 1 and name in apart and (x.axes is None or name in x.axes)]
-    if differ:
-        data = tuple([name for name in mesh.axis_names if name not in apart and (x.axes is None or name in x.axes)])
-        wanted = f"split it over the others, mesh.split(batch, {data!r})" if data else "give it as it is"
-        raise ValueError(
-            f"{where} differs by rank along {differ[0]!r}, and ranks along it work on one batch, as stages of a "
-            f"pipeline do: {wanted}"
-        )
 
 
 def check_means(entries: Sequence[Any], averaged: Sequence[str]) -> None:

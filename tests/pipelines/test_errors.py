@@ -123,10 +123,10 @@ def test_a_batch_that_differs_between_stages(simulate):
     mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
-    said = "argument 1 differs by rank along 'pp', and ranks along it work on one batch, as stages of a pipeline do: "
+    said = "the batch, leaf 'tokens' differs by rank along 'pp', whose ranks work on one batch: "
     with raises(ValueError, said + "split it over the others, mesh.split(batch, ('dp',))"):
         step(params, mesh.split(batch_of(16)))
-    alone = fzero.mesh(pp=2)
+    alone = fzero.mesh(pp=2, simulate=simulate)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, alone, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), alone), optim.sgd(0.1))
     with raises(ValueError, said + "give it as it is"):
