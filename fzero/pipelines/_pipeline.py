@@ -265,9 +265,9 @@ def pipeline(
     once a step, and parameters gathered once. Without a mesh, or on one without the axis, it is the ordinary loss.
 
     Args:
-        block: `(p, x) -> x`: one block, of its parameters and what the one before it made: a tensor, or a tree of
-            tensors, which goes out in the shapes and dtypes in which it came. Parameters named `index` and `batch`
-            are handed the number of the block and the micro-batch.
+        block: `(p, x) -> x`: one block, of its parameters and what the one before it made. That is a tensor, or a tree
+            of tensors, and goes out in the shapes and dtypes in which it came. Parameters named `index` and `batch` are
+            handed the number of the block and the micro-batch.
         first: `(rest, batch) -> x`: what comes before the blocks; `rest` are all other parameters, a dict.
         last: `(rest, x, batch) -> (total, weight)`: what comes after them: the sum of the losses and that of their
             weights. Or a mean over the micro-batch.

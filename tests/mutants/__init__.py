@@ -14,6 +14,7 @@ from tests.mutants import (
     offload,
     optim,
     others,
+    pipelines,
     profiling,
     random,
     ranks,
@@ -52,6 +53,7 @@ TABLES = (
     tune,
     profiling,
     schedules,
+    pipelines,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

@@ -373,8 +373,8 @@ MUTANTS = [
     Mutant(
         "buckets of what waits for itself",
         "graph/passes/_bucket.py",
-        "lambda group, n: not _needs(n, group, index)",
-        "lambda group, n: True",
+        " and not _needs(n, group, index)",
+        "",
         GRAPH,
     ),
     Mutant(

@@ -51,7 +51,13 @@ MUTANTS = [
     ),
     Mutant("a step may average over the axis", "tp/_ends.py", "if axis in averaged and", "if False and", FUNCTIONS),
     Mutant("two rules may cut over one axis", "axes/rules.py", "if axis in found:", "if False:", AXES),
-    Mutant("one of several rules is not looked into", "axes/rules.py", "return split.rules if", "return () if", MOE),
+    Mutant(
+        "one of several rules is not looked into",
+        "axes/rules.py",
+        "for rule in split.rules for found",
+        "for rule in () for found",
+        MOE,
+    ),
     # vocabulary
     Mutant(
         "all ranks look the first rows up",
