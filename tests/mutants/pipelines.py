@@ -76,16 +76,22 @@ MUTANTS = [
         LAWS,
     ),
     Mutant(
-        "unstacked by slot",
+        "blocks are unstacked rank by rank",
         "pipelines/_placement.py",
-        "for r, s in self.places]",
-        "for s, r in [(s, r) for r, s in self.places]]",
+        "tuple([found[b] for b in range(self.depth)])",
+        "tuple(found.values())",
         LAWS,
     ),
     Mutant("idle slots are blocks", "pipelines/_placement.py", "chunks[k][: counts[s]]", "chunks[k]", LAWS),
     Mutant("all blocks draw one mask", "pipelines/_model.py", "random.fold_in(call.key, index + 1)", "call.key", LAWS),
     Mutant("ranks of a pipeline draw apart", "pipelines/_model.py", "if n != name])", "])", LAWS),
-    Mutant("micro-batches draw alike", "pipelines/_pipeline.py", "outer + number, key", "0 * number, key", LAWS),
+    Mutant(
+        "micro-batches of a pipeline draw alike",
+        "pipelines/_pipeline.py",
+        "outer + number, key",
+        "0 * number, key",
+        LAWS,
+    ),
     Mutant("a part that does not divide", "pipelines/_model.py", "        if left:\n", "        if False:\n", ERRORS),
     Mutant("depth is not compared", "pipelines/_pipeline.py", DEPTH, "", ERRORS),
     Mutant(
@@ -109,29 +115,12 @@ MUTANTS = [
     ),
     Mutant("evaluation runs backward", "pipelines/_ways.py", "backward=order == 1", "backward=True", LAWS),
     # messages
-    Mutant(
-        "one tag for there and back",
-        "collectives/letters.py",
-        '(2 * number + (message.kind == "G"))',
-        "(2 * number)",
-        PROCESSES,
-    ),
-    Mutant(
-        "one tag for all leaves",
-        "collectives/letters.py",
-        "range(first, first + len(self.forms))",
-        "[first] * len(self.forms)",
-        LAWS,
-    ),
     Mutant("a message is not kept", "axes/mailbox.py", "append(x.detach().clone())", "append(x.detach())", MESSAGES),
     Mutant("the last message goes first", "axes/mailbox.py", ".popleft()", ".pop()", MESSAGES),
     Mutant(
         "what nobody received is forgotten", "axes/lockstep.py", "    check_received(groups.values())\n", "", MESSAGES
     ),
     Mutant("another shape is taken", "axes/mailbox.py", "if x.shape != like.shape or", "if", MESSAGES),
-    Mutant(
-        "gradients come back by the same tag", "collectives/messages.py", "options.tag ^ 1", "options.tag", MESSAGES
-    ),
     # phases of a graph
     Mutant(
         "sums of a stage are in another order",
@@ -156,9 +145,9 @@ MUTANTS = [
         "graph/split.py",
         "                self.anew.add(n)\n",
         "                pass\n",
-        PROCESSES,
+        PLAN,
     ),
-    Mutant("a draw is made anew", "graph/split.py", " or is_random(n)", "", PROCESSES),
+    Mutant("a draw is made anew", "graph/split.py", " or is_random(n)", "", PLAN),
     Mutant(
         "plans forget what is in flight",
         "graph/plan/_track.py",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero.graph.ops import is_random
 from fzero.graph.phases import Phase
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Held, split
@@ -20,7 +21,8 @@ def planned(
     name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any
 ) -> Any:
     depth = 2 * ranks
-    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name])
+    own = {"block": options.pop("block")} if "block" in options else {}
+    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name], **own)
     mesh = fzero.mesh(dp=dp, pp=ranks)
     step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(params_of(depth), mesh), OPT)
@@ -94,7 +96,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
     assert any(o.target == "a pipeline of 4 turns" for o in plans[0].operations)
 
 
-def loops_of(name: str, rank: int) -> Any:
+def loops_of(name: str, rank: int, **options: Any) -> Any:
     """The loop of a rank's traced step, as it is scheduled."""
     from fzero.graph import _entry
     from fzero.graph.loops import loop_of
@@ -103,7 +105,7 @@ def loops_of(name: str, rank: int) -> Any:
     before = _entry.plan_of
     try:
         _entry.plan_of = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
-        planned(name, 4, rank, ranks=2, dp=1)
+        planned(name, 4, rank, ranks=2, dp=1, **options)
     finally:
         _entry.plan_of = before
     return next(loop for n in found[0].nodes if (loop := loop_of(n)))
@@ -132,3 +134,25 @@ def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
     loop = loops_of("1f1b", 1)
     products = {part.phase.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
     assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head
+
+
+def held(parts: Any) -> list[torch.Tensor]:
+    """What waits for the backward pass, of each micro-batch in flight."""
+    from fzero.graph.ir import results, values
+
+    made = [(what, n) for part in parts for what, n in zip(part.made, results(part.graph), strict=True)]
+    return [values(n)[0] for what, n in made if isinstance(what, Held)]
+
+
+def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
+    def masked(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.where(torch.ones(5, 5, dtype=torch.bool).tril()[2], x @ p["w"], 0.0)
+
+    def drawn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(x @ p["w"], 0.5)
+
+    parts = split(loops_of("1f1b", 0, block=masked))
+    assert not [x for x in held(parts) if x.dtype == torch.bool]
+    parts = split(loops_of("1f1b", 0, block=drawn))
+    draws = {part.phase.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
+    assert draws == {"F": 2, "W": 0}  # of two blocks
