@@ -81,6 +81,7 @@ class Facts(NamedTuple):
     order: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     whole_shapes: tuple[tuple[int, ...], ...]
+    item_shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
     reduced: str
@@ -143,6 +144,7 @@ class Spec:
             order=self.order,
             shapes=self.shapes,
             whole_shapes=self.whole_shapes,
+            item_shapes=self.item_shapes,
             offsets=self.offsets,
             dtype=self.dtype,
             reduced=self.reduced,
@@ -164,6 +166,11 @@ class Spec:
                 whole[s.dims[i]] *= s.size
             found.append(tuple(whole))
         return tuple(found)
+
+    @cached_property
+    def item_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each leaf as a model has it: of one that is stacked by rank, without the ranks."""
+        return tuple([x[1:] for x in self.whole_shapes]) if any(s.stacked for s in self.split) else self.whole_shapes
 
     @property
     def split_ranks(self) -> int:
