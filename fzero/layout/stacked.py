@@ -1,11 +1,12 @@
 """Stacked lists: of which item each rank has the leaves, and what these are called in the whole list."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.axes.rules import Stacked
 from fzero.layout.spec import Spec, Split
 
-__all__ = ["Item", "item_of", "prefix_of", "stacked_of"]
+__all__ = ["Item", "item_of", "own_path", "prefix_of", "stacked_of"]
 
 
 class Item(NamedTuple):
@@ -53,3 +54,18 @@ def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
         return None
     place, _, below = path.removeprefix(start).partition(".")
     return Item(start[:-1], stacked.items[int(place)], below)
+
+
+def own_path(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
+    """Return the path of the leaf that a rank has as that of an index in a unit.
+
+    Args:
+        spec: of the unit.
+        index: of the leaf there.
+        prefix: the path of the tree that holds the unit.
+        places: of the rank, along each axis.
+    """
+    path, stacks = prefix + spec.paths[index], stacked_of(spec)
+    item = None if stacks is None else item_of(path, prefix, stacks[1])
+    number = None if item is None or stacks is None else item.numbers[places[stacks[0].axis]]
+    return path if item is None or number is None else item.path(number)

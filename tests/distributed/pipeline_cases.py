@@ -182,6 +182,48 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
         assert moved["read"] <= moved["written"] + BLOCK, "its own file, and a block of another with the table"
 
 
+@case
+def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
+    """What is not finite is named by the block's number; a profile, metrics, and a checkpoint in memory."""
+
+    def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+        return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
+
+    mesh, params = mesh_of(world), params_of(5)
+    batch = mesh.split(batch_of(8 * dict(mesh.shape)["dp"]), "dp")
+    broken = loss_of(4, depth=5, block=breaks)
+    step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
+    found = fzero.debug.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
+    assert found.origin is not None and found.origin.operation == "log" and found.rank == 0  # of the first stage
+    params["blocks"][3]["w"][2, 2] = float("nan")
+    loss = loss_of(4, depth=5)
+    step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+    found = fzero.debug.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
+    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.3.w'" and found.rank == 1
+
+    params = params_of(5)
+    for program in (step, fzero.jit(step, backend="fx")):
+        state = step.init(loss.stack(params, mesh), OPT)
+        profile = fzero.profile(program, *state, batch)
+        assert profile.seconds > 0
+        rows: list[Any] = []
+        with folder(world) as path, fzero.metrics.log(rows.append, every=2, mesh=mesh) as log:
+            runs = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory"))
+            for i in range(4):
+                *state, value = program(*state, batch)
+                log(i, {"loss": value})
+                runs.remember(i, tuple(state))
+            runs.wait()
+            torch.distributed.barrier()
+            other = loss_of(4, schedule="interleaved", stages=2, depth=5)
+            to = fzero.shard(step_of(other), 1, mesh, split=other.split)
+            like = tuple(to.init(other.stack(params, mesh), OPT))
+            restored = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)
+            for one, two in zip(restored, state, strict=True):
+                assert same_bits(other.unstack(to.gather(one), mesh), loss.unstack(step.gather(two), mesh))
+        assert len(rows) == (2 if mesh.rank == 0 else 0)
+
+
 class Sleeps(torch.autograd.Function):
     """A block that takes its time, and no processor."""
 
