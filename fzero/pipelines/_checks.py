@@ -31,14 +31,14 @@ def map_blocks(f: Callable[[Sequence[Any]], Sequence[Any]], values: Any, name: s
     """Apply a function to the blocks of each dict of parameters in a tree, such as a state's moments.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none. A tuple, as a state without moments is, need not have one.
     """
 
     def has_blocks(x: Any) -> bool:
         return isinstance(x, Mapping) and isinstance(x.get(name), list | tuple)
 
     nodes, structure = tree.flatten(values, has_blocks)
-    if not any(map(has_blocks, nodes)):
+    if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
         blocks_of(values, name)  # says what is missing
     nodes = [{**x, name: f(blocks_of(x, name))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
