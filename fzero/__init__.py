@@ -59,7 +59,7 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
-from fzero.tuning import OffloadRatio, offload_ratio, tune
+from fzero.tuning import OffloadRatio, Watched, offload_ratio, tune, watch
 
 if TYPE_CHECKING:
     from fzero import dcp
@@ -91,6 +91,7 @@ __all__ = [
     "Spec",
     "Split",
     "StageLayouts",
+    "Watched",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
@@ -150,6 +151,7 @@ __all__ = [
     "tuning",
     "units",
     "value_and_grad",
+    "watch",
 ]
 
 

@@ -5,6 +5,7 @@ All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say w
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero._torch.allocations import Allocations, allocations
 from fzero._torch.autograd import (
     in_transform,
     is_tracing,
@@ -39,11 +40,13 @@ from fzero._torch.tracing import (
 
 __all__ = [
     "TRACING",
+    "Allocations",
     "Buffer",
     "DataDependentError",
     "OneNode",
     "OpOverload",
     "TorchDispatchMode",
+    "allocations",
     "allow_in_graph",
     "assume_constant_result",
     "buffers_of",

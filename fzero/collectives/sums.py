@@ -61,7 +61,8 @@ def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
-def _stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+def stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+    """Sum the ranks' tensors, stacked along dimension 0, and cut the sum along a dimension of their own."""
     total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
     return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
 
@@ -91,7 +92,7 @@ add_row(
     Row(
         name="psum_scatter",
         wire="reduce_scatter",
-        stacked=_stacked_scatter,
+        stacked=stacked_scatter,
         local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
         transpose="all_gather",
         replicated=False,

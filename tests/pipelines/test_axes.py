@@ -143,3 +143,15 @@ def test_a_model_of_transformers(simulate, sequence):
     trained = layers.pack(join(loss.unstack(step.gather(state[0]), mesh)))
     assert_trees_close(trained, {name: expected[name] for name in trained}, 1e-9)
     assert trained.keys() == expected.keys()
+
+
+def test_no_collective_of_a_stage_is_joined_with_one_of_another_phase():
+    """Where small sums are joined, that of a forward pass's end would wait for the backward pass's first."""
+    loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=4, split=TENSOR)
+    mesh = fzero.mesh(dp=1, pp=2, tp=2)
+    step = fzero.shard(step_of(loss), 1, mesh, axis=("dp", "pp"), split=loss.split)
+    state = step.init(loss.stack(params_of(4), mesh), OPT)
+    for rank in (0, 1):
+        plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(batch_of(8, 0), "dp"), rank={"pp": rank})
+        sums = [c for c in plan.collectives if c.times > 1 and c.axis == "tp"]
+        assert len(sums) >= 4

@@ -209,14 +209,13 @@ class _Walk:
         return found
 
 
-def track_seconds(loop: Loop, seconds: Callable[[Graph], float], latency: float, link: float) -> float:
+def track_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:
     """Estimate how long a pipeline's loop takes: its schedule's makespan, if all stages took as long as this rank's.
 
     Args:
         loop: the loop.
         seconds: estimates how long a graph takes.
-        latency: of a message, in seconds.
-        link: bytes a second.
+        message: estimates how long so many bytes take to the next rank along an axis.
     """
     assert loop.track is not None
     schedule, parts = loop.track.schedule, split(loop)
@@ -226,6 +225,6 @@ def track_seconds(loop: Loop, seconds: Callable[[Graph], float], latency: float,
     sent = [
         n for part in parts for what, n in zip(part.made, results(part.graph), strict=True) if isinstance(what, Arrival)
     ]
-    hop = latency + max([nbytes(*values(n)) for n in sent], default=0) / link
+    hop = message(max([nbytes(*values(n)) for n in sent], default=0), loop.track.binding.axis)
     backward = each["I"] + each["W"]
     return schedule.timing(forward=each["F"], backward=backward, weight=each["W"], hop=hop).makespan
