@@ -124,7 +124,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
 
 def test_examples_are_evaluated_by_a_function_of_the_output():
     model = built("gpt2").eval()
-    batch = batch_for("gpt2")
+    batch = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in batch_for("gpt2").items()}
 
     def each(output: Any, batch: Any) -> Any:
         return torch.nn.functional.cross_entropy(output.logits.movedim(-1, 1), batch["labels"], reduction="none").mean(
