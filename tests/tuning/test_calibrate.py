@@ -18,12 +18,6 @@ from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.test_costs import machines
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """A machine whose speeds are known."""
