@@ -10,8 +10,9 @@ import torch
 from fzero import tree
 from fzero.checkpoint._blocks import Range
 from fzero.checkpoint._cut import Cut, Group, Leaf, Piece
-from fzero.checkpoint._manifest import NAMES, is_json
+from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint._parts import Origin, Part, in_order, parts_of
+from fzero.checkpoint._values import is_json
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.spec import Spec, check_cut_for
 from fzero.layout.units import cut_units

@@ -30,7 +30,6 @@ __all__ = [
     "Manifest",
     "data_name",
     "header",
-    "is_json",
     "parsed",
     "read_manifest",
     "sum_of",
@@ -173,13 +172,6 @@ def sum_of(views: Iterable[memoryview]) -> str:
 def data_name(nonce: str, rank: int, ranks: int) -> str:
     """Return the name of a rank's file."""
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def is_json(x: Any) -> bool:
-    """Return whether a value comes back from JSON as it is: dicts with keys of text, lists, numbers, text, None."""
-    if type(x) is dict:
-        return all(type(k) is str for k in x) and all(map(is_json, x.values()))
-    return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
 
 
 def header(cut: Cut, rank: int) -> bytes:

@@ -48,9 +48,7 @@ MUTANTS = [
         "a",
         LAWS,
     ),
-    Mutant(
-        "weights count on all ranks", "pipelines/_ticks.py", "torch.where(here, w, torch.zeros_like(w))", "w", LAWS
-    ),
+    Mutant("weights count on all ranks", "pipelines/_ticks.py", "torch.where(here, w, torch.zeros_like(w))", "w", LAWS),
     Mutant(
         "bubbles take what arrived", "pipelines/_ticks.py", "(stage[k] <= 0) | (m < 0) | (m >= count)", "m < 0", LAWS
     ),

@@ -50,6 +50,15 @@ MUTANTS = [
     Mutant("places beyond the axis", "checkpoint/_manifest.py", "place < mesh[axis]", "place >= 0", CHECKPOINT),
     Mutant("copies of nothing", "checkpoint/_manifest.py", "set(group.copies) <= set(", "set() <= set(", CHECKPOINT),
     Mutant("a leaf may be copies alone", "checkpoint/_manifest.py", "if place not in g.copies]", "]", CHECKPOINT),
+    Mutant("None is a leaf", "checkpoint/_load.py", "if path in theirs or not is_none(x)]", "]", CHECKPOINT),
+    Mutant(
+        "None is saved as a leaf",
+        "checkpoint/_load.py",
+        "or not is_none(saved.values.get(p, 0))",
+        "or True",
+        CHECKPOINT,
+    ),
+    Mutant("None of other blocks", "checkpoint/_values.py", "is_none(saved.get(path)):", "False:", CHECKPOINT),
     Mutant("dcp's keys are the rank's", "dcp/_names.py", "origin.number, *keys", "keys[at], *keys", CHECKPOINT),
     Mutant("a parameter keeps its path", "nn/_pipeline.py", "return names[path]", "return path", NN),
     # optimizers

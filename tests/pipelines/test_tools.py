@@ -42,11 +42,11 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
 def test_what_is_not_finite_is_named_by_the_blocks_number(simulate):
     mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
     loss = loss_of(4, schedule="interleaved", stages=2, depth=5)
-    params["blocks"][3]["w"][1, 1] = float("nan")
+    params["blocks"][4]["w"][1, 1] = float("nan")  # of the last rank
     step, state, batch = made(mesh, loss, params, 3)
     found = fzero.debug.nonfinite(fzero.jit(step) if simulate == "vmap" else step)(*state, batch)
-    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.3.w'"
-    assert any("'blocks.3.w'" in place for place in found.results)
+    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.4.w'"
+    assert any("'blocks.4.w'" in place for place in found.results)
 
     def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
         return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
