@@ -125,7 +125,7 @@ def numbers_of(ranks: int, folder: str) -> dict[Any, Numbers]:
 
 def times_of(options: list[str], folder: str) -> list[Row]:
     out = Path(folder) / "rows.json"
-    launch(2, "benchmarks/moe_measure.py", str(out), *options)
+    launch(2, "benchmarks/measure.py", "benchmarks.moe_systems", str(out), *options)
     return [Row(**row) for row in json.loads(out.read_text())]
 
 

@@ -42,6 +42,7 @@ CAPTIONS = {
     "stages": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
     "moe": "experts, seats, balance",
+    "tp": "parts of layers",
     "hf": "Hugging Face folders",
     "dcp": "a door to torch's DCP",
     "tuning": "what fits, what it costs",

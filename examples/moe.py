@@ -90,7 +90,9 @@ def train(args: Any, experts: int, mesh: fzero.Mesh, text: torch.Tensor, console
         step = fzero.jit(step, backend=args.backend)
     if args.plan:
         batch = mesh.split(get_batch(text, max(args.batch, mesh.size), seed=0))
-        world = {"dp": args.world // args.ep, "ep": args.ep} if args.world else None
+        world = {"dp": args.world // args.ep} if args.world else None
+        sizes = ", ".join(f"{axis}={n}" for axis, n in {**dict(mesh.shape), **(world or {})}.items())
+        console.print(f"a rank of {sizes}, {experts // args.ep} experts of each layer on each rank:")
         console.print(str(fzero.plan(step, params, opt_state, batch, world_size=world)), markup=False, highlight=False)
         return []
     held = step.state_bytes(params, opt_state) / 1e6

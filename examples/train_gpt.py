@@ -6,6 +6,8 @@
     python examples/train_gpt.py --precision bfloat16 --accumulate 4 --remat  # as large models are trained
     python examples/train_gpt.py --precision bfloat16 --offload 0.4 --plan    # two fifths of the state on the host
     torchrun --nproc-per-node 2 examples/train_gpt.py          # the same script on 2 processes
+    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2 --accumulate 4  # stages, and parts of each matrix
+    python examples/train_gpt.py --pp 4 --accumulate 8 --plan  # each rank's memory, and a picture of the schedule
     python examples/train_gpt.py --checkpoints runs/gpt        # stop it, kill it; the same command goes on
 
 The text is the Python standard library's own source code, unless `--text FILE` names another.
@@ -28,9 +30,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 import fzero
-from fzero import optim
+from fzero import optim, tp
 
 CONFIG = {"layers": 2, "heads": 4, "width": 128, "context": 64}
+TENSOR = tp.split({"qkv": 2, "out": 0, "up": 1, "down": 0})  # by heads and by hidden units
 
 
 def load_text(file: Path | None) -> torch.Tensor:
@@ -78,23 +81,46 @@ def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def apply_block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    q, k, v = torch.einsum("btd,dchk->cbhtk", norm(x, block["norm1"]), block["qkv"])
+    """Add attention and an MLP. Along an axis "tp" a rank has some of the heads and of the hidden units."""
+    q, k, v = torch.einsum("btd,dchk->cbhtk", tp.enter(norm(x, block["norm1"])), block["qkv"])
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + torch.einsum("bhtk,hkd->btd", attended, block["out"])
-    return x + F.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+    x = x + tp.leave(torch.einsum("bhtk,hkd->btd", attended, block["out"]))
+    return x + tp.leave(F.gelu(tp.enter(norm(x, block["norm2"])) @ block["up"]) @ block["down"])
+
+
+def embed(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
+
+
+def loss_of(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((norm(x, params["norm"]) @ params["head"]).flatten(0, 1).float(), targets.flatten())
 
 
 def apply(params: dict[str, Any], tokens: torch.Tensor, remat: bool = False) -> torch.Tensor:
-    """[batch, time] bytes → [batch, time, 256] logits of the next byte."""
+    """[batch, time] bytes → [batch, time, width]: all but the head."""
     run = fzero.remat(apply_block) if remat else apply_block
-    x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
+    x = embed(params, tokens)
     for block in params["blocks"]:
         x = run(block, x)
-    return norm(x, params["norm"]) @ params["head"]
+    return x
 
 
 def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor], remat: bool = False) -> torch.Tensor:
-    return F.cross_entropy(apply(params, batch[0], remat).flatten(0, 1).float(), batch[1].flatten())
+    return loss_of(params, apply(params, batch[0], remat), batch[1])
+
+
+def pipelined(args: Any) -> fzero.Pipeline:
+    """Make the same loss, whose blocks the ranks along an axis "pp" run as a pipeline."""
+    return fzero.pipeline(
+        first=lambda rest, batch: embed(rest, batch[0]),
+        block=apply_block,
+        last=lambda rest, x, batch: loss_of(rest, x, batch[1]),
+        micro_batches=args.accumulate,
+        schedule=args.schedule,
+        depth=CONFIG["layers"],
+        remat=args.remat,
+        split=TENSOR,
+    )
 
 
 def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Console) -> tuple[Any, list[float]]:
@@ -105,29 +131,32 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
     opt = optim.master_weights(optim.adamw(schedule, b2=0.99, weight_decay=0.1, mask=matrices), policy)
     opt = optim.offload(opt, args.offload) if args.offload else opt
     opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), opt))
-    objective = functools.partial(loss_fn, remat=args.remat)
+    piped = pipelined(args) if mesh and "pp" in mesh.axis_names else None
+    objective = piped or functools.partial(loss_fn, remat=args.remat)
+    how: dict[str, Any] = {"reduce": "weighted"} if piped else {"micro_batches": args.accumulate}
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:  # knows nothing of ranks
-        take = fzero.scaled_value_and_grad(objective, opt_state.scale, micro_batches=args.accumulate, precision=policy)
+        take = fzero.scaled_value_and_grad(objective, opt_state.scale, precision=policy, **how)
         loss, grads = take(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, loss
 
+    step: Any = train_step
     if mesh is None:  # the same step, as it is
         step, split, whole = train_step, lambda batch: batch, lambda params: params
         params, opt_state = policy.cast(init(CONFIG)), opt.init(init(CONFIG))
         held = sum(x.nbytes for x in fzero.tree.tensors((params, opt_state)))
     else:
-        step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
-        split, whole = mesh.split, step.gather
-        params, opt_state = step.init(init(CONFIG), opt)
+        data = tuple([name for name in mesh.axis_names if name != "tp"])  # the axes of the mean
+        step = fzero.shard(train_step, args.stage, mesh, axis=data, split=piped.split if piped else TENSOR)
+        split = functools.partial(mesh.split, axis="dp")
+        whole = (lambda params: piped.unstack(step.gather(params), mesh)) if piped else step.gather
+        params, opt_state = step.init(piped.stack(init(CONFIG), mesh) if piped else init(CONFIG), opt)
         held = step.state_bytes(params, opt_state)
     if args.jit:  # "fx", which needs no compiler, runs torch's own operations
         step = fzero.jit(step, donate=(0, 1), backend="inductor" if shutil.which("c++") else "fx")
     if args.plan:
-        plan = fzero.plan(step, params, opt_state, split(get_batch(text, args.batch, seed=0)))
-        plan.plot(args.out.with_name("plan.png"))
-        console.print(str(plan), markup=False, highlight=False)
+        show_plans(step, (params, opt_state, split(get_batch(text, args.batch, seed=0))), piped, args, console)
         return params, []
     title = (f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded") + f", {held / 1e6:.1f} MB a rank"
     losses: list[float] = []
@@ -151,12 +180,25 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
     return whole(params), losses
 
 
+def show_plans(step: Any, arguments: Any, piped: fzero.Pipeline | None, args: Any, console: Console) -> None:
+    """Say what a rank will hold, in a pipeline each along it; and draw the first's, and the schedule."""
+    if piped:
+        console.print(str(piped.schedule(step.mesh)), markup=False, highlight=False)
+        piped.schedule(step.mesh).plot(args.out.with_name("schedule.png"))
+    for place in range(args.pp if piped else 1):
+        plan = fzero.plan(step, *arguments, rank={"pp": place} if piped else 0)
+        console.print(f"rank {place} along pp: {plan}" if piped else str(plan), markup=False, highlight=False)
+        if not place:
+            plan.plot(args.out.with_name("plan.png"))
+
+
 @torch.no_grad()
 def sample(params: Any, prompt: str, length: int = 300) -> str:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(length):
-        logits = apply(params, tokens[:, -CONFIG["context"] :])[0, -1]
+        x = apply(params, tokens[:, -CONFIG["context"] :])[0, -1]
+        logits = norm(x, params["norm"]) @ params["head"]
         following = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, following[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
@@ -181,6 +223,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="global batch, in sequences")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in one step")
+    parser.add_argument("--pp", type=int, default=1, help="ranks of a pipeline")
+    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b", "zb"], help="of a pipeline")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix: 2 or 4")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--remat", action="store_true", help="run each block again in the backward pass")
     parser.add_argument("--offload", type=float, default=0.0, help="the share of the optimizer's state on the host")
@@ -195,7 +240,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # with matrices this small more threads only wait for one another
 
-    mesh = fzero.mesh(dp=-1, alone=args.ranks)
+    axes = {name: n for name, n in (("pp", args.pp), ("tp", args.tp)) if n > 1}
+    mesh = fzero.mesh(dp=-1, **axes, alone=args.ranks)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     text = load_text(args.text)
     train_text, held_out = text.tensor_split([len(text) * 9 // 10])

@@ -15,6 +15,7 @@ from fzero import (
     optim,
     pipelines,
     random,
+    tp,
     transforms,
     tree,
     tuning,
@@ -58,7 +59,7 @@ from fzero.transforms import (
     step,
     value_and_grad,
 )
-from fzero.tuning import OffloadRatio, offload_ratio, tune
+from fzero.tuning import OffloadRatio, Watched, offload_ratio, tune, watch
 
 if TYPE_CHECKING:
     from fzero import dcp
@@ -90,6 +91,7 @@ __all__ = [
     "Spec",
     "Split",
     "StageLayouts",
+    "Watched",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
@@ -142,12 +144,14 @@ __all__ = [
     "step",
     "to_device",
     "to_host",
+    "tp",
     "transforms",
     "tree",
     "tune",
     "tuning",
     "units",
     "value_and_grad",
+    "watch",
 ]
 
 

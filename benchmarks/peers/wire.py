@@ -1,5 +1,6 @@
 """What a step sends, whoever sends it: a dispatch mode that sees every collective of torch.distributed."""
 
+import contextlib
 from fractions import Fraction
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import tree
+from fzero._torch import group_of
 
 __all__ = ["Wire"]
 
@@ -35,7 +37,7 @@ BUFFERS = {
     "reduce_scatter_tensor": 0,
     "reduce_scatter_tensor_coalesced": 0,
 }
-SILENT = {"wait_tensor", "barrier", "monitored_barrier_", "recv_"}
+SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_"}
 
 
 def nbytes(tensors: list[Any]) -> int:
@@ -43,8 +45,23 @@ def nbytes(tensors: list[Any]) -> int:
     return sum([x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor)])
 
 
+def ranks_of(args: Any) -> int:
+    """Return the size of the group that a collective runs over, 0 if it names none."""
+    for x in args:
+        if isinstance(x, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):  # another object, such as an operation
+                return dist.ProcessGroup.unbox(x).size()
+        if isinstance(x, str):
+            with contextlib.suppress(RuntimeError, ValueError):  # the name of an operation, such as "sum"
+                return group_of(x).size()
+    return 0
+
+
 class Wire(TorchDispatchMode):
-    """Counts collectives, and the bytes of their full buffers; an all_reduce's twice, as design section 1 does."""
+    """Counts collectives, and the bytes of their full buffers; an all_reduce's twice, as design section 1 does.
+
+    What one rank does by itself is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +72,10 @@ class Wire(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         space, name = func.name().split("::")
         name = name.split(".")[0]
+        if space in ("c10d", "_c10d_functional") and ranks_of(args) == 1:
+            return out
         if name == "send":  # one of a collective's n - 1 messages, each 1 / n of its full buffer
-            n = dist.get_world_size()
+            n = ranks_of(args)
             self.collectives += Fraction(1, n - 1)
             self.bytes += int(Fraction(n, n - 1) * nbytes(tree.tensors(args[0])))
         elif space in ("c10d", "_c10d_functional") and name not in SILENT:

@@ -5,12 +5,14 @@ All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say w
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero._torch.allocations import Allocations, allocations
 from fzero._torch.autograd import (
     in_transform,
     is_tracing,
     profiling,
     quiet_vmap_fallback,
     raise_priority,
+    without_function_modes,
 )
 from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
@@ -38,11 +40,13 @@ from fzero._torch.tracing import (
 
 __all__ = [
     "TRACING",
+    "Allocations",
     "Buffer",
     "DataDependentError",
     "OneNode",
     "OpOverload",
     "TorchDispatchMode",
+    "allocations",
     "allow_in_graph",
     "assume_constant_result",
     "buffers_of",
@@ -79,4 +83,5 @@ __all__ = [
     "unpickled_metadata",
     "user_line",
     "view_of",
+    "without_function_modes",
 ]

@@ -4,7 +4,7 @@ All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -16,6 +16,7 @@ __all__ = [
     "profiling",
     "quiet_vmap_fallback",
     "raise_priority",
+    "without_function_modes",
 ]
 
 
@@ -45,6 +46,11 @@ def raise_priority(output: torch.Tensor, by: int = 1) -> None:
     """
     if not is_tracing() and output.grad_fn is not None:
         output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Run operations that no `TorchFunctionMode` of this thread sees."""
+    return torch._C.DisableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _SILENT: set[object] = set()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero._torch import user_line
+from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
 from fzero.axes._run import GROUPS, Abandoned, DivergedError, Group, Place, Run, group_of, shown
 from fzero.axes._threads import threads_here
@@ -80,7 +80,7 @@ def _conclude(g: Group, compute: Callable[[list[Tensors], bool], list[Any]]) -> 
     """Compute for all ranks of a group, and let them go on; unless they called different things."""
     if len({g.run.waiting[r].what for r in g.members}) > 1:
         return  # they wait for ever, which is found when nobody can go on
-    with torch.no_grad():
+    with torch.no_grad(), without_function_modes():  # which are of one rank, and this is of all
         results = compute([g.brought[r] for r in g.members], 0 in g.members)
     g.brought.clear()
     for r, result in zip(g.members, results, strict=True):

@@ -76,5 +76,5 @@ def check_received(groups: Iterable[Group]) -> None:
             if left:
                 raise DivergedError(
                     f"ranks diverged: rank {g.members[letter.sender]} sent rank {g.members[letter.receiver]} a message "
-                    f"with tag {letter.tag} over {g.axis!r} of {shown(left)}, and all ranks ended before it was received"
+                    f"with tag {letter.tag} over {g.axis!r} of {shown(left)}, and all ended before it was received"
                 )

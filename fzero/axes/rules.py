@@ -1,18 +1,32 @@
 """Rules: functions of a leaf's path and the leaf that say how a tree is cut."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from fzero.axes.axis import AxisName
 
-__all__ = ["DEFAULT_RULES", "DtypeRule", "OverRule", "Rules", "SplitRule", "UnitRule", "WorkApart", "given_rules"]
+__all__ = [
+    "DEFAULT_RULES",
+    "DtypeRule",
+    "OverRule",
+    "Rules",
+    "SplitRule",
+    "SplitRules",
+    "UnitRule",
+    "WorkApart",
+    "given_rules",
+    "rules_in",
+    "together",
+]
 
 UnitRule = Callable[[str, torch.Tensor], str | None]
 OverRule = Callable[[str, torch.Tensor], AxisName]
 DtypeRule = Callable[[str, torch.Tensor], torch.dtype]
 SplitRule = Callable[[str, torch.Tensor], Mapping[str, int] | None]
+SplitRules = SplitRule | Sequence[SplitRule]
 
 
 @runtime_checkable
@@ -25,6 +39,15 @@ class WorkApart(Protocol):
     @property
     def apart(self) -> tuple[str, ...]:
         """The names of the axes."""
+        ...
+
+    @property
+    def rule(self) -> "SplitRule | None":
+        """How leaves are split along other axes."""
+        ...
+
+    def __call__(self, path: str, leaf: torch.Tensor, /) -> Mapping[str, int] | None:
+        """Say how a leaf is split, as any rule does."""
         ...
 
 
@@ -49,18 +72,56 @@ class Rules(NamedTuple):
 DEFAULT_RULES = Rules()
 
 
-def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRule | None) -> Rules:
+@dataclass(frozen=True)
+class Several:
+    """Rules of which each splits leaves over axes of its own: experts over one, matrices over another."""
+
+    rules: tuple[SplitRule, ...]
+
+    def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
+        """Say how a leaf is cut by all of them.
+
+        Raises:
+            ValueError: if two cut it over one axis.
+        """
+        found: dict[str, int] = {}
+        for rule in self.rules:
+            for axis, dim in (rule(path, leaf) or {}).items():
+                if axis in found:
+                    raise ValueError(f"split: two rules cut leaf {path!r} over {axis!r}: let one of them leave it out")
+                found[axis] = dim
+        return found or None
+
+
+def together(split: SplitRules | None) -> SplitRule | None:
+    """Make one rule of several; anything else is as it was."""
+    several: Any = split
+    if isinstance(split, tuple | list) and all(callable(rule) for rule in split):
+        return Several(tuple(split))
+    return several
+
+
+def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
+    """List the rules that a rule is made of, itself among them unless it only joins others."""
+    if isinstance(split, Several):
+        return tuple([found for rule in split.rules for found in rules_in(rule)])
+    inner = rules_in(split.rule) if isinstance(split, WorkApart) else ()
+    return () if split is None else (split, *inner)
+
+
+def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> Rules:
     """Make rules of the arguments by these names.
 
     Raises:
         TypeError: if one is neither a rule nor, for `over`, names of axes.
     """
-    for name, rule, gives in (("units", units, "the name of a unit, or None"), ("split", split, "{axis: dimension}")):
+    cuts: Any = together(split)
+    for name, rule, gives in (("units", units, "the name of a unit, or None"), ("split", cuts, "{axis: dimension}")):
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {gives}")
-    apart = split.apart if isinstance(split, WorkApart) else ()
+    apart = tuple([name for rule in rules_in(cuts) if isinstance(rule, WorkApart) for name in rule.apart])
     if over is None or callable(over):
-        return Rules(units, over, split, apart=apart)
+        return Rules(units, over, cuts, apart=apart)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
         raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
-    return Rules(units, lambda path, leaf: over, split, apart=apart)
+    return Rules(units, lambda path, leaf: over, cuts, apart=apart)

@@ -15,8 +15,12 @@ from fzero.axes.rules import DEFAULT_RULES, Rules
 
 __all__ = [
     "Axes",
+    "Noted",
+    "OneLoss",
     "OwnMemory",
     "Scope",
+    "as_one_loss",
+    "averaged_axes",
     "axis_index",
     "axis_names",
     "axis_size",
@@ -28,9 +32,11 @@ __all__ = [
     "joint",
     "lookup",
     "micro_batch",
+    "one_loss_here",
     "resolve",
     "rules_here",
     "scope_here",
+    "where_bound",
     "within",
 ]
 
@@ -56,6 +62,35 @@ class OwnMemory(NamedTuple):
     axes: tuple[str, ...]
 
 
+class Noted(NamedTuple):
+    """A collective in a loss whose result each rank has a copy of.
+
+    Attributes:
+        name: the function that was called.
+        axes: those along which the loss is one value.
+        line: the user's line, "file:line".
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    line: str
+
+
+class OneLoss:
+    """What is known of a loss that is one value along some axes, of which each rank has a part of the work.
+
+    Attributes:
+        axes: these axes.
+        noted: the collectives over them that were called on what is differentiated.
+        hidden: whether others were called: on constants, or in a block that is rematerialised.
+    """
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.axes = axes
+        self.noted: list[Noted] = []
+        self.hidden = False
+
+
 class Scope(NamedTuple):
     """What a running rank program sees.
 
@@ -65,6 +100,7 @@ class Scope(NamedTuple):
         micro_batch: which micro-batch of the step is being differentiated; a 0-d tensor in a loop that is traced.
         in_loss: whether this is the loss function of a `value_and_grad`.
         own: what of a process's memory is its rank's own; none in a simulation, which knows better.
+        one_loss: what is known of the loss that is being computed, if it is one value along some axes.
     """
 
     axes: Axes = Axes()
@@ -72,6 +108,7 @@ class Scope(NamedTuple):
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[OwnMemory, ...] = ()
+    one_loss: OneLoss | None = None
 
 
 class _Scopes(threading.local):
@@ -125,6 +162,17 @@ def differs_along(storage: int) -> tuple[str, ...]:
 def in_loss() -> bool:
     """Return whether this is the loss function of a `value_and_grad`, which differentiates what is done in it."""
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
+
+
+def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss that is one value along some axes, and have `one_loss` note what it does."""
+    scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
+    return within(scope, lambda: f(*args, **kwargs))
+
+
+def one_loss_here() -> OneLoss | None:
+    """Return what is known of the loss that is being computed; None if it is one value along no axis."""
+    return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
 
 
 def micro_batch() -> int | torch.Tensor:
@@ -201,10 +249,26 @@ def axis_names() -> tuple[str, ...]:
     return tuple([axis.name for axis in bound()])
 
 
+def where_bound(axis: str) -> tuple[str, ...]:
+    """Return the axis of this name where it is bound; else no axis, along which nothing is sent.
+
+    Raises:
+        TypeError: if it is no name.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
+    return (axis,) if axis in axis_names() else ()
+
+
 def data_axes() -> tuple[Axis, ...]:
     """List the axes along which data differs, as far as is known: those of the running step, else all."""
     axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
     return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """List the axes that the running step averages over, if it says so: those given to `fzero.shard`."""
+    return (_SCOPES.stack[-1].axes.default or ()) if _SCOPES.stack else ()
 
 
 def axis_index(axis: AxisName = None) -> torch.Tensor:

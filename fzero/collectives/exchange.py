@@ -10,6 +10,7 @@ from fzero import tree
 from fzero._torch import c10d
 from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
+from fzero.collectives._copies import noted
 from fzero.collectives.sums import dimension, group_psum, tensor
 from fzero.collectives.table import Along, Pairs, Row, Source, Tensors, add_row, apply, apply_along
 from fzero.tree import Tree
@@ -230,6 +231,6 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         for a in reversed(axes):
             rank, i = divmod(rank, a.size)
             (x,) = apply(a.token, "broadcast", a.binding, Source(i), x)
-        return x
+        return noted("broadcast", axes, x)
 
     return tree.map_with_path(one, x, tree.is_box)

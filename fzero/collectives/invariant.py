@@ -71,6 +71,7 @@ add_row(
         local=lambda binding, options, xs: [group_psum(xs[0], binding)],
         transpose="pvary",
         replicated=True,
+        one=True,
     )
 )
 add_row(
@@ -81,6 +82,7 @@ add_row(
         local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
         transpose="own_part_invariant",
         replicated=True,
+        one=True,
     )
 )
 add_row(
@@ -105,6 +107,7 @@ add_row(
         local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
         transpose="share_of_copy",
         replicated=True,
+        one=True,
         invariant=True,
     )
 )
@@ -117,6 +120,7 @@ add_row(
         local=lambda binding, options, xs: [xs[0] / binding.size],
         transpose="one_of_copies",
         replicated=True,
+        one=True,
         invariant=True,
     )
 )

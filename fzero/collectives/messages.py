@@ -5,7 +5,7 @@ which know where to wait. `send` and `receive` are for rank programs, and each o
 the receiver sends the gradient back. Ranks of a vmap run one program, so there `ppermute` takes their place.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import resolve
 from fzero.collectives import _record
 from fzero.collectives.gloo import Sent, wait
-from fzero.collectives.table import Row, Tensors, add_row, apply
+from fzero.collectives.table import Post, Row, Tensors, add_row, apply
 
 __all__ = ["receive", "send", "start_receive", "start_send"]
 
@@ -50,22 +50,6 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
 # ---------------------------------------------------------------- as linear maps
 
 
-class Post(NamedTuple):
-    """The options of a message.
-
-    Attributes:
-        peer: the place along the axis of the rank at the other end.
-        tag: of the message; gradients have odd ones.
-        shape: of the tensor that is sent.
-        dtype: of it.
-    """
-
-    peer: int
-    tag: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 # messages of rank programs that may not have left yet, by process group
 _LEAVING: "WeakKeyDictionary[Any, list[Sent]]" = WeakKeyDictionary()
 MOST = 64  # of them; beyond, the oldest is waited for
@@ -73,15 +57,15 @@ MOST = 64  # of them; beyond, the oldest is waited for
 
 def _by_vmap(n: int, options: Post, xs: Tensors) -> Tensors:
     raise RuntimeError(
-        "fzero.send and fzero.receive: ranks simulated by vmap run one program, in which no rank does what another does "
-        'not; use fzero.ppermute, or fzero.mesh(..., simulate="lockstep")'
+        "fzero.send and fzero.receive: ranks simulated by vmap run one program, in which none does what another "
+        'does not; use fzero.ppermute, or fzero.mesh(..., simulate="lockstep")'
     )
 
 
 def _check_untraced(name: str) -> None:
     if is_tracing():
         raise RuntimeError(
-            f"fzero.{name} cannot be traced into a graph: use fzero.ppermute there, or fzero.pipeline, whose messages can"
+            f"fzero.{name} cannot be traced into a graph: use fzero.ppermute there, or fzero.pipeline, whose own can"
         )
 
 
@@ -115,7 +99,8 @@ def _posted(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple
     (found,) = resolve(axis)
     if not isinstance(peer, int) or not 0 <= peer < found.size or (found.group and peer == found.rank):
         raise ValueError(
-            f"fzero.{name} over {axis!r}: the other rank is {peer!r}, expected another place along the axis's {found.size}"
+            f"fzero.{name} over {axis!r}: the other rank is {peer!r}, expected another place along "
+            f"the axis's {found.size}"
         )
     if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
         raise ValueError(f"fzero.{name} over {axis!r}: tag={tag!r}, expected an int from 0 to {TAGS // 2 - 1}")
@@ -175,8 +160,8 @@ def receive(
         What was sent.
 
     Raises:
-        ValueError: if `source` is no other place along the axis, `tag` out of range, or the ticket no number. In lockstep
-            also if another shape or dtype arrives.
+        ValueError: if `source` is no other place along the axis, `tag` out of range, or the ticket no number. In
+            lockstep also if another shape or dtype arrives.
         RuntimeError: if ranks are a vmap, or the program is traced.
         DivergedError: in lockstep, if nobody sends.
 

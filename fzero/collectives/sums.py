@@ -15,6 +15,7 @@ from fzero._torch import c10d
 from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives import gloo
+from fzero.collectives._copies import noted
 from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
@@ -60,7 +61,8 @@ def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
-def _stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+def stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
+    """Sum the ranks' tensors, stacked along dimension 0, and cut the sum along a dimension of their own."""
     total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
     return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
 
@@ -90,7 +92,7 @@ add_row(
     Row(
         name="psum_scatter",
         wire="reduce_scatter",
-        stacked=_stacked_scatter,
+        stacked=stacked_scatter,
         local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
         transpose="all_gather",
         replicated=False,
@@ -123,7 +125,11 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         tensor(6)
     """
     axes = joint(resolve(axis))
-    return tree.map_with_path(lambda path, leaf: apply_along("psum", number(path, leaf), axes, Whole()), x, tree.is_box)
+
+    def total(path: str, leaf: Any) -> torch.Tensor:
+        return noted("psum", axes, apply_along("psum", number(path, leaf), axes, Whole()))
+
+    return tree.map_with_path(total, x, tree.is_box)
 
 
 def pmean(x: Tree, axis: AxisName = None) -> Tree:
@@ -142,7 +148,8 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
-            return apply_along("psum", x / n, axes, Whole())  # divided first: a sum could overflow in half precision
+            # divided first: a sum could overflow in half precision
+            return noted("pmean", axes, apply_along("psum", x / n, axes, Whole()))
         return (apply_along("psum", x.long(), axes, Whole()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
@@ -189,7 +196,8 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         >>> fzero.mesh(dp=2).spmd(fzero.all_gather)(fzero.PerRank(torch.tensor([[1, 2], [3, 4]])))
         tensor([1, 2, 3, 4])
     """
-    return apply_along("all_gather", x, joint(resolve(axis))[::-1], along("all_gather", x, dim))
+    axes = joint(resolve(axis))
+    return noted("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "OnDevice",
     "Options",
     "Pairs",
+    "Post",
     "Row",
     "Source",
     "Tensors",
@@ -38,6 +39,7 @@ __all__ = [
     "apply",
     "apply_along",
     "not_invariant",
+    "row_of",
 ]
 
 Tensors = Sequence[torch.Tensor]
@@ -91,7 +93,23 @@ class OnDevice(NamedTuple):
     device: torch.device
 
 
-Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice
+class Post(NamedTuple):
+    """The options of a message.
+
+    Attributes:
+        peer: the place along the axis of the rank at the other end.
+        tag: of the message; gradients have odd ones.
+        shape: of the tensor that is sent.
+        dtype: of it.
+    """
+
+    peer: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice | Post
 
 
 class Row(NamedTuple):
@@ -107,6 +125,7 @@ class Row(NamedTuple):
         replicated: whether the results are equal on all ranks.
         dual: what `options` become for the transposed row.
         invariant: whether the inputs must be equal on all ranks, as those of Megatron's f are.
+        one: whether the results are one value, whose gradient all ranks share; others have a copy on each rank.
         uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
         unit: the name of the unit that the map moves, for the recorder, given `options`; "" for a user's own.
         detail: what tells this use of the row from another, for messages, given `options` and the inputs.
@@ -121,6 +140,7 @@ class Row(NamedTuple):
     replicated: bool
     dual: Callable[[Any], Options] = lambda options: options
     invariant: bool = False
+    one: bool = False
     uniform: Callable[[int, Any, Tensors], Tensors] | None = None
     unit: Callable[[Any], str] = lambda options: ""
     detail: Callable[[Any, Tensors], str] = lambda options, xs: ""
@@ -189,6 +209,13 @@ class _LinearMap(torch.autograd.Function):
         received = _numel(ys) if row.replicated else _numel(ys) // n
         _record.add(row.wire, binding, sent, received, row.wire_dtype(options, xs[0]), row.unit(options))
         return ys, (None if row.replicated else 0,) * len(ys)
+
+
+def row_of(node: Any) -> tuple[Row, Binding, Options] | None:
+    """Return which row of the table, over which axis, a node of an autograd graph differentiates; None for others."""
+    if type(node).__name__.startswith(_LinearMap.__name__):
+        return _ROWS[node.name], node.binding, node.options
+    return None
 
 
 def _meet(row: Row, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:

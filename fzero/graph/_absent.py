@@ -16,7 +16,7 @@ from fzero.graph._step import step_of
 from fzero.graph.plan._cost import DEVICES, Device
 from fzero.graph.plan._plan import Plan
 from fzero.layout.boxes import PerRank, Shard, Slot, box_of, is_box
-from fzero.layout.spec import intern, spec_of
+from fzero.layout.spec import Spec, intern, spec_of
 from fzero.ranks.mesh import Mesh
 from fzero.tree import Tree
 
@@ -40,7 +40,8 @@ def plan(
         step: a sharded step, jitted or not, or any function that `fzero.jit` takes.
         *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
         world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
-            are cut anew for it; a rank's part of the batch stays as large as it is.
+            are cut anew for it, and so are leaves that an axis splits, such as experts. A rank's part of the batch
+            stays as large as it is.
         device: "cuda" plans for a GPU that need not be at hand: without the buffers of a CPU's collectives, and by
             the seconds of a data-centre GPU. By default the arguments' own; meta tensors are taken for a CPU's.
         rank: whose plan it is: a rank of that world, or its places along axes, `{"pp": 3}`; 0 along those left out.
@@ -51,8 +52,8 @@ def plan(
         A `Plan`: `print` it, `plot` it.
 
     Raises:
-        ValueError: if `world_size` is below 1, names no axis of the mesh, or one that splits leaves, or is given for a
-            function that has no mesh. If `device` is unknown, or the world has no such rank.
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or is given for a function that has no mesh.
+            If an axis that splits leaves does not divide them. If `device` is unknown, or the world has no such rank.
 
     Example:
         >>> import fzero, torch
@@ -174,7 +175,7 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
         stacked: whether the boxes hold the pieces of all ranks, `[N, ...]`, as those of a simulated mesh do.
 
     Raises:
-        ValueError: if an axis that splits leaves has another size on the other mesh. Names the leaf.
+        ValueError: if an axis that splits leaves does not divide them on the other mesh. Names the leaf.
     """
 
     def meta(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -187,10 +188,7 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
         if isinstance(x, PerRank):
             return PerRank(tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value))
         if isinstance(x, Shard | Slot):
-            for s in x.spec.split:
-                if s.size != sizes[s.axis]:
-                    raise ValueError(f"world_size: {s.axis!r} splits leaves of {x!r}, and its size must stay {s.size}")
-            uid = intern(replace(x.spec, mesh=tuple((name, sizes[name]) for name in x.spec.axes)))
+            uid = intern(_cut_for(x.spec, sizes))
             if isinstance(x, Slot):
                 return Slot(uid, x.index)
             like = x.parts[0]
@@ -198,3 +196,24 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
         return metas[id(x)] if isinstance(x, torch.Tensor) else x
 
     return tree.map(convert, values, is_leaf=is_box)
+
+
+def _cut_for(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """Return the spec of the same unit on a mesh of other sizes, of which a rank has another part of split leaves."""
+    shapes = [list(shape) for shape in spec.shapes]
+    for s in spec.split:
+        n = sizes[s.axis]
+        for path, shape, dim in zip(spec.paths, shapes, s.dims, strict=True):
+            whole = shape[dim] * s.size
+            if whole % n:
+                raise ValueError(
+                    f"world_size: {s.axis!r} splits dimension {dim} of leaf {path!r} of size {whole}, "
+                    f"and {whole} does not divide by {n}; take another size"
+                )
+            shape[dim] = whole // n
+    return replace(
+        spec,
+        mesh=tuple((name, sizes[name]) for name in spec.axes),
+        split=tuple([s._replace(size=sizes[s.axis]) for s in spec.split]),
+        shapes=tuple([tuple(shape) for shape in shapes]),
+    )

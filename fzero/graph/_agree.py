@@ -165,7 +165,7 @@ def _is_agreed(key: str, said: Sequence[Any]) -> bool:
     return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in said)
 
 
-def _everyones(mine: list[Any], mesh: Mesh, name: str) -> list[Any]:
+def _everyones(mine: Any, mesh: Mesh, name: str) -> list[Any]:
     """Give what JSON can hold to all ranks, and get all ranks', in rank order."""
     try:
         return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]

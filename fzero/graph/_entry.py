@@ -29,6 +29,7 @@ from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
 from fzero.graph.turns import NotALoop, recorded
 from fzero.layout.boxes import PerRank, Shard, Slot, give_up, is_box
+from fzero.ranks.mesh import Mesh
 
 __all__ = ["Asked", "Entry", "entry_of"]
 
@@ -170,6 +171,8 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         () if mesh is None else mesh.places(),
         moves(traced.graph),
         asked.device,
+        _groups_of_one(mesh),
+        asked.backend == "inductor",
     )
     said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
     offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
@@ -194,6 +197,13 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
         written=_written(traced, into, donated),
     )
+
+
+def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
+    """List the process groups that have no rank but this; none in a simulation."""
+    if mesh is None or mesh.simulated:
+        return ()
+    return tuple([a.group for axes in mesh.bound_axes() for a in axes if a.size == 1])
 
 
 def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: Asked) -> Traced:

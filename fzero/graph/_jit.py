@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
 from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
-from fzero.graph.plan._cost import Device
+from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._plan import Plan
 from fzero.graph.run._lower import BACKENDS
 from fzero.graph.trace._arguments import Arguments, arguments_of
@@ -155,6 +155,18 @@ class Jitted:
     def traces(self) -> int:
         """How often the step was traced."""
         return len(self._entries)
+
+    def plans(self, device: Device | None = None) -> list[Plan]:
+        """List the plans of all calls that were traced so far, in order.
+
+        Args:
+            device: whose seconds they tell; by default a common one of the kind that the arguments lie on.
+        """
+        mesh = self._asked.step.mesh
+        if device is not None and mesh is not None:
+            device = device._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
+        found = [(e.plan, e.chosen.graph) for e in self._entries.values()]
+        return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in found]
 
     @property
     def name(self) -> str:

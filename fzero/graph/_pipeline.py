@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import copied, is_input, nbytes, values
+from fzero.graph.ir import FUSED, copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
 from fzero.graph.passes import (
+    alone,
     bucket,
     carry,
     donate,
@@ -24,6 +25,7 @@ from fzero.graph.passes import (
     gather_into,
     hoist,
     in_place,
+    mark_fused,
     own_part,
     recast,
     recompute,
@@ -82,6 +84,8 @@ class Given(NamedTuple):
         places: this rank's place in each process group, by the group's name.
         moves: whether values are copied from one memory to the other.
         device: that the cost model takes, if it is not the one that the values lie on.
+        alone: the process groups of one rank.
+        fuses: whether Inductor compiles segments, and so stores no value that it computes within a loop.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -90,6 +94,8 @@ class Given(NamedTuple):
     places: tuple[tuple[str, int], ...] = ()
     moves: bool = False
     device: Device | None = None
+    alone: tuple[str, ...] = ()
+    fuses: bool = False
 
 
 class Pass(NamedTuple):
@@ -116,6 +122,7 @@ def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
 
 
 PASSES = (
+    Pass("alone", alone, lambda choice, given: (given.alone,) if given.alone else None),
     Pass("stay", stay, lambda choice, given: () if given.moves else None),
     Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
@@ -127,6 +134,7 @@ PASSES = (
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
     Pass("own_part", own_part, lambda choice, given: None if given.functional else (given.places,)),
+    Pass("mark_fused", mark_fused, lambda choice, given: () if given.fuses else None),
     Pass("schedule", schedule, _ahead, Orders),
 )
 
@@ -211,7 +219,8 @@ class Pipeline:
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            given = Given(loop.pairs, tuple(loop.places_of_sums), self.given.functional, moves=moves(loop.body))
+            inside = self.given._replace(places=(), device=None, moves=moves(loop.body))
+            given = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
             self._bodies[node.target] = Pipeline(loop.body, given)
         return self._bodies[node.target]
 
@@ -225,7 +234,7 @@ def _same(one: Graph, other: Graph) -> bool:
 
 def _described(node: Node) -> tuple[Any, ...]:
     args, kwargs = (map_arg(x, lambda a: a.name) for x in (node.args, node.kwargs))
-    return node.name, node.target, args, kwargs, node.meta.get("unit")
+    return node.name, node.target, args, kwargs, node.meta.get("unit"), FUSED in node.meta
 
 
 def _room_in(graph: Graph, node: Node, room: float) -> float:

@@ -3,7 +3,8 @@
 The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
 donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
 memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's name, and
-`meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can be.
+`meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can be. One with
+`meta[FUSED]` is computed by whatever compiled loop reads it.
 """
 
 import functools
@@ -33,7 +34,7 @@ __all__ = [
 
 aten: Any = torch.ops.aten
 
-LATE = "late"
+LATE, FUSED = "late", "fused"
 # a CPU's attention, which torch does not count, and the operation of a GPU that does the same work
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -52,6 +53,7 @@ REDUCTIONS = (
 )
 EXCHANGES = (c10d.all_to_all_single.default, c10d.broadcast.default)
 COPY = aten.copy_.default
+SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 
@@ -190,6 +192,14 @@ def feeding_work(graph: Graph) -> set[Node]:
     return found
 
 
+def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Count for each node the collectives that lie one behind the other before its result."""
+    found: dict[Node, int] = {}
+    for n in nodes:
+        found[n] = max([found.get(a, 0) for a in n.all_input_nodes], default=0) + is_collective(n)
+    return found
+
+
 # ---------------------------------------------------------------- new graphs from old
 
 
@@ -204,10 +214,22 @@ def copied(graph: Graph) -> Graph:
 
 
 def sort(graph: Graph) -> Graph:
-    """Copy a graph with every node after its arguments, else in the old order."""
-    order = after_needs(list(graph.nodes), {})
-    inputs = [n for n in order if is_input(n)]
-    return reordered(graph, [*inputs, *[n for n in order if not is_input(n)]])
+    """Copy a graph with every node after its arguments, else in the old order.
+
+    What a node lacks comes right before it. To put the node off would let what waits for nothing, such as what is
+    computed again for the backward pass, come long before it is used.
+    """
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    order: dict[Node, None] = dict.fromkeys(n for n in graph.nodes if is_input(n))
+    for node in graph.nodes:
+        stack = [node]
+        while stack:
+            missing = [a for a in stack[-1].all_input_nodes if a not in order]
+            if missing:
+                stack.append(min(missing, key=index.__getitem__))
+            else:
+                order[stack.pop()] = None
+    return reordered(graph, order)
 
 
 def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
@@ -245,9 +267,14 @@ def flops(node: Node) -> int:
     def val(x: Any) -> Any:
         return x.meta.get("val") if isinstance(x, Node) else x
 
+    known = node.meta.get("flops", ())  # of this node, or of one that it is a copy of
+    if known and known[0] is node.target:
+        return known[1]
     args = map_arg(node.args, val)
     kwargs = map_arg(node.kwargs, val)
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    found = int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    node.meta["flops"] = (node.target, found)
+    return found
 
 
 def described(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Phases: how a rank's stages of a pipeline are written down while a step is traced, and each runs once.
 
-A rank of a pipeline is a loop over micro-batches (`fzero.graph.turns`) whose turns are cut in phases: a forward one, and
-a backward one, of each stage. By its row of a schedule the rank runs the phases of several turns between one another.
+A rank of a pipeline is a loop over micro-batches (`fzero.graph.turns`) whose turns are cut in phases: a forward and a
+backward one of each stage. By its row of a schedule the rank runs the phases of several turns between one another.
 The operations here say where in a turn a phase begins, what it receives, and what it sends. All ranks along the axis
 have such a loop, whose bodies differ; what it is given is the same on all.
 
@@ -101,7 +101,9 @@ def begins(kind: str, stage: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("fzero::received", mutates_args=())
-def received(kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def received(
+    kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return what a stage has made for this one: a leaf of its output ("F") or of its input's gradient ("G")."""
     return _never()
 

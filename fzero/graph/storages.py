@@ -1,7 +1,7 @@
 """In which memory the values of a flat graph lie."""
 
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -43,19 +43,23 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
     """Find the storage of every value of a graph whose nodes run in this order."""
     nodes = list(nodes)
     found = Storages({}, [], [], on_host(nodes))
+    keys: dict[Node, list[int]] = {}  # by which tensors of one graph share memory
     given: dict[int, int] = {}  # arguments that lie side by side share theirs
     for node in nodes:
         if node.op == "output":
             continue
+        keys[node] = [storage_id(x) for x in values(node)]
         if is_input(node):
-            found.of[node] = _computed(found, node, given)
+            found.of[node] = _computed(found, node, keys[node], given)
         elif is_wait(node):
             found.of[node] = found.of[node.all_input_nodes[0]]
         elif node.target is operator.getitem and isinstance(node.args[0], Node):
             found.of[node] = _item(found, node)
         else:
-            lent = {storage_id(x): s for a in node.all_input_nodes for x, s in zip(values(a), found.of[a], strict=True)}
-            found.of[node] = _computed(found, node, lent)
+            lent: dict[int, int] = {}
+            for a in node.all_input_nodes:
+                lent.update(zip(keys[a], found.of[a], strict=True))
+            found.of[node] = _computed(found, node, keys[node], lent)
     return found
 
 
@@ -68,11 +72,10 @@ def _item(found: Storages, node: Node) -> tuple[int, ...]:
     return found.of[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 
 
-def _computed(found: Storages, node: Node, lent: dict[int, int]) -> tuple[int, ...]:
+def _computed(found: Storages, node: Node, keys: Sequence[int], lent: dict[int, int]) -> tuple[int, ...]:
     """Return a node's storages: one that is `lent`, where the value is a view of it, else new ones."""
     out = []
-    for x in values(node):
-        key = storage_id(x)
+    for x, key in zip(values(node), keys, strict=True):
         if key not in lent:
             lent[key] = len(found.size)
             found.size.append(x.untyped_storage().nbytes())

@@ -17,12 +17,12 @@ from einops import rearrange
 
 from fzero.axes.axis import Axis, Binding
 from fzero.axes.scope import joint
-from fzero.collectives.sums import group_all_gather, group_psum, group_psum_scatter
+from fzero.collectives.sums import group_all_gather, group_psum, group_psum_scatter, stacked_gather, stacked_scatter
 from fzero.collectives.table import NO_AXIS, Along, OfUnit, Row, Tensors, add_row, apply
 from fzero.layout import flat
-from fzero.layout.spec import Spec, spec_of, unit_axes
+from fzero.layout.spec import Spec, facts, spec_of, unit_axes
 
-__all__ = ["apply_over_unit_axes", "apply_to_unit"]
+__all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat"]
 
 
 def _spec(options: OfUnit) -> Spec:
@@ -92,6 +92,32 @@ add_row(
         replicated=False,
         unit=_unit,
         wire_dtype=_summed_dtype,
+    )
+)
+
+
+# the same of a unit that stays flat: between steps of stages 0 to 2 one that is split lies whole in a box
+
+add_row(
+    Row(
+        name="gather_flat",
+        wire="all_gather",
+        stacked=lambda n, options, xs: stacked_gather(n, Along(-1), xs),
+        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, -1)],
+        transpose="reduce_scatter_flat",
+        replicated=True,
+        unit=_unit,
+    )
+)
+add_row(
+    Row(
+        name="reduce_scatter_flat",
+        wire="reduce_scatter",
+        stacked=lambda n, options, xs: stacked_scatter(n, Along(-1), xs),
+        local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, -1)],
+        transpose="gather_flat",
+        replicated=False,
+        unit=_unit,
     )
 )
 
@@ -200,6 +226,13 @@ def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors)
         options = Along(-1) if name in _OF_SHARDS else OfUnit(uid)
         xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
     return tuple(xs)
+
+
+def gather_flat(uid: int, shard: torch.Tensor) -> torch.Tensor:
+    """Gather a unit's shards `[k]` into `[numel]`, over the unit's axes, and leave it flat."""
+    for a in reversed(joint(unit_axes(uid))):
+        (shard,) = apply(a.token, "gather_flat", a.binding, OfUnit(uid), shard)
+    return shard[: facts(uid).numel]
 
 
 def apply_to_unit(name: str, uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from einops import einsum, rearrange
 
-from fzero.axes.scope import axis_names, axis_size
+from fzero.axes.scope import axis_size, where_bound
 from fzero.collectives.exchange import all_to_all
 from fzero.moe._checks import check_floating
 from fzero.moe._moved import inverse, moved
 
-__all__ = ["Seats", "along", "check_experts", "combine", "counted", "dispatch", "seats", "seats_of_an_expert"]
+__all__ = ["Seats", "check_experts", "combine", "counted", "dispatch", "seats", "seats_of_an_expert"]
 
 
 class Seats(NamedTuple):
@@ -26,13 +26,6 @@ class Seats(NamedTuple):
     choice: torch.Tensor
 
 
-def along(axis: str) -> tuple[str, ...]:
-    """Return the axis of this name, if it is bound; else no axis."""
-    if not isinstance(axis, str):
-        raise TypeError(f"axis={axis!r}: expected the name of the axis that experts are split over")
-    return (axis,) if axis in axis_names() else ()
-
-
 def check_experts(experts: Any, count: int, axis: str) -> None:
     """Check the choices of tokens, and that the experts divide among the ranks.
 
@@ -45,7 +38,7 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
         raise TypeError(f"experts is {given}: expected an int64 tensor [.., k], as moe.route returns it")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count={count!r}: expected the number of experts, of which `experts` holds numbers")
-    n = axis_size(along(axis))
+    n = axis_size(where_bound(axis))
     if count % n:
         raise ValueError(
             f"axis={axis!r} has {n} ranks, and the {count} experts do not divide by {n}: each rank has as many; "
@@ -159,7 +152,7 @@ def dispatch(x: torch.Tensor, seated: Seats, axis: str = "ep") -> torch.Tensor:
     back = rearrange(_flat(seated.seat.flatten(1), count * c), "(n k) -> n k", k=k)
     rows = moved(rearrange(x, "s t d -> (s t) d"), at, back)
     rows = rearrange(rows, "(s e c) d -> e (s c) d", s=s, e=count)
-    return all_to_all(rows, along(axis), split_dim=0, concat_dim=1)
+    return all_to_all(rows, where_bound(axis), split_dim=0, concat_dim=1)
 
 
 def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep") -> torch.Tensor:
@@ -187,7 +180,7 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
     s, t, k = seated.seat.shape
     count, c = seated.choice.shape[1:]
     check_experts(seated.seat, count, axis)
-    n = axis_size(along(axis))
+    n = axis_size(where_bound(axis))
     wanted = f"[{count // n}, {n * s * c}, width]"
     check_floating("y", y, f"{wanted}, what the experts return")
     check_floating("gates", gates, f"[{s}, {t}, {k}], one for each choice")
@@ -195,7 +188,7 @@ def combine(y: torch.Tensor, seated: Seats, gates: torch.Tensor, axis: str = "ep
         raise ValueError(f"gates has the shape {list(gates.shape)}: expected [{s}, {t}, {k}], one for each choice")
     if y.ndim != 3 or y.shape[:2] != (count // n, n * s * c):
         raise ValueError(f"y has the shape {list(y.shape)}: expected {wanted}, experts and seats as dispatch has them")
-    back = all_to_all(y, along(axis), split_dim=1, concat_dim=0)
+    back = all_to_all(y, where_bound(axis), split_dim=1, concat_dim=0)
     back = rearrange(back, "e (s c) d -> (s e c) d", s=s)
     at = rearrange(_flat(seated.seat.flatten(1), count * c), "m -> m 1")
     whose = rearrange(_flat(seated.choice.flatten(1), t * k), "m -> m 1")

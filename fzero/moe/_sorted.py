@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 
-from fzero.axes.scope import axis_size
+from fzero.axes.scope import axis_size, where_bound
 from fzero.collectives.exchange import all_to_all
 from fzero.moe._checks import check_floating
 from fzero.moe._moved import inverse, moved
-from fzero.moe._seats import along, check_experts, counted, weighted
+from fzero.moe._seats import check_experts, counted, weighted
 
 __all__ = ["Order", "sort_rows", "unsort_rows"]
 
@@ -61,7 +61,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     if x.shape[:-1] != experts.shape[:-1]:
         wanted = ", ".join([str(size) for size in experts.shape[:-1]])
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{wanted}, width], as `experts` has it")
-    ep = along(axis)
+    ep = where_bound(axis)
     n, k = axis_size(ep), experts.shape[-1]
     tokens = rearrange(x, "... d -> (...) d")
     room = len(tokens) * min(k, count // n)
@@ -123,7 +123,7 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
         raise ValueError(
             f"gates has the shape {list(gates.shape)}: expected a gate for each of {len(order.row)} choices"
         )
-    if ep := along(axis):
+    if ep := where_bound(axis):
         there = rearrange(inverse(order.order, len(order.order)), "r -> r 1")
         y = all_to_all(moved(y, there, rearrange(order.order, "r -> r 1")), ep)
     mine = moved(y, rearrange(order.row, "m -> m 1"), rearrange(order.choice, "r -> r 1"))

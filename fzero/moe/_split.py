@@ -8,9 +8,8 @@ import torch
 
 from fzero import tree
 from fzero._torch.levels import may_differ
-from fzero.axes.rules import SplitRule
-from fzero.axes.scope import axis_names, axis_size, data_axes, lookup, rules_here
-from fzero.moe._seats import along
+from fzero.axes.rules import SplitRule, rules_in
+from fzero.axes.scope import axis_names, axis_size, data_axes, lookup, rules_here, where_bound
 
 __all__ = ["Split", "check_axis", "check_parts", "check_split", "split"]
 
@@ -65,7 +64,7 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
     """
     if not names or not all(isinstance(name, str) and "." not in name for name in names):
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
-    along(axis)
+    where_bound(axis)
 
     return Split(names, axis)
 
@@ -78,13 +77,14 @@ def check_axis(axis: str) -> None:
     Raises:
         ValueError: if the rule of the running step splits over another axis, or if the axis is none of the data's.
     """
-    if axis_size(along(axis)) == 1:
+    if axis_size(where_bound(axis)) == 1:
         return
-    rule, data = rules_here().split, tuple([a.name for a in data_axes()])
-    if isinstance(rule, Split) and rule.axis != axis:
+    data = tuple([a.name for a in data_axes()])
+    over = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, Split)]
+    if over and axis not in over:
         raise ValueError(
             f"axis={axis!r}: tokens travel along it, and the experts are split by "
-            f"fzero.moe.split(axis={rule.axis!r}): give both the same axis"
+            f"fzero.moe.split(axis={over[0]!r}): give both the same axis"
         )
     if axis not in data:
         wanted = tuple([name for name in axis_names() if name in (*data, axis)])
@@ -116,7 +116,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
     Raises:
         ValueError: if all leaves are equal on the ranks along the axis.
     """
-    n = axis_size(along(axis))
+    n = axis_size(where_bound(axis))
     if leaves and n > 1 and not any(may_differ(leaf, lookup(axis).token) for leaf in leaves):
         raise ValueError(
             f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, and each rank is to have "
@@ -125,7 +125,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
 
 
 def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
-    n = axis_size(along(axis))
+    n = axis_size(where_bound(axis))
     size = leaf.shape[0] if leaf.ndim else None
     if size == count // n:
         return
@@ -136,7 +136,9 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
             f"fzero.shard(split=fzero.moe.split('experts', axis={axis!r})), where 'experts' is part of the leaf's path"
         )
     bound = (
-        f"{n} ranks along {axis!r}" if along(axis) else f"1 rank: of {axis_names()}, the axes here, none is {axis!r}"
+        f"{n} ranks along {axis!r}"
+        if where_bound(axis)
+        else f"1 rank: of {axis_names()}, the axes here, none is {axis!r}"
     )
     raise ValueError(
         f"{where}: expected {count // n} experts along dimension 0, as the routing is of {count} on {bound}; "

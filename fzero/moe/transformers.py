@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from fzero.axes.rules import SplitRule
-from fzero.axes.scope import axis_size
+from fzero.axes.scope import axis_size, where_bound
 from fzero.moe._layer import linear_by_ends
-from fzero.moe._seats import along
 from fzero.moe._sorted import sort_rows, unsort_rows
 from fzero.moe._split import check_axis, check_parts
 
@@ -87,7 +86,7 @@ def split(model: torch.nn.Module) -> SplitRule:
     def rule(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         parts = path.split(".")
         found = [leaves[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in leaves]
-        return {found[0]: 0} if found and along(found[0]) else None
+        return {found[0]: 0} if found and where_bound(found[0]) else None
 
     return rule
 
@@ -129,7 +128,7 @@ def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, 
 def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     """Return the number of all experts, and check that this rank has its part."""
     check_axis(axis)
-    n = axis_size(along(axis))
+    n = axis_size(where_bound(axis))
     count = getattr(module, "num_experts", len(weight) * n)
     if len(weight) * n != count:
         raise ValueError(

@@ -21,6 +21,10 @@ from fzero.nn._kinds import OneOf, choose
 from fzero.nn._listening import Reach
 from fzero.nn._lists import blocks_of, own_names
 from fzero.nn._shells import Changed, Form, Given, Handing, HandsOut, Records, Refused, Shell, Stopped
+from fzero.tp._ends import cut as cut_tokens
+from fzero.tp._ends import join as join_tokens
+from fzero.tp._layers import Layers
+from fzero.tp._parts import of_block, outside
 
 __all__ = ["Cut", "CutModule", "OneOf", "cut"]
 
@@ -67,6 +71,8 @@ class Cut:
         blocks: each block.
         block_constants: the buffers of each.
         names: the name of each block in the module.
+        plain: the shell without what its layers are cut over, which says what blocks are given.
+        tp: the layers that are cut over an axis, if there are.
     """
 
     shell: Apply
@@ -75,29 +81,36 @@ class Cut:
     blocks: tuple[Apply, ...]
     block_constants: tuple[Tensors, ...]
     names: tuple[str, ...]
+    plain: Apply
+    tp: Layers | None = None
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
         """Return what the first block is given: the embedded batch."""
-        return self._recorded(rest, batch).x
+        x = self._recorded(self.shell, rest, batch).x
+        return x if self.tp is None or not self.tp.sequence else cut_tokens(x, self.tp.axis)
 
-    def given(self, batch: Any) -> tuple[Given, ...]:
+    def given(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[Given, ...]:
         """Return what each block is given besides: masks, rotary tables.
 
         It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
         given one tensor share it. The rest of the parameters is not needed: the module's forward pass runs on zeros in
         their places, and the embedding of these is used by none.
 
+        Args:
+            batch: the batch.
+            dtype: of the parameters that the others are run with, if not the module's own: masks and tables follow it.
+
         Raises:
             TypeError: if a block is given an object that is no tensor or constant, such as a cache.
             ValueError: if what a block is given depends on a parameter.
         """
-        zeros = {name: torch.zeros((), dtype=d, device=_device(batch)).expand(s) for name, (s, d) in self.facts.items()}
+        zeros = {name: _zeros(shape, dtype or own, batch) for name, (shape, own) in self.facts.items()}
         structure = tree.flatten(batch)[1]
         if structure in self._memory.checked:
-            return tuple(self._recorded(zeros, batch).given)
+            return tuple(self._recorded(self.plain, zeros, batch).given)
         with Reach(list(zeros.values())) as reach:
-            given = tuple(self._recorded(zeros, batch).given)
+            given = tuple(self._recorded(self.plain, zeros, batch).given)
         for name, one in zip(self.names, given, strict=True):
             for path, x in zip(*tree.flatten_with_paths([one.args, one.kwargs])[:2], strict=True):
                 if reach.holds(x):
@@ -127,8 +140,9 @@ class Cut:
 
     def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, where its last block returned `x`."""
-        form = self._memory.form or self._recorded(rest, batch).form
-        return self._run_shell(rest, batch, HandsOut(self.names, form, x))
+        form = self._memory.form or self._recorded(self.shell, rest, batch).form
+        x = x if self.tp is None or not self.tp.sequence else join_tokens(x, self.tp.axis)
+        return self._run_shell(self.shell, rest, batch, HandsOut(self.names, form, x))
 
     def join(self, params: Mapping[str, Any]) -> Tensors:
         """Return the parameters by their names in the module.
@@ -144,13 +158,13 @@ class Cut:
         }
         return {**found, **params["rest"]}
 
-    def _recorded(self, rest: Tensors, batch: Any) -> Records:
+    def _recorded(self, shell: Apply, rest: Tensors, batch: Any) -> Records:
         """Run the module until its last block, and take down what its blocks are given."""
         first: Exception | None = None
         for form in [self._memory.form] if self._memory.form else [*Form]:
             records = Records(self.names, form)
             try:
-                self._run_shell(rest, batch, records)
+                self._run_shell(shell, rest, batch, records)
             except Stopped:
                 self._memory.form = form
                 return records
@@ -167,10 +181,10 @@ class Cut:
             "on one tensor as it is"
         )
 
-    def _run_shell(self, rest: Tensors, batch: Any, handing: Handing) -> Any:
+    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, handing: Handing) -> Any:
         args, kwargs = _arguments(batch)
         with handing:
-            out, written = self.shell(rest, self.constants, *args, **kwargs)
+            out, written = shell(rest, self.constants, *args, **kwargs)
         _check_constants(self.constants, written, "")
         return out
 
@@ -183,7 +197,7 @@ class Cut:
 
 
 @door
-def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
+def cut(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = None) -> CutModule:
     """Cut a module at its repeated blocks, without editing it.
 
     They are the children of a ModuleList or Sequential: two or more of one class, with parameters of the same names and
@@ -195,6 +209,7 @@ def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
     Args:
         module: any module that `fzero.nn.functional` takes apart.
         blocks: the name of the list of blocks, where the module has several.
+        tp: the layers that are cut over an axis, as `fzero.tp.layers(module)` lists them.
 
     Returns:
         `(cut, params)`.
@@ -220,17 +235,25 @@ def cut(module: torch.nn.Module, blocks: str | None = None) -> CutModule:
     names = blocks_of(module, blocks)
     own_names(module, names)
     found = [module.get_submodule(name) for name in names]
-    parts = [functional(block) for block in found]
+    parts = [
+        functional(block, tp=None if tp is None else of_block(tp, name))
+        for name, block in zip(names, found, strict=True)
+    ]
     shells = {id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(found, parts, strict=True))}
     shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy needs no memory of its own
-    rest = functional(copy_module(module, {**shells, **shared}))
+    plain = functional(copy_module(module, {**shells, **shared}))
+    rest = plain
+    if tp is not None:
+        rest = functional(copy_module(module, {**shells, **shared}), tp=outside(tp, names))
     made = Cut(
         _unwritten(rest.apply),
         rest.buffers,
-        {name: (p.shape, p.dtype) for name, p in rest.params.items()},
+        {name: (p.shape, p.dtype) for name, p in plain.params.items()},
         tuple([_unwritten(part.apply) for part in parts]),
         tuple([_shared(part.buffers, parts[0].buffers) for part in parts]),
         names,
+        _unwritten(plain.apply),
+        tp,
     )
     return CutModule(made, {"blocks": [part.params for part in parts], "rest": rest.params})
 
@@ -260,9 +283,10 @@ def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
             )
 
 
-def _device(batch: Any) -> torch.device | None:
-    """Return where a batch lies."""
-    return next((x.device for x in tree.tensors(batch)), None)
+def _zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
+    """Make zeros that take no memory, where a batch lies."""
+    device = next((x.device for x in tree.tensors(batch)), None)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

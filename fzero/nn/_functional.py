@@ -18,6 +18,8 @@ from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._checks import check_module, check_tensors
 from fzero.nn._closures import check_functions, copy_module
 from fzero.nn._written import before_call, check_left, check_written, held, put_back, versions_of
+from fzero.tp._install import install
+from fzero.tp._layers import Layers
 
 __all__ = ["Apply", "Functional", "functional"]
 
@@ -39,7 +41,9 @@ class Functional(NamedTuple):
 
 
 @door
-def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False) -> Functional:
+def functional(
+    module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False, tp: Layers | None = None
+) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 
     Parameters are the module's own, detached, and `step.init` copies them. Buffers are copies, so that a jitted step
@@ -58,6 +62,8 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
             says which results are kept besides (see `fzero.remat`). Then `apply` takes boxes too: within
             `value_and_grad(loss_fn, gather=False)` a block's parameters are gathered for it alone, in either pass. A
             language model runs with `use_cache=False`.
+        tp: the layers that are cut over an axis, as `fzero.tp.layers(module)` lists them. Give their rule to
+            `fzero.shard(split=tp.split)`. Where the axis is not bound `apply` is the whole module.
 
     Returns:
         `(apply, params, buffers)`.
@@ -87,6 +93,9 @@ def functional(module: torch.nn.Module, remat: bool | str | Callable[[Any], bool
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     constants = {**buffers, **frozen}
     copied, mutable = copy_module(module, stand_ins(module)), _mutable(module)
+    if tp is not None:
+        params, constants = tp.unpack(params), tp.unpack(constants)
+        install(copied, tp)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
     apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks)
     return Functional(apply, params, constants)

@@ -1,15 +1,17 @@
 """pipeline: a module's loss, run as a pipeline of its blocks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero._tracebacks import door
-from fzero.axes.rules import SplitRule
+from fzero.axes.rules import SplitRules
 from fzero.nn._cut import cut
 from fzero.pipelines import Pipeline, Schedule
 from fzero.pipelines import pipeline as pipeline_of
+from fzero.tp._layers import Layers
 
 __all__ = ["Pipelined", "pipeline"]
 
@@ -41,7 +43,8 @@ def pipeline(
     remat: Any = False,
     blocks: str | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
+    tp: Layers | None = None,
 ) -> Pipelined:
     """Make a loss function of a module that runs its repeated blocks as a pipeline. The module is not edited.
 
@@ -65,7 +68,8 @@ def pipeline(
         blocks: the name of the list of blocks, where the module has several.
         inputs: a function of the batch that gives what the module is called with: a dict by name, a tuple, or one
             tensor. By default it is the batch.
-        split: a rule for leaves that are split along other axes, by their paths in `params`.
+        split: a rule for leaves that are split along other axes, by their paths in `params`; or several.
+        tp: the layers that are cut over an axis, as `fzero.tp.layers(module)` lists them. `loss.split` has their rule.
 
     Returns:
         `(loss, params, join)`.
@@ -97,14 +101,14 @@ def pipeline(
     """
     if not callable(loss):
         raise TypeError(f"fzero.nn.pipeline: loss={loss!r}: expected a function (output, batch) -> (total, weight)")
-    made, params = cut(module, blocks)
+    made, params = cut(module, blocks, tp)
     inputs_of = inputs or (lambda batch: batch)
 
     def first(params: Any, batch: Any) -> Any:
         return made.first(params["rest"], inputs_of(batch))
 
     def block(p: Any, x: Any, index: Any, batch: Any) -> Any:
-        return made.block(p, x, made.given(inputs_of(batch)), index)
+        return made.block(p, x, made.given(inputs_of(batch), x.dtype), index)
 
     def last(params: Any, x: Any, batch: Any) -> Any:
         return loss(made.last(params["rest"], x, inputs_of(batch)), batch)
@@ -119,6 +123,28 @@ def pipeline(
         stages=stages,
         depth=depth,
         remat=remat,
-        split=split,
+        split=split if tp is None else (TensorSplit(tp, made.names[0]), *_each(split)),
     )
     return Pipelined(piped, params, made.join)
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """The rule of layers that are cut over an axis, for the parameters of a pipeline.
+
+    Attributes:
+        layers: of the module.
+        block: the name of its first block: all are cut alike.
+    """
+
+    layers: Layers
+    block: str
+
+    def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
+        """Say how a leaf is cut."""
+        head, _, name = path.partition(".")
+        return self.layers.split(f"{self.block}.{name.partition('.')[2]}" if head == "blocks" else name, leaf)
+
+
+def _each(split: SplitRules | None) -> tuple[Any, ...]:
+    return () if split is None else tuple(split) if isinstance(split, tuple | list) else (split,)

@@ -76,8 +76,8 @@ def adamw(
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         rate = rate_at(learning_rate, state.count)
-        (count, mu, nu), c1, c2 = _moments(grads, state, b1, b2)
-        updates = tree.map(lambda m, v: (-rate * (m / c1) / (v.sqrt() / c2 + eps)).to(m.dtype), mu, nu)
+        (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
+        updates = tree.map(lambda m, v: (m * (-rate * r1) / (v.sqrt() * r2 + eps)).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
             if params is None:
                 raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
@@ -119,10 +119,10 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
     nonnegative(eps=eps)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
-        state, c1, c2 = _moments(grads, state, b1, b2)
+        state, r1, r2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return ((at_least_float32(m) / c1) / (at_least_float32(v).sqrt() / c2 + eps)).to(m.dtype)
+            return (at_least_float32(m) * r1 / (at_least_float32(v).sqrt() * r2 + eps)).to(m.dtype)
 
         return tree.map(direction, state.mu, state.nu), state
 
@@ -135,9 +135,12 @@ def _init(params: Params) -> AdamState:
 
 
 def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
-    """Return the new state, and the corrections of the first moment, and of the second's root, for their zero start."""
+    """Return the new state, and the factors that correct the first moment, and the second's root, for their zero start.
+
+    Factors and no divisors: a loop with three divisions an element takes longer than its memory does.
+    """
     count = state.count + 1
     t = count.to(torch.float64)
     mu = tree.map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), grads, state.mu)
     nu = tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).to(v.dtype), grads, state.nu)
-    return AdamState(count, mu, nu), 1 - b1**t, (1 - b2**t).sqrt()
+    return AdamState(count, mu, nu), 1 / (1 - b1**t), (1 - b2**t).rsqrt()

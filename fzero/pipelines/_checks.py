@@ -20,7 +20,7 @@ def check_alike(blocks: Sequence[Any], name: str) -> None:
         others, other = tree.flatten(block, is_box)
         if other != structure:
             raise ValueError(
-                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.difference(blocks[0], block)}: the blocks of a "
+                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.difference(blocks[0], block)}: blocks of a "
                 "pipeline are stacked by rank, so all have one structure"
             )
         for path, x, y in zip(paths, leaves, others, strict=True):

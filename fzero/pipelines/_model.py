@@ -135,8 +135,8 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = Fal
         size, left = divmod(x.shape[0], count)
         if left:
             raise ValueError(
-                f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part must "
-                f"divide by micro_batches={count}"
+                f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
+                f"must divide by micro_batches={count}"
             )
         if isinstance(number, torch.Tensor):
             return turns.part(x, number, 0, size) if in_a_turn else _at(x, number, count)

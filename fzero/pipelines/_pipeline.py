@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero._tracebacks import door
-from fzero.axes.rules import SplitRule
+from fzero.axes.rules import SplitRule, SplitRules, together
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
 from fzero.pipelines._checks import check_alike
 from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
@@ -96,8 +96,8 @@ class Pipeline:
         counts = even(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth
         if len(counts) != stages:
             raise ValueError(
-                f"fzero.pipeline: depth={counts} says how many blocks each stage has: expected a number for each of the "
-                f"{stages} stages"
+                f"fzero.pipeline: depth={counts} says how many blocks each stage has: expected a number for each of "
+                f"the {stages} stages"
             )
         if self.depth is None and len(set(counts)) > 1:
             raise ValueError(
@@ -146,8 +146,8 @@ class Pipeline:
         placement = self.placement(mesh, depth)
         if len(placement.blocks[0]) != slots:
             raise ValueError(
-                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, and {depth} blocks on {ranks} ranks "
-                f"take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
+                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, and {depth} blocks on {ranks} "
+                f"ranks take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
             )
         return placement
 
@@ -188,8 +188,8 @@ class Pipeline:
         if self.axis not in [a.name for a in data_axes()]:
             mean = (*[a.name for a in data_axes()], self.axis)
             raise ValueError(
-                f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: name it, "
-                f"too, fzero.shard(..., axis={mean})"
+                f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: "
+                f"name it, too, fzero.shard(..., axis={mean})"
             )
         axis = lookup(self.axis)
         schedule, placement = self.schedule(axis.size), self._stacked(axis.size, len(slots))
@@ -210,18 +210,18 @@ def pipeline(
     depth: int | Sequence[int] | None = None,
     remat: Any = False,
     blocks: str = "blocks",
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
 ) -> Pipeline:
     """Make a loss function of a model that is cut at its blocks, which runs them as a pipeline.
 
     The ranks along an axis hold the blocks, some each, and micro-batches go from rank to rank. To all that is around
-    it, this is a loss like another: every ZeRO stage, optimizer and clip works as without it, gradients are reduced once
-    a step and parameters gathered once a step. Without a mesh, or on one without the axis, it is the ordinary loss.
+    it, this is a loss like another: every ZeRO stage, optimizer and clip works as without it. Gradients are reduced
+    once a step, and parameters gathered once. Without a mesh, or on one without the axis, it is the ordinary loss.
 
     Args:
-        block: `(p, x) -> x`: one block, of its parameters and what the one before it made: a tensor, or a tree of
-            tensors, which goes out in the shapes and dtypes in which it came. Parameters named `index` and `batch`
-            are handed the number of the block and the micro-batch.
+        block: `(p, x) -> x`: one block, of its parameters and what the one before it made. That is a tensor, or a tree
+            of tensors, and goes out in the shapes and dtypes in which it came. Parameters named `index` and `batch` are
+            handed the number of the block and the micro-batch.
         first: `(rest, batch) -> x`: what comes before the blocks; `rest` are all other parameters, a dict.
         last: `(rest, x, batch) -> (total, weight)`: what comes after them: the sum of the losses and that of their
             weights. Or a mean over the micro-batch.
@@ -233,7 +233,7 @@ def pipeline(
         remat: whether each block runs again in the backward pass; or what it saves then, as `fzero.remat(save=)` takes.
         blocks: the key of the list of blocks in the dict of parameters.
         split: a rule for leaves that are split along other axes, by their paths without a mesh, such as
-            "blocks.3.up": tensor and expert parallelism.
+            "blocks.3.up": tensor and expert parallelism. Or several.
 
     Returns:
         A `Pipeline`: a loss `(params, batch) -> (total, weight)`, with `stack`, `unstack`, `split` and `schedule`.
@@ -281,4 +281,4 @@ def pipeline(
         )
     counts = depth if depth is None or isinstance(depth, int) else tuple(depth)
     model = Model(block, first, last, remat)
-    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, split)
+    return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))

@@ -86,5 +86,5 @@ def placed(schedule: Schedule, counts: Sequence[int]) -> Placement:
             slots[s] = chunks[k][: counts[s]]
             for j, place in enumerate(slots[s]):
                 rows[r][place] = first[s] + j
-    stage = tuple([tuple([*stages, *[None] * (len(chunks) - len(stages))]) for stages in mine])
+    stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in mine])
     return Placement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)

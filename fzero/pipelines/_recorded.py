@@ -68,7 +68,9 @@ class Recorded:
         homes = [self.stages.schedule.home[s] for s in {0, self.stages.last}]
         return len(homes) - len(set(homes)) + 1
 
-    def _stage(self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors, shares: dict[int, "list[_Sum]"]) -> "list[_Sum]":
+    def _stage(
+        self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors, shares: dict[int, "list[_Sum]"]
+    ) -> "list[_Sum]":
         """Record a stage, forward and backward; returns the sums of the total and the weight of the last one."""
         leaves, structure = tree.flatten(kinds.x)
         places = self.params.places(*self.stages.uses(stage))

@@ -1,7 +1,7 @@
 """A pipeline by its table: each rank does what its row says, and sends and receives between.
 
-The forward pass of the loss makes the gradients, and its derivative hands them out: residuals of a micro-batch die in
-its backward pass, which comes as early as the schedule says. So a loss by a table is differentiated once.
+The forward pass of the loss makes the gradients, and its derivative hands them out. So residuals of a micro-batch die
+in its backward pass, which comes as early as the schedule says; and a loss by a table is differentiated once.
 """
 
 from collections.abc import Callable, Sequence

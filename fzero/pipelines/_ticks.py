@@ -21,7 +21,7 @@ __all__ = ["run_ticks"]
 
 
 def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a model on all micro-batches, its stages where a schedule has them; the order of the schedule does not matter.
+    """Run a model on all micro-batches, its stages where a schedule has them; its order does not matter.
 
     Args:
         stages: what to run.

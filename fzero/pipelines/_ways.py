@@ -30,7 +30,7 @@ def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call
         return model.run_last(rest, x, call, len(blocks))
 
     totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
-    return sum(totals[1:], totals[0]), sum(weights[1:], weights[0])
+    return torch.stack(totals).sum(), torch.stack(weights).sum()
 
 
 def run_on(stages: Stages, slots: list[Any], rest: Any) -> Pair:

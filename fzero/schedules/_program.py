@@ -1,7 +1,7 @@
 """What each rank does to follow a schedule: its actions, and the messages between them, in one order for all ranks.
 
-Where all ranks send, receive and wait in an order that follows one order of the whole pipeline, none waits for another
-in a circle: not even where a message leaves only when its receiver asks for it.
+All ranks send, receive and wait in one order of the whole pipeline. So none waits for another in a circle, not even
+where a message leaves only when its receiver asks for it.
 """
 
 from collections import deque
@@ -44,11 +44,11 @@ def programs(schedule: Schedule) -> tuple[tuple[Deed, ...], ...]:
         ['act 0F0', "send Message(sender=0, receiver=1, kind='F', stage=0, micro_batch=0)"]
     """
     rows: list[list[Deed]] = [[] for _ in range(schedule.ranks)]
-    sent = {(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
+    sent = {Value(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
     for rank, action in _in_order(schedule):
         rows[rank].append(Deed("act", action))
         value = makes(action)
-        if value is not None and (message := sent.get(tuple(value))) is not None:
+        if value is not None and (message := sent.get(value)) is not None:
             rows[rank].append(Deed("send", message))
             rows[message.receiver].append(Deed("receive", message))
     return tuple([tuple(_with_waits(rank, row, rows, schedule)) for rank, row in enumerate(rows)])

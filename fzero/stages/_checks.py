@@ -68,9 +68,10 @@ def check_means(entries: Sequence[Any], averaged: Sequence[str]) -> None:
     for x in entries if batches else ():
         for split in facts(x.uid).split if isinstance(x, Shard) else ():
             if split.axis in averaged and split.axis not in differ:
+                wanted = f"axis={tuple(differ)!r}" if differ else "such as axis='dp' of fzero.mesh(dp=1, ...)"
                 raise ValueError(
                     f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: give "
-                    f"fzero.shard the data-parallel axes only, axis={tuple(differ)!r}"
+                    f"fzero.shard the data-parallel axes only, {wanted}"
                 )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fzero._notice import notice
 from fzero._tracebacks import door
 from fzero.axes.axis import AxisName
-from fzero.axes.rules import OverRule, SplitRule, UnitRule, given_rules
+from fzero.axes.rules import OverRule, SplitRules, UnitRule, given_rules
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.mesh import mesh as make_mesh
 from fzero.stages._optimizer import check_no_torch_optimizer
@@ -25,7 +25,7 @@ def shard(
     params: int | Sequence[int] = 0,
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
     check: Literal["first"] | bool = "first",
 ) -> ShardedStep:
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
@@ -48,7 +48,8 @@ def shard(
         over: those of `axis` that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along the
             others they are replicated: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
         split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along an axis has its own part:
-            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them.
+            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them. Several rules cut over
+            an axis each.
         check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
             at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
             simulation always checks results, by type.

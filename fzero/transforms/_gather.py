@@ -12,7 +12,7 @@ from fzero.collectives.sums import all_gather
 from fzero.layout.boxes import Shard
 from fzero.layout.gathering import gather_unit
 from fzero.layout.pieces import on_device
-from fzero.layout.rows import apply_over_unit_axes
+from fzero.layout.rows import apply_over_unit_axes, gather_flat
 from fzero.layout.spec import facts, on_mesh, unit_axes
 from fzero.layout.units import CutUnit, map_units
 
@@ -62,9 +62,8 @@ def replicate(params: Any) -> Any:
         known = facts(unit.uid)
         if not known.split:
             return gather_unit(unit.uid, unit.shard.data, _origin_of(unit.shard))
-        names = tuple([a.name for a in unit_axes(unit.uid)])
         whole = on_mesh(unit.uid, (), "each", axis_names())
-        return Shard(all_gather(unit.shard.data, names)[: known.numel], whole)
+        return Shard(gather_flat(unit.uid, unit.shard.data), whole)
 
     return map_units(replicated, params)
 

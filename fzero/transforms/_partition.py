@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis, AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRule, UnitRule, given_rules
+from fzero.axes.rules import OverRule, Rules, SplitRules, UnitRule, given_rules
 from fzero.axes.scope import axis_names, bound, resolve, rules_here
 from fzero.layout import flat
 from fzero.layout.boxes import Shard, Slot, is_box
@@ -24,7 +24,7 @@ def partition(
     *,
     units: UnitRule | None = None,
     over: AxisName | OverRule = None,
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
     reduce: str = "each",
 ) -> Any:
     """Cut a replicated tree into this rank's shards, one per unit.

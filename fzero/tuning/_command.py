@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import pathlib
 import re
@@ -9,10 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from fzero import tree
 from fzero.graph.plan._text import size
-from fzero.tuning._machines import MACHINES, machine_of
+from fzero.tuning._calibrate import calibrate
+from fzero.tuning._known import MACHINES
 from fzero.tuning._models import Shape, init
+from fzero.tuning._named import machine_of, save
 from fzero.tuning._others import others_say
 from fzero.tuning._page import page
 from fzero.tuning._presets import PRESETS, shape_of
@@ -39,19 +44,20 @@ def run(argv: Sequence[str]) -> int:
     """
     asked = _parser().parse_args(argv)
     try:
+        if asked.command == "calibrate":
+            return _calibrate(asked)
         return _compare(asked.compare) if asked.compare else _plan(asked)
     except (ValueError, OSError) as error:
-        print(f"fzero plan: {error}", file=sys.stderr)
+        print(f"fzero {asked.command}: {error}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
-    plan = parser.add_subparsers(dest="command", required=True).add_parser(
-        "plan",
-        help="what fits, and how fast it is by a cost model",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("calibrate", help="measure this machine for --device calibrated")
+    measure.add_argument("--seconds", type=float, default=5.0, help="that it may take, about")
+    plan = commands.add_parser("plan", help="what fits, and how fast it is by a cost model")
     plan.add_argument(
         "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
     )
@@ -59,18 +65,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
     plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
     plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
-    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}")
+    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
+    plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
     plan.add_argument("--margin", type=float, help="the share of --memory that a plan does not see; 0.07 on a GPU")
     plan.add_argument("--stages", type=_listed(int), default=(1, 2, 3), metavar="1,2,3")
     plan.add_argument("--micro-batches", type=_listed(int), metavar="1,2,4", help="by default 1 to 16, as they divide")
     plan.add_argument("--remat", type=_listed(_remat), default=REMATS, metavar="no,matmuls,yes")
     plan.add_argument("--precision", type=_listed(str), default=("bfloat16",), metavar="bfloat16,float32")
     plan.add_argument("--offload", type=_listed(float), default=(0.0,), metavar="0,0.5,1", help="of the state")
+    plan.add_argument("--ep", type=_listed(int), metavar="1,8", help="ranks that experts are split over; 1 and up to 8")
     plan.add_argument("--depth", type=int, help="blocks; of module:make_step, which must then build config.depth")
     plan.add_argument(
         "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
     )
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
+    plan.add_argument("--no-cache", action="store_true", help="plan all rows anew; of models by name they are kept")
     plan.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
     plan.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
     plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page that any browser opens")
@@ -84,6 +93,13 @@ def _bytes(text: str) -> float:
     if not found or found[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
     return float(found[1]) * UNITS[found[2].upper()]
+
+
+def _links(text: str) -> dict[str, float]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not axis or not speed for axis, _, speed in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected axes and bytes a second, such as dp=40GB,ep=300GB")
+    return {axis: _bytes(speed) for axis, _, speed in pairs}
 
 
 def _listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -110,6 +126,8 @@ def _plan(asked: argparse.Namespace) -> int:
         raise ValueError(f"{', '.join(missing)} missing; fzero plan --help shows an example of each")
     make_step, shape = _made(asked)
     depth = shape.depth if shape and asked.depth is None else asked.depth
+    if asked.ep is None:
+        asked.ep = _usual_ep(shape, asked.world)
     table = _tuned(asked, make_step, depth)
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     name = shape.name if shape else asked.model
@@ -144,6 +162,12 @@ def _made(asked: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
         raise ValueError(f"model {asked.model!r}: expected module:function, of which {error}") from error
 
 
+def _usual_ep(shape: Shape | None, world: int) -> tuple[int, ...]:
+    """Return 1, and of a mixture the most ranks of a machine that its experts can be split over."""
+    most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
+    return (1,) if most == 1 else (1, most)
+
+
 def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
     """Tune beside a bar, above which each row stands as soon as it is planned."""
     from rich.console import Console
@@ -169,8 +193,11 @@ def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int 
             remat=asked.remat,
             precision=asked.precision,
             offload=asked.offload,
+            ep=asked.ep,
+            links=asked.links,
             depth=depth,
             workers=asked.workers,
+            cache=not asked.no_cache,
             seen=seen,
         )
 
@@ -195,6 +222,24 @@ def _write(asked: argparse.Namespace, table: Table, name: str, make_step: Callab
         table.plot(asked.plot)
     for path in filter(None, (asked.json, asked.csv, asked.html, asked.plot)):
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _calibrate(asked: argparse.Namespace) -> int:
+    """Measure this machine, print each constant with its source, and store it; rank 0 does, of several."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    machine = calibrate(asked.seconds)
+    if int(os.environ.get("RANK", 0)) == 0:
+        drawn = Drawn("constant", "value", "source", box=None, pad_edge=False, header_style="bold", title=machine.name)
+        for constant in machine.constants():
+            drawn.add_row(*constant)
+        console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+        console.print(drawn)
+        console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --device calibrated")
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
 
 
 def _compare(paths: Sequence[pathlib.Path]) -> int:

@@ -1,13 +1,44 @@
-"""Machines as a cost model sees them: speeds of a device, of its link, and of the host that it shares."""
+"""A machine as a cost model sees it: speeds of a device, of its links, and of the host that it shares."""
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.graph.plan._cost import Device
 from fzero.graph.plan._text import size
 
-__all__ = ["A100", "CPU", "H100", "H200", "Machine", "machine_of"]
+__all__ = ["Constant", "Machine"]
+
+
+class Constant(NamedTuple):
+    """A constant of the cost model, in words.
+
+    Attributes:
+        name: what it is of.
+        value: with its unit.
+        source: where it is from.
+    """
+
+    name: str
+    value: str
+    source: str
+
+
+GIGA, MICRO = 1e9, 1e-6
+CONSTANTS = {  # of a machine, in words, and the unit that suits each
+    "flops": ("products of half precision", 1e12, "TFLOP/s"),
+    "slow": ("those of float32 take", 1, "times as long"),
+    "device_memory": ("memory of a device", GIGA, "GB/s"),
+    "launch": ("an operation, at least", MICRO, "us"),
+    "peers": ("a device's collectives within a host", GIGA, "GB/s"),
+    "network": ("a device's collectives between hosts", GIGA, "GB/s"),
+    "latency": ("a collective, at least", MICRO, "us"),
+    "hop": ("each step of its ring", MICRO, "us"),
+    "far_hop": ("each step between hosts", MICRO, "us"),
+    "link": ("copies between a device and its host", GIGA, "GB/s"),
+    "host_memory": ("memory of a host", GIGA, "GB/s"),
+    "ranks": ("devices of a host", 1, ""),
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +58,16 @@ class Machine:
         ranks: devices that share the host.
         source: where these numbers are from.
         kind: of the device, as torch names it.
-        peers: bytes a second that a collective moves within the host, each way.
-        network: bytes a second of each device that a collective moves between hosts, each way.
-        latency: seconds of one message between devices.
+        peers: bytes a second that a device sends in a collective within the host, and receives meanwhile.
+        network: likewise between hosts, for each device: it has a way out of its own.
+        latency: seconds that a collective takes at least.
+        hop: seconds that each step of a ring within the host adds.
+        far_hop: likewise from host to host.
         launch: seconds that an operation takes at least.
         slow: how many times as long a product of float32 takes as one of half precision.
+        links: bytes a second that a device sends along an axis of the mesh, by the axis's name, in place of `peers` and
+            `network`.
+        sources: of constants, `(name, value, source)`; of one that has another value now it is "as given".
 
     Raises:
         ValueError: if a number is not above 0.
@@ -59,11 +95,20 @@ class Machine:
     latency: float = 2e-5
     launch: float = 4e-6
     slow: float = 2.0
+    hop: float = 3.4e-6
+    far_hop: float = 9.6e-6
+    links: tuple[tuple[str, float], ...] = ()
+    sources: tuple[tuple[str, float, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("links", "sources"):  # which JSON has as lists
+            object.__setattr__(self, name, tuple([tuple(x) for x in getattr(self, name)]))
+        for axis, speed in self.links:
+            if not isinstance(axis, str) or not _is_speed(speed):
+                raise ValueError(f"Machine: links={dict(self.links)!r}: expected bytes a second by the name of an axis")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("name", "source", "kind") and not _is_speed(value):
+            if field.name not in ("name", "source", "kind", "links", "sources") and not _is_speed(value):
                 raise ValueError(f"Machine: {field.name}={value!r}: expected a number above 0")
 
     def __str__(self) -> str:
@@ -73,13 +118,16 @@ class Machine:
             f"link {speeds[1]} each way; a host for {self.ranks} of {speeds[2]}, copies {speeds[3]}\n({self.source})"
         )
 
-    def links(self) -> str:
-        """Say what collectives are taken to reach, and operations to take at least."""
-        return (
-            f"collectives {self.peers / 1e9:,.3g} GB/s within a host, {self.network / 1e9:,.3g} GB/s a device between "
-            f"hosts, {self.latency * 1e6:,.3g} us a message; an operation takes at least {self.launch * 1e6:,.3g} us; "
-            f"float32 products take {self.slow:g} times as long as half precision's"
-        )
+    def constants(self) -> list[Constant]:
+        """List what the cost model computes with, each with its source."""
+        known = {(name, value): source for name, value, source in self.sources}
+        found = []
+        for name, (words, unit, unit_name) in CONSTANTS.items():
+            value = getattr(self, name)
+            shown = f"{value / unit:,.4g} {unit_name}".strip()
+            found.append(Constant(words, shown, known.get((name, value), "as given")))
+        given = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
+        return found + given
 
     def as_device(self) -> Device:
         """Return what the cost model of plans takes."""
@@ -95,83 +143,11 @@ class Machine:
             slow=self.slow,
             host=self.host_memory / self.ranks,
             host_link=self.link,
+            hop=self.hop,
+            far_hop=self.far_hop,
+            links=self.links,
         )
-
-
-def machine_of(device: Any) -> Machine:
-    """Return the machine of a name, or the one that was given.
-
-    Raises:
-        TypeError: if `device` is neither a name nor a machine.
-        ValueError: if no machine has that name.
-    """
-    if isinstance(device, Machine):
-        return device
-    if not isinstance(device, str):
-        raise TypeError(f"device={device!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}")
-    if device.lower() not in MACHINES:
-        raise ValueError(
-            f"device={device!r} is unknown: expected {', '.join(MACHINES)}, or a fzero.tuning.Machine of your own"
-        )
-    return MACHINES[device.lower()]
 
 
 def _is_speed(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-A100 = Machine(
-    "8 x A100 40 GB",
-    flops=140e12,
-    device_bytes=0.93 * 40e9,
-    device_memory=1.3e12,
-    link=22e9,
-    host_memory=300e9,
-    host_copies=300e9,
-    ranks=8,
-    peers=230e9,
-    network=20e9,
-    source="assumed: 45% of 312 TFLOP/s, 93% of 40 GB, 84% of 1,555 GB/s, 70% of PCIe 4 x16, "
-    "73% of 2 x 8 channels of DDR4-3200",
-)
-H100 = Machine(
-    "8 x H100 80 GB",
-    flops=400e12,
-    device_bytes=0.93 * 80e9,
-    device_memory=2.6e12,
-    link=50e9,
-    host_memory=480e9,
-    host_copies=480e9,
-    ranks=8,
-    source="assumed: 40% of 989 TFLOP/s, 93% of 80 GB, 78% of 3,350 GB/s, 79% of PCIe 5 x16, "
-    "78% of 2 x 8 channels of DDR5-4800",
-)
-H200 = Machine(
-    "H200 with 16 cores",
-    flops=500e12,
-    device_bytes=0.93 * 141e9,
-    device_memory=4.0e12,
-    link=50e9,
-    host_memory=80e9,
-    host_copies=200e9,
-    ranks=1,
-    source="assumed: 51% of 989 TFLOP/s, 93% of 141 GB, 83% of 4,800 GB/s, 79% of PCIe 5 x16, 5 GB/s a core",
-)
-CPU = Machine(
-    "two cores, gloo",
-    flops=5e10,
-    device_bytes=8e9,
-    device_memory=1e10,
-    link=1e10,
-    host_memory=1e10,
-    host_copies=1e10,
-    ranks=2,
-    kind="cpu",
-    peers=1e9,
-    network=1e9,
-    latency=1e-4,
-    launch=2e-6,
-    slow=1.0,
-    source="assumed: the constants by which fzero.jit compares schedules on a CPU",
-)
-MACHINES = {"a100": A100, "h100": H100, "h200": H200, "cpu": CPU}

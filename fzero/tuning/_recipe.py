@@ -12,6 +12,8 @@ def recipe(config: Configuration) -> str:
     keep = "" if c.remat is True else f", save={c.remat!r}"
     pair = "optim.master_weights(optim.adamw(3e-4), precision)"
     pair = f"optim.offload({pair}, {c.offload:g})" if c.offload else pair
+    split = ', split=fzero.moe.split("experts")' if c.ep > 1 else ""
+    mesh = f"fzero.mesh(dp=-1, ep={c.ep})" if c.ep > 1 else "fzero.mesh(dp=-1)"
     lines = [
         f"# {c}: {c.global_batch} samples a step on {c.ranks} ranks",
         f"precision = fzero.Precision(param=torch.{c.precision})",
@@ -26,7 +28,7 @@ def recipe(config: Configuration) -> str:
         "    updates, opt_state = opt.update(grads, opt_state, params)",
         "    return optim.apply_updates(params, updates), opt_state, loss",
         "",
-        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh(dp=-1)))",
+        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh={mesh}{split}))",
     ]
     return "\n".join(lines)
 

@@ -1,15 +1,16 @@
 """What one rank's plan says of a configuration, in a few numbers, and on what line they lie over the depth."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from fzero.graph.plan._liveness import KINDS
 from fzero.graph.plan._plan import Plan, Settings
 from fzero.tuning._space import Configuration
 
-__all__ = ["Digest", "Row", "deeper", "digest_of", "row_of"]
+__all__ = ["Digest", "Row", "deeper", "digest_of", "row_from", "row_of"]
 
 SLACK = 1.03  # as fzero.jit: without a budget, what a faster schedule may take of the smallest peak
 
@@ -89,6 +90,11 @@ class Row:
         """The most bytes of the device that are alive at any time."""
         return sum(self.held.values())
 
+    def record(self) -> dict[str, Any]:
+        """Return the row as JSON has it, which has no infinity: `row_from` is the inverse."""
+        settings = {k: None if v == math.inf else v for k, v in self.settings.items()}
+        return {**asdict(self), "settings": settings}
+
     @property
     def at_least(self) -> float:
         """Bytes that a configuration holds which has no smaller a batch, no higher a stage, and no less of remat."""
@@ -150,3 +156,14 @@ def row_of(config: Configuration, digest: Digest, in_full: bool) -> Row:
     held = {kind: n for kind, n in digest.at_peak.items() if n}
     seconds = digest.ways[digest.settings].seconds
     return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, dict(digest.settings))
+
+
+def row_from(record: Mapping[str, Any]) -> Row:
+    """Read a row that `Row.record` made.
+
+    Raises:
+        TypeError: if it is none, or has lost a part.
+        KeyError: likewise.
+    """
+    settings = {k: math.inf if v is None else v for k, v in record["settings"].items()}
+    return Row(**{**record, "config": Configuration(**record["config"]), "settings": settings})

@@ -29,6 +29,7 @@ class Configuration:
         offload: the share of the optimizer's state on the host: the ratio of `optim.offload`.
         ranks: data-parallel ranks.
         depth: how many blocks to make; None where `fzero.tune` was given no depth.
+        ep: the size of the mesh's axis that experts are split over: `fzero.mesh(dp=ranks // ep, ep=ep)`.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class Configuration:
     offload: float = 0.0
     ranks: int = 1
     depth: int | None = None
+    ep: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -53,12 +55,13 @@ class Configuration:
     def __str__(self) -> str:
         said = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
         said += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
-        return ", ".join([*said, *([f"offload {self.offload:g}"] if self.offload else [])])
+        said += [f"offload {self.offload:g}"] if self.offload else []
+        return ", ".join([*said, *([f"ep {self.ep}"] if self.ep > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds no fewer parameters, states and activations than that of another."""
         return (
-            (self.precision, self.ranks, self.depth) == (other.precision, other.ranks, other.depth)
+            (self.precision, self.ranks, self.depth, self.ep) == (other.precision, other.ranks, other.depth, other.ep)
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
@@ -76,6 +79,7 @@ class Space:
         remat: as of `Configuration`.
         precision: likewise.
         offload: likewise.
+        ep: likewise.
         ranks: data-parallel ranks.
         local_batch: samples of a rank in one step.
         depth: the number of blocks, if it is known.
@@ -86,6 +90,7 @@ class Space:
     remat: tuple[bool | str, ...]
     precision: tuple[str, ...]
     offload: tuple[float, ...]
+    ep: tuple[int, ...]
     ranks: int
     local_batch: int
     depth: int | None
@@ -98,10 +103,11 @@ class Space:
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
+            sorted(self.ep, reverse=True),
         )
-        for m, remat, stage, offload, precision in product(*lean):
+        for m, remat, stage, offload, precision, ep in product(*lean):
             k = self.local_batch // m
-            yield Configuration(stage, m, k, remat, precision, offload, self.ranks, self.depth)
+            yield Configuration(stage, m, k, remat, precision, offload, self.ranks, self.depth, ep)
 
 
 def space_of(
@@ -112,6 +118,7 @@ def space_of(
     remat: Sequence[bool | str],
     precision: Sequence[str],
     offload: Sequence[float],
+    ep: Sequence[int],
     depth: int | None,
 ) -> Space:
     """Check the dimensions of a search.
@@ -133,6 +140,7 @@ def space_of(
     _checked("remat", remat, lambda x: any(x is known or x == known == "matmuls" for known in REMATS), f"of {REMATS}")
     _checked("precision", precision, DTYPES.__contains__, f"of {', '.join(map(repr, DTYPES))}")
     _checked("offload", offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
+    _checked("ep", ep, lambda x: _counts(x) and world_size % x == 0, f"that divides world_size={world_size}")
     own = USUAL if micro_batches is None else micro_batches
     _checked("micro_batches", own, _counts, "ints, at least 1")
     even = [m for m in own if local % m == 0]
@@ -142,7 +150,17 @@ def space_of(
             f"micro_batches={tuple(own)}: {odd} does not divide the {local} samples of a rank, which are "
             f"global_batch={global_batch} over {world_size} ranks; {_divisors(local)} do"
         )
-    return Space(tuple(stages), tuple(even), tuple(remat), tuple(precision), tuple(offload), world_size, local, depth)
+    return Space(
+        stages=tuple(stages),
+        micro_batches=tuple(even),
+        remat=tuple(remat),
+        precision=tuple(precision),
+        offload=tuple(offload),
+        ep=tuple(ep),
+        ranks=world_size,
+        local_batch=local,
+        depth=depth,
+    )
 
 
 def _counts(value: Any) -> bool:

@@ -1,21 +1,22 @@
 """The usual train step of a transformer of some sizes, for any configuration."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fzero import optim, tree
-from fzero.ranks.mesh import mesh
+from fzero import moe, optim, tree
+from fzero.ranks.mesh import Mesh, mesh
 from fzero.stages._shard import shard
 from fzero.transforms import remat, value_and_grad
-from fzero.tuning._models import batch_of, init, loss_of
+from fzero.tuning._models import Shape, batch_of, init, loss_of
 from fzero.tuning._presets import shape_of
 from fzero.tuning._space import Configuration
 
 __all__ = ["model_step"]
 
 
-def model_step(model: str, *, length: int, explicit: bool = False) -> Callable[[Configuration], Any]:
+def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep":
     """Return what `fzero.tune` takes as `make_step`, for a transformer by its name.
 
     The step is AdamW on float32 masters behind a clip by the global norm. Its activations are those that torch keeps
@@ -50,12 +51,41 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> Callable[[
         raise ValueError(f"length={length}: {shape.name} takes images of {_side(shape.positions, shape.patch)} pixels")
     if shape.task != "image" and 0 < shape.positions < length:
         raise ValueError(f"length={length}: {shape.name} has {shape.positions} positions")
+    return ModelStep(shape, length, explicit)
 
-    def make_step(config: Configuration) -> Any:
+
+@dataclass(frozen=True)
+class ModelStep:
+    """Makes steps of a transformer, for any configuration; `model_step` makes one.
+
+    Attributes:
+        shape: the sizes of the model.
+        length: tokens of a sequence, or pixels of a side.
+        explicit: whether attention is written out.
+    """
+
+    shape: Shape
+    length: int
+    explicit: bool
+
+    @property
+    def cache_key(self) -> str:
+        """All that the steps depend on beside the configuration: `fzero.tune` keeps rows by it."""
+        return repr(self)
+
+    def __call__(self, config: Configuration) -> Any:
+        """Return the step of a configuration, and its arguments on the meta device.
+
+        Raises:
+            ValueError: if `config.ep` does not divide the experts.
+        """
+        shape = self.shape
+        if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
+            raise ValueError(f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}")
         pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices), config.policy)
         pair = optim.offload(pair, config.offload) if config.offload else pair
         opt = optim.chain(optim.clip_by_global_norm(1.0), pair)
-        loss_fn = partial(loss_of, shape, explicit, _again(config.remat))
+        loss_fn = partial(loss_of, shape, self.explicit, _again(config.remat))
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             take = value_and_grad(
@@ -66,11 +96,15 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> Callable[[
             return optim.apply_updates(params, updates), opt_state, loss
 
         stage: Any = config.stage
-        step = shard(train_step, stage=stage, mesh=mesh(dp=config.ranks))
+        split = moe.split("experts") if config.ep > 1 else None
+        step = shard(train_step, stage=stage, mesh=_mesh(config), split=split)
         params, opt_state = step.init(init(shape, config.depth or shape.depth), opt)
-        return step, params, opt_state, step.mesh.split(batch_of(shape, config.global_batch, length))
+        return step, params, opt_state, step.mesh.split(batch_of(shape, config.global_batch, self.length))
 
-    return make_step
+
+def _mesh(config: Configuration) -> Mesh:
+    """Make the ranks of a configuration, of which those along `ep` are neighbours."""
+    return mesh(dp=config.ranks) if config.ep == 1 else mesh(dp=config.ranks // config.ep, ep=config.ep)
 
 
 def _matrices(params: Any) -> Any:

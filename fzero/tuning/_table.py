@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from fzero._notebook import shown
 from fzero.graph.plan._text import size
 from fzero.tuning import _table_picture, _table_text
 from fzero.tuning._machines import Machine
-from fzero.tuning._row import Row
+from fzero.tuning._row import Row, row_from
+from fzero.tuning._rules import Verdict, verdicts
 from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 
@@ -98,6 +98,11 @@ class Table:
             f"it holds {kind}",
         )
 
+    def rules(self) -> list[Verdict]:
+        """Say which rules of experts the best configuration keeps, where it deviates, and why; none if nothing fits."""
+        fitting = self.fitting
+        return verdicts(fitting[0], fitting, self.machine.ranks) if fitting else []
+
     def _nothing_fits(self) -> str:
         """Say by how much nothing fits, and what was not tried that needs less."""
         row = self.too_large[0]
@@ -154,7 +159,7 @@ class Table:
         head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
         skipped = [{"config": asdict(s.config), "as_little_as": asdict(s.as_little_as)} for s in self.skipped]
         best = {"config": asdict(self.best().config), "reason": self.best().reason} if self.fitting else None
-        return json.dumps({**head, "best": best, "rows": [_finite(asdict(r)) for r in self.rows], "skipped": skipped})
+        return json.dumps({**head, "best": best, "rows": [r.record() for r in self.rows], "skipped": skipped})
 
     @classmethod
     def from_json(cls, text: str) -> "Table":
@@ -165,7 +170,7 @@ class Table:
         """
         try:
             found = json.loads(text)
-            rows = [Row(**{**_infinite(r), "config": Configuration(**r["config"])}) for r in found["rows"]]
+            rows = [row_from(r) for r in found["rows"]]
             skipped = [
                 Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in found["skipped"]
             ]
@@ -185,16 +190,6 @@ def _parts(row: Row) -> list[tuple[str, float]]:
 def _largest(row: Row) -> str:
     kind, most = _parts(row)[0]
     return f"{size(most)} of {kind}"
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a row's settings the infinity that JSON has not."""
-    return {**row, "settings": {k: None if v == math.inf else v for k, v in row["settings"].items()}}
-
-
-def _infinite(row: dict[str, Any]) -> dict[str, Any]:
-    """Put back what `_finite` left out."""
-    return {**row, "settings": {k: math.inf if v is None else v for k, v in row["settings"].items()}}
 
 
 def _record(row: Row, budget: float) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def rendered(table: "Table") -> Any:
     from rich.text import Text
 
     best = str(table.best()) if table.fitting else "nothing fits; best() says what would need less"
-    return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *notes(table)])))
+    rules = [f"rule {verdict}" for verdict in table.rules()]
+    return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *rules, *notes(table)])))
 
 
 def headline(table: "Table") -> str:
@@ -54,11 +55,11 @@ def notes(table: "Table") -> list[str]:
         found.append(f"{len(table.skipped)} were not planned: each holds no less than one that does not fit")
     rough = sum([not r.in_full for r in table.rows])
     found += [f"{rough} rows (~) are told from two models of fewer blocks"] if rough else []
-    machine = table.machine
-    found.append(
-        f"seconds are estimates, by {machine.flops / 1e12:,.3g} TFLOP/s, {machine.device_memory / 1e9:,.0f} GB/s of "
-        f"memory ({machine.source}); {machine.links()}"
-    )
+    moved = {axis for row in table.rows for axes in row.moved for axis in axes.split(",")}
+    unused = [axis for axis, _ in table.machine.links if axis not in moved]
+    found += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
+    constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
+    found.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
     return found
 
 
@@ -66,7 +67,8 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as Drawn
 
     drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    columns = ["stage", "batch", "remat", "precision", "offload", "peak", *PARTS, "moved", "seconds", ""]
+    ep = ["ep"] if any(r.config.ep > 1 for r in table.rows) else []
+    columns = ["stage", "batch", "remat", "precision", "offload", *ep, "peak", *PARTS, "moved", "seconds", ""]
     for name in columns:
         drawn.add_column(name, justify="left" if name in ("remat", "precision", "") else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
@@ -74,7 +76,9 @@ def _rows(table: "Table") -> Any:
         over = row.peak_bytes - table.budget
         said = f"{size(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
-        drawn.add_row(*cells(row), said, style=style)
+        shown = cells(row)
+        settings, numbers = shown[:5], shown[5:]
+        drawn.add_row(*settings, *[str(row.config.ep) for _ in ep], *numbers, said, style=style)
     hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
     if any(hidden):
         drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")

@@ -1,12 +1,16 @@
 """tune: a table of the configurations of a step, and the fastest that fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fzero._tracebacks import door
-from fzero.tuning._machines import Machine, machine_of
+from fzero.tuning._kept import Kept
+from fzero.tuning._machines import Machine
+from fzero.tuning._named import machine_of
 from fzero.tuning._planned import MakeStep, checked_bytes
+from fzero.tuning._pool import pool_of
 from fzero.tuning._row import Row
-from fzero.tuning._search import Skipped, refined, rows_of, workers_of
+from fzero.tuning._search import Measure, Skipped, in_order, refined, rows_of
 from fzero.tuning._space import space_of
 from fzero.tuning._table import Table
 
@@ -29,8 +33,11 @@ def tune(
     remat: Sequence[bool | str] = (False, "matmuls", True),
     precision: Sequence[str] = ("bfloat16",),
     offload: Sequence[float] = (0.0,),
+    ep: Sequence[int] = (1,),
+    links: Mapping[str, float] | None = None,
     depth: int | None = None,
     workers: int = 1,
+    cache: bool = True,
     seen: Callable[[Row | Skipped], None] | None = None,
 ) -> Table:
     """Plan a step in each configuration, and tabulate what fits, what it takes, and how fast it is by the cost model.
@@ -53,8 +60,13 @@ def tune(
         remat: what blocks run again for the backward pass, as `fzero.remat(save=)`: nothing, all but "matmuls", or all.
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
+        ep: sizes of an axis that experts are split over, within the data-parallel ranks.
+        links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
+            default they follow from the machine.
         depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
         seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
+        cache: whether rows are taken from the user's cache folder, and kept there. They are if `make_step` has an
+            attribute `cache_key`, a string that says all that its steps depend on, as that of `model_step` does.
         workers: processes to plan on. They are forked, so ask for them before this process has used a GPU.
 
     Returns:
@@ -92,21 +104,24 @@ def tune(
         >>> print(fzero.tune(make_step, **asked, memory=3e9, **dims).best().config)
         stage 3, micro-batch 8192 x 1, bfloat16
     """
-    machine = machine_of(device)
-    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, depth)
+    machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
+    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, ep, depth)
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers={workers!r}: expected an int, at least 1")
     budget = budget_of(machine, memory, margin)
-    with workers_of(workers) as each:
+    key = getattr(make_step, "cache_key", None) if cache else None
+    measure = Measure(make_step, machine, None if key is None else Kept(key, machine))
+    with pool_of(workers, measure) as start:
         found: list[Row | Skipped] = []
-        for x in rows_of(space, make_step, machine, budget, each):
+        for x in rows_of(space, start, workers, budget):
             found.append(x)
             if seen is not None:
                 seen(x)
-        rows = refined([x for x in found if isinstance(x, Row)], make_step, machine, budget, each)
-    return Table(tuple(rows), tuple([x for x in found if isinstance(x, Skipped)]), machine, memory, budget)
+        rows, skipped = in_order(space, found, budget)
+        rows = refined(rows, start, budget)
+    return Table(tuple(rows), tuple(skipped), machine, memory, budget)
 
 
 def budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:

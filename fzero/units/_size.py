@@ -3,7 +3,7 @@
 from typing import Any
 
 from fzero.axes.axis import AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRule, given_rules
+from fzero.axes.rules import OverRule, Rules, SplitRules, given_rules
 from fzero.layout.subtrees import pieces
 from fzero.layout.units import MOST
 from fzero.tree import Tree
@@ -17,7 +17,7 @@ def by_size(
     least: int | None = None,
     most: int = MOST,
     over: AxisName | OverRule = None,
-    split: SplitRule | None = None,
+    split: SplitRules | None = None,
 ) -> Rule:
     """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
 

@@ -348,3 +348,19 @@ def test_memory_given_anew_is_seen_even_where_it_lies_at_the_address_of_the_old(
             x.data = x - 1
             assert _torch_levels.written(x) != before
         assert before.storage.expired()
+
+
+def test_a_function_mode_can_be_left_out():
+    seen = []
+
+    class Sees(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(2) + 1
+        before = len(seen)
+        with _torch.without_function_modes():
+            torch.ones(2) + 1
+    assert before and len(seen) == before

@@ -19,7 +19,9 @@ def here() -> int:
 
 @given(st.integers(2, 5), st.data())
 def test_what_is_sent_arrives_by_its_tag_whatever_the_order(n, data):
-    letters = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9))
+    letters = data.draw(
+        st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9)
+    )
     wanted = data.draw(st.permutations(range(len(letters))))  # in which they are received
 
     def program() -> PerRank:
@@ -104,18 +106,16 @@ def test_they_are_recorded():
     assert [(e.kind, e.axis, e.elements) for e in log.order] == [("send", "pp", 12)]
 
 
-
 @pytest.mark.parametrize(
     "program,said",
     [
         (
             lambda: fzero.receive(torch.ones(2), 0, "pp", tag=7) and None if here() == 2 else None,
-            r"ranks 0, 1 ended, and rank 2 waits in receive of a message from rank 0 with tag 14 over 'pp' of float32 \[2\]"
-            r"|rank 2 waits in receive of a message from rank 0 with tag 14 over 'pp' of float32 \[2\]",
+            r"rank 2 waits in receive of a message from rank 0 with tag 14 over 'pp' of float32 \[2\]",
         ),
         (
             lambda: fzero.send(torch.ones(5), 2, "pp") and None if here() == 1 else None,
-            r"rank 1 sent rank 2 a message with tag 0 over 'pp' of float32 \[5\], and all ranks ended before it was rec",
+            r"rank 1 sent rank 2 a message with tag 0 over 'pp' of float32 \[5\], and all ended before it was rec",
         ),
     ],
 )
@@ -138,7 +138,9 @@ def test_another_shape_or_dtype_is_an_error_on_the_receiver():
                 fzero.receive(like, 0, "pp")
             return PerRank(torch.zeros(1))
 
-        with pytest.raises(ValueError, match=r"from rank 0 to rank 1 with tag 0 over 'pp' is float32 \[2\], and the rec"):
+        with pytest.raises(
+            ValueError, match=r"from rank 0 to rank 1 with tag 0 over 'pp' is float32 \[2\], and the rec"
+        ):
             lockstep(2).spmd(program)()
 
 

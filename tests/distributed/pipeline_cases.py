@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import optim
+from fzero import moe, optim
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.memory import peak_bytes
+from tests.pipelines import test_axes as axes_tests
 from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of, trained, trained_on
 from tests.tiny_gpt import gpt_block, gpt_params
 
@@ -54,6 +55,19 @@ def every_schedule_at_every_stage(world: fzero.Mesh) -> None:
             check(mesh_of(world), stage, loss, 6)
             for gather in (True, False):
                 check(mesh_of(world), stage, loss, 6, gather=gather, jit={"backend": "fx"})
+
+
+@slow
+def with_tensor_parallelism_and_with_experts(world: fzero.Mesh) -> None:
+    """Collectives along other axes lie within the stages, and none of them leaves its phase."""
+    for axes, rule, experts in (({"tp": 2}, axes_tests.TENSOR, 0), ({"ep": 2}, moe.split("experts"), 4)):
+        mesh = fzero.mesh(dp=1, pp=-1, **axes)
+        loss = fzero.pipeline(
+            block=axes_tests.block, first=axes_tests.first, last=axes_tests.last, micro_batches=4, split=rule
+        )
+        for stage in (1, 3):
+            axes_tests.check(mesh, stage, loss, axes_tests.params_of(4, experts))
+            axes_tests.check(mesh, stage, loss, axes_tests.params_of(4, experts), jit={"backend": "fx"})
 
 
 @slow
@@ -131,7 +145,7 @@ class Sleeps(torch.autograd.Function):
 @slow
 def efficiency_is_the_formulas(world: fzero.Mesh) -> None:
     """Of stages that sleep, M / (M + P - 1) for GPipe and 1F1B, within 5%."""
-    mesh, seconds, params = fzero.mesh(dp=1, pp=-1), 0.06, params_of(world.size)
+    mesh, seconds, params = fzero.mesh(dp=1, pp=-1), 0.2, params_of(world.size)
 
     def sleeping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return Sleeps.apply(block(p, x), seconds)  # pyright: ignore[reportReturnType]

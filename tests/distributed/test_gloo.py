@@ -1,12 +1,21 @@
 """Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
 whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
-and what goes with it, `moe_cases.py` experts, `pipeline_cases.py` stages."""
+and what goes with it, `moe_cases.py` experts, `pipeline_cases.py` stages, `tp_cases.py` tensor parallelism."""
 
 import time
 
 import pytest
 
-from tests.distributed import axes_cases, cases, checkpoint_cases, jit_cases, moe_cases, pipeline_cases, training_cases
+from tests.distributed import (
+    axes_cases,
+    cases,
+    checkpoint_cases,
+    jit_cases,
+    moe_cases,
+    pipeline_cases,
+    tp_cases,
+    training_cases,
+)
 from tests.distributed.launch import python, torchrun, world
 
 MODULES = {
@@ -17,15 +26,17 @@ MODULES = {
     "checkpoint": checkpoint_cases,
     "moe": moe_cases,
     "pipeline": pipeline_cases,
+    "tp": tp_cases,
 }
 SLOW = [
     pytest.param(name, 4, marks=pytest.mark.slow, id=f"{name}-4")
-    for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline")
+    for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline", "tp")
 ]
 
 
 @pytest.mark.parametrize(
-    "name,ranks", [("core", 2), ("jit", 2), ("training", 2), ("checkpoint", 2), ("moe", 2), ("pipeline", 2), ("axes", 4), *SLOW]
+    "name,ranks",
+    [(name, 2) for name in ("core", "jit", "training", "checkpoint", "moe", "pipeline", "tp")] + [("axes", 4), *SLOW],
 )
 def test_gloo_processes(name, ranks):
     module = MODULES[name]

@@ -250,7 +250,7 @@ def build(spec: Spec, rename: bool = False) -> Sample:
 
 @st.composite
 def specs(draw: Any, local: bool = False) -> Spec:
-    n = draw(st.integers(2, 3))
+    n = draw(st.integers(1, 3))
     shape = st.sampled_from([(D,), (6,), (2 * D,), (D * D,), (D, D), (2, D)])
     shapes = tuple(draw(st.lists(shape, min_size=1, max_size=6)))
     names = st.sampled_from(LOCAL if local else [*STEPS, *COMMON])

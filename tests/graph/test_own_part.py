@@ -111,10 +111,10 @@ def test_no_segment_reads_a_leaf_and_writes_the_part_of_it():
     read = next(n for n in nodes if name_of(n) == "mul" and n.args[0] is n.args[1])
     write = next(n for n in nodes if n.target is COPY)
     ordered = schedule(graph)
-    home = {n.name: i for i, group in enumerate(cut(ordered)) for n in group}
+    home = {n.name: i for i, group in enumerate(cut(ordered.nodes)) for n in group}
     assert home[read.name] < home[write.name]
     alone = schedule(own_part(step(), PLACES))
-    home = {n.name: i for i, group in enumerate(cut(alone)) for n in group}
+    home = {n.name: i for i, group in enumerate(cut(alone.nodes)) for n in group}
     assert home[write.name] == home["sub_tensor"]  # it is compiled with what it writes
 
 

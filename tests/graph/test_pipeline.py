@@ -19,7 +19,19 @@ from fzero.graph import _pipeline, passes
 from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
 from fzero.graph.ir import GATHER_INTO
-from fzero.graph.passes import bucket, donate, gather_into, in_place, own_part, recast, recompute, regather, schedule
+from fzero.graph.passes import (
+    alone,
+    bucket,
+    donate,
+    gather_into,
+    in_place,
+    mark_fused,
+    own_part,
+    recast,
+    recompute,
+    regather,
+    schedule,
+)
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
@@ -34,12 +46,17 @@ def test_the_list_has_every_pass_once():
     assert all(row.apply is getattr(passes, row.name) for row in PASSES)
 
 
+LAST = f"{len(PASSES)}_schedule.txt"
+
+
 def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
     """Run the passes as the list says, without it."""
+    graph = alone(graph, given.alone) if given.alone else graph
     graph = recompute(graph) if choice.recompute else graph
     graph = bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes)
     graph = donate(recast(graph) if choice.recast else graph, given.pairs, given.donated)
     graph = graph if given.functional else own_part(gather_into(in_place(graph)), given.places)
+    graph = mark_fused(graph) if given.fuses else graph
     if choice.prefetch == FITTING:
         return schedule(graph, 1, choice.in_flight, choice.room)
     return schedule(graph, int(choice.prefetch), choice.in_flight)
@@ -56,12 +73,19 @@ REPLICATED = SHARDED._replace(stage=1)
 
 
 @settings(max_examples=30)
-@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans())
-@example(REPLICATED, [Choice(False, math.inf, 0)], False)
-def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional):
+@given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans(), st.booleans())
+@example(REPLICATED, [Choice(False, math.inf, 0)], False, False)
+def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself):
     """Whatever choices came before: what they share is no other graph."""
     sample = build_chain(chain)
-    given = Given(tuple(sample.pairs), tuple(sample.donated), functional, (("g", 0),))
+    given = Given(
+        tuple(sample.pairs),
+        tuple(sample.donated),
+        functional,
+        (("g", 0),),
+        alone=("g",) if by_itself else (),
+        fuses=not functional,
+    )
     pipeline = Pipeline(sample.graph, given)
     for choice in chosen:
         made = pipeline.run(choice)
@@ -170,13 +194,13 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
     assert left_out == {
-        *("01_stay", "06_recast", "07_early_move"),
-        *([] if plan.settings["recompute"] else ["03_recompute"]),
+        *("01_alone", "02_stay", "07_recast", "08_early_move"),
+        *([] if plan.settings["recompute"] else ["04_recompute"]),
     }
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}
     peaks = [int(rows[t][2].replace(",", "")) for t in titles]
     assert peaks[-1] == plan.peak_bytes and int(rows[titles[-1]][3]) == plan.peak_at
-    text = (folder / "12_schedule.txt").read_text()
+    text = (folder / LAST).read_text()
     lines = text.splitlines()[4:]
     assert [int(line.split()[1].replace(",", "")) for line in lines][: len(plan.live)] == plan.live
     assert f"peak {plan.peak_bytes:,} bytes" in text and "helpers.py:" in text
@@ -192,7 +216,7 @@ def test_a_step_that_is_traced_again_is_dumped_beside_the_first(tmp_path):
     f(torch.ones(2))
     f(torch.ones(3))
     assert (tmp_path / "00_traced.txt").read_text() == first and "float32[2]" in first
-    assert "float32[3]" in (tmp_path / "trace_2" / "12_schedule.txt").read_text()
+    assert "float32[3]" in (tmp_path / "trace_2" / LAST).read_text()
     assert not (tmp_path / "trace_3").exists()
 
 

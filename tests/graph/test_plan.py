@@ -13,9 +13,11 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.graph.plan._text import size
+from fzero.moe import split
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
+from tests.moe.model import OPT, batch_of, loss_for, params_of
 from tests.stages.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -298,7 +300,7 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
 
 
 def test_a_plan_on_several_axes():
-    """One rank's plan of a mesh with other sizes; an axis that splits leaves keeps its size."""
+    """One rank's plan of a mesh with other sizes."""
     step, args = arranged("all three", 3)
     plan = fzero.plan(step, *args)
     kinds = [c.kind for c in plan.collectives]
@@ -307,12 +309,27 @@ def test_a_plan_on_several_axes():
     plan, larger = (fzero.plan(as_traced, *args, world_size={"dp": n}) for n in (2, 64))
     assert sorted(c.kind for c in larger.collectives) == sorted(c.kind for c in plan.collectives)
     assert larger.argument_bytes < plan.argument_bytes
-    with pytest.raises(ValueError, match="'ep' splits leaves of"):
-        fzero.plan(step, *args, world_size={"ep": 4})
+    message = r"world_size: 'ep' splits dimension 0 of leaf '.*' of size 4, and 4 does not divide by 3"
+    with pytest.raises(ValueError, match=message):
+        fzero.plan(step, *args, world_size={"ep": 3})
     with pytest.raises(ValueError, match=r"world_size=\{'pp': 2\}: expected a number of ranks, at least 1, of axes of"):
         fzero.plan(step, *args, world_size={"pp": 2})
     with pytest.raises(ValueError, match=r"has several axes; say world_size="):
         fzero.plan(step, *args, world_size=64)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_of_another_size_is_that_of_a_mesh_of_it(stage):
+    """Also where the axis splits leaves: each rank has another part of the experts then."""
+
+    def of(ranks: int, asked: Any, **axes: int) -> fzero.Plan:
+        mesh = fzero.mesh(**axes)
+        step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))
+        batch = mesh.split(batch_of(2 * ranks))
+        return fzero.plan(fzero.jit(step, backend="fx"), *step.init(params_of(), OPT), batch, world_size=asked)
+
+    found, wanted = of(2, {"dp": 8, "ep": 4}, dp=1, ep=2), of(32, None, dp=8, ep=4)
+    assert found.live == wanted.live and found.collectives == wanted.collectives
 
 
 def arranged(name: str, stage: int) -> Any:

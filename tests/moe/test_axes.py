@@ -25,6 +25,12 @@ def test_experts_that_are_split_over_another_axis_are_refused(capacity, simulate
         train(moe.split("experts", axis="dp"), capacity, simulate=simulate)
 
 
+def test_so_are_those_of_one_rule_among_several():
+    rules = [moe.split("experts", axis="dp"), lambda path, leaf: None]
+    with pytest.raises(ValueError, match=r"axis='ep': .*moe.split\(axis='dp'\).* give both the same axis"):
+        train(rules, None)
+
+
 def test_so_are_those_that_a_rule_of_ones_own_splits_over_another_axis():
     """A simulation knows by type that no leaf differs along ep."""
     with pytest.raises(ValueError, match=r"axis='ep': .*equal on the 2 ranks along 'ep'"):

@@ -40,6 +40,7 @@ def test_exchanges_are_called_by_their_layer(stage, k, capacity):
     assert forward == [name for name in LAYERS for _ in range(there_and_back)] and there_and_back >= 2
     assert backward == [name for name in reversed(LAYERS) for _ in range(2)]
     assert {c.times for c in sent} == {k}
+    assert not [c.unit for c in plan.collectives if c.kind != "all_reduce" and "(metric)" in c.unit]
     assert "all_to_all" in str(plan) and "blocks.*" in str(plan)
     metrics = [c.unit for c in plan.collectives if c.kind == "all_reduce" and "blocks" not in c.unit]
     assert any("(metric)" in unit for unit in metrics)  # the balance loss is of no layer

@@ -93,7 +93,6 @@ MUTANTS = [
         "copy_module(self.module)",
         NN,
     ),
-    Mutant("further values of a block go unseen", "nn/_shells.py", "if at != 0:", "if False:", CUT),
     Mutant(
         "how many values a block has goes unseen",
         "nn/_shells.py",
@@ -105,8 +104,8 @@ MUTANTS = [
     Mutant(
         "each block of a pipeline is the first",
         "nn/_pipeline.py",
-        "made.given(inputs_of(batch)), index)",
-        "made.given(inputs_of(batch)), 0)",
+        "x.dtype), index)",
+        "x.dtype), 0)",
         PIPELINE,
     ),
     Mutant("remat is forgotten", "nn/_pipeline.py", "remat=remat", "remat=False", PIPELINE),
@@ -117,4 +116,5 @@ MUTANTS = [
         "return made.first(params, inputs_of(batch))",
         PIPELINE,
     ),
+    Mutant("masks have the module's dtype", "nn/_cut.py", "dtype or own, batch)", "own, batch)", PIPELINE),
 ]

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import DONATION, GRAPH, IN_PLACE, JIT, OPS, PIPELINE, Mutant
 
 RECORDER, GRAPHS = ("tests/_torch/test_recorder.py",), ("tests/_torch/test_graphs.py",)
+ALONE, FUSED = ("tests/graph/test_alone.py",), ("tests/graph/test_fused.py",)
 RECAST = ("tests/graph/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
 ARRIVING = ("tests/graph/run/test_loop.py",)
@@ -13,11 +14,142 @@ PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
+    # over one rank, and within loops
+    Mutant(
+        "a result of one rank lies in an argument",
+        "graph/passes/_alone.py",
+        "if not handed & {*memory[wait]} and",
+        "if",
+        GRAPH,
+    ),
+    Mutant(
+        "views lie where the gather was",
+        "graph/passes/_alone.py",
+        "            _lie_anew(sorted(views, key=index.__getitem__))\n",
+        "",
+        ALONE,
+    ),
+    Mutant(
+        "all collectives are over one rank",
+        "graph/passes/_alone.py",
+        "isinstance(x, str) and x in groups",
+        "isinstance(x, str)",
+        ALONE,
+    ),
+    Mutant("no group has one rank", "graph/_entry.py", "if a.size == 1])", "if a.size == 0])", ALONE),
+    Mutant(
+        "what is read by another loop is not stored",
+        "graph/plan/_fused.py",
+        "all(run.get(u) == run[n]",
+        "all(True or run[n]",
+        FUSED,
+    ),
+    Mutant("a sum is no end of a loop", "graph/plan/_fused.py", "count += reduces(n)", "count += 0", FUSED),
+    Mutant(
+        "a product is no end of a loop",
+        "graph/plan/_fused.py",
+        "count += not is_loop(n) and not reduces(n)",
+        "count += 0",
+        FUSED,
+    ),
+    Mutant("operations are fused on fx", "graph/_entry.py", 'asked.backend == "inductor",', "True,", FUSED),
+    Mutant(
+        "marks are lost",
+        "graph/_pipeline.py",
+        ', node.meta.get("unit"), FUSED in node.meta',
+        ', node.meta.get("unit")',
+        FUSED,
+    ),
+    Mutant(
+        "gradients are scaled with the block before",
+        "graph/run/_cut.py",
+        "    _hand_on(groups, home, small)\n",
+        "",
+        CUT,
+    ),
+    Mutant(
+        "what was overwritten is read",
+        "graph/run/_cut.py",
+        "if any(storage_id(x) in written for",
+        "if any(False for",
+        CUT,
+    ),
+    Mutant(
+        "what is larger is kept", "graph/run/_cut.py", "values(a)]) <= nbytes(*values(node))", "values(a)]) >= 0", CUT
+    ),
+    Mutant(
+        "an update goes leaf by leaf, operation by operation",
+        "graph/passes/_schedule/_listing.py",
+        "[*rules.nodes[-1].all_input_nodes, *rules.nodes]",
+        "rules.nodes",
+        FUSED,
+    ),
+    Mutant(
+        "what waits for nothing comes early",
+        "graph/ir.py",
+        "stack = [node]\n        while stack",
+        "stack = [node] if all(a in order for a in node.all_input_nodes) else []\n        while stack",
+        GRAPH,
+        (
+            (
+                "    return reordered(graph, order)",
+                "    order |= dict.fromkeys(after_needs(list(graph.nodes), {}))\n    return reordered(graph, order)",
+            ),
+        ),
+    ),
+    # what waits for all gradients
+    Mutant(
+        "new states wait for the last gradient",
+        "graph/passes/_schedule/_roles.py",
+        "    late |= _waiting(nodes, feeds_work, late)\n",
+        "",
+        RECAST,
+    ),
+    Mutant(
+        "whatever waits is made late", "graph/passes/_schedule/_roles.py", "if _grows(part, late) for", "for", RECAST
+    ),
+    Mutant(
+        "what is made of arguments is kept",
+        "graph/passes/_schedule/_roles.py",
+        "a not in part and a not in late and",
+        "a not in part and",
+        RECAST,
+    ),
+    Mutant(
+        "numbers join what is apart",
+        "graph/passes/_schedule/_roles.py",
+        " and any(x.dim() for x in values(a)):",
+        ":",
+        RECAST,
+    ),
+    Mutant(
+        "what is done waits for the others",
+        "graph/passes/_schedule/_listing.py",
+        "    ready += [] if waiting or is_input(node) else _met(rules, state, node)\n",
+        "",
+        RECAST,
+    ),
     # recast
+    Mutant(
+        "what scales a gradient is not done again",
+        "graph/passes/_recast.py",
+        "while node.target in SCALINGS and",
+        "while False and",
+        RECAST,
+    ),
+    Mutant(
+        "a product of two gradients is made again",
+        "graph/passes/_recast.py",
+        "if len(given) != 1:",
+        "if not given:",
+        RECAST,
+        (("(node,) = given", "node = given[0]"),),
+    ),
     Mutant(
         "first uses are cast again, too", "graph/passes/_recast.py", "if before[u] > before[node]]", "if True]", RECAST
     ),
@@ -314,8 +446,8 @@ MUTANTS = [
     Mutant(
         "schedules in another order are taken for the same",
         "graph/_agree.py",
-        "[n.name for part in graphs_in(graph) for n in part.nodes if is_collective(n)]",
-        "[]",
+        "names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]",
+        "names: list[str] = []",
         GRAPH,
     ),
     Mutant(
@@ -373,8 +505,8 @@ MUTANTS = [
     Mutant(
         "buckets of what waits for itself",
         "graph/passes/_bucket.py",
-        "lambda group, n: not _needs(n, group, index)",
-        "lambda group, n: True",
+        " and not _needs(n, group, index)",
+        "",
         GRAPH,
     ),
     Mutant(
@@ -623,8 +755,8 @@ MUTANTS = [
     Mutant(
         "a loop's sums are not written",
         "graph/_pipeline.py",
-        "Given(loop.pairs, tuple(loop.places_of_sums)",
-        "Given((), ()",
+        "pairs=loop.pairs, donated=tuple(loop.places_of_sums)",
+        "pairs=(), donated=()",
         LOOPS,
     ),
     Mutant(
@@ -834,4 +966,14 @@ MUTANTS = [
     Mutant(
         "who fails last goes over", "graph/run/_auto.py", "not self.left and not self.failed", "not self.left", COMPILE
     ),
+    Mutant("a cast back is not seen", "graph/trace/_casts.py", "if same and not handed_on and", "if False and", CASTS),
+    Mutant(
+        "a rounded value stands for itself",
+        "graph/trace/_casts.py",
+        "torch.promote_types(wide, narrow) == wide and wide != narrow",
+        "True",
+        CASTS,
+    ),
+    Mutant("a result shares an argument's memory", "graph/trace/_casts.py", "not handed_on and", "", CASTS),
+    Mutant("a view stays where it lay", "graph/trace/_casts.py", "for view in views[1:]:", "for view in ():", CASTS),
 ]

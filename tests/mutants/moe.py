@@ -8,6 +8,7 @@ GROUPED = ("tests/moe/test_grouped.py",)
 LAYER = ("tests/moe/test_layer.py",)
 TRAINING = ("tests/moe/test_training.py",)
 TRANSFORMERS = ("tests/moe/test_transformers.py",)
+PLAN = ("tests/graph/test_plan.py", "-k", "axes or another_size")
 CLIP = ("tests/optim/test_experts.py",)
 AXES = ("tests/moe/test_axes.py",)
 BY_HAND = ("tests/moe/test_by_hand.py",)
@@ -72,7 +73,7 @@ MUTANTS = [
         "split_dim=0, concat_dim=1",
         SEATS,
     ),
-    Mutant("the way back goes nowhere", "moe/_seats.py", "all_to_all(y, along(axis)", "all_to_all(y, ()", SEATS),
+    Mutant("the way back goes nowhere", "moe/_seats.py", "all_to_all(y, where_bound(axis)", "all_to_all(y, ()", SEATS),
     Mutant("an empty seat holds the last token", "moe/_moved.py", "x.new_zeros((1, x.shape[1]))", "x[-1:]", LAYER),
     Mutant("rows are not copied back", "moe/_moved.py", "moved(grad, back, at)", "moved(grad, back * 0, at)", SEATS),
     Mutant("sequences share their seats", "moe/_seats.py", "at + first", "at", SEATS),
@@ -210,7 +211,7 @@ MUTANTS = [
     Mutant(
         "experts are split over another axis than tokens travel along",
         "moe/_split.py",
-        "isinstance(rule, Split) and rule.axis != axis",
+        "if over and axis not in over:",
         "False",
         AXES,
     ),
@@ -258,6 +259,16 @@ MUTANTS = [
         "layers(loop.body)",
         ("tests/moe/test_plan.py",),
     ),
+    # plans of other worlds, and names
+    Mutant(
+        "what gathers new experts has no name",
+        "layout/rows.py",
+        'transpose="reduce_scatter_flat",\n        replicated=True,\n        unit=_unit,',
+        'transpose="reduce_scatter_flat",\n        replicated=True,',
+        ("tests/moe/test_plan.py",),
+    ),
+    Mutant("a plan keeps the parts of experts", "graph/_absent.py", "shape[dim] = whole // n", "pass", PLAN),
+    Mutant("experts are planned in unequal parts", "graph/_absent.py", "if whole % n:", "if False:", PLAN),
     # clipping by expert
     Mutant("an expert is not summed over tp", "optim/_experts.py", "if s.dims[i] != 0]", "if False]", CLIP),
     Mutant("a wrong name clips nothing", "optim/_experts.py", "if paths and not any(layers):", "if False:", CLIP),

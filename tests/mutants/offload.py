@@ -313,7 +313,9 @@ MUTANTS = [
         "if not all(u.target is UP",
         REMAT,
     ),
-    Mutant("loops' parameters wait on the host", "graph/_pipeline.py", ", moves=moves(loop.body))", ")", REMAT),
+    Mutant(
+        "loops' parameters wait on the host", "graph/_pipeline.py", "moves=moves(loop.body))", "moves=False)", REMAT
+    ),
     # delay
     Mutant("gradients do not wait", "optim/_offload.py", "lay.replaced(new, state.waiting)", "new", OFFLOAD),
     Mutant(

@@ -3,7 +3,10 @@
 from tests.mutants.mutant import Mutant
 
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
-COST = ("tests/graph/test_cost.py",)
+COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
+RULES = ("tests/tuning/test_rules.py",)
+CALIBRATE = ("tests/tuning/test_calibrate.py",)
+WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
 
 MUTANTS = [
@@ -92,14 +95,36 @@ MUTANTS = [
     Mutant("a GPU's plan has a CPU's seconds", "graph/_entry.py", "rejected, asked.device,", "rejected, None,", TUNE),
     Mutant(
         "the network is as fast as the machine's links",
-        "graph/plan/_cost.py",
-        "device.link if n <= device.near else device.network",
+        "graph/plan/_links.py",
+        "device.link if m == 1 else min(device.link, near * device.network)",
         "device.link",
-        TUNE,
+        LINKS,
     ),
     Mutant(
-        "a thousand ranks are as near as eight", "graph/plan/_cost.py", "device.latency * hops", "device.latency", TUNE
+        "a machine has one way out",
+        "graph/plan/_links.py",
+        "min(device.link, near * device.network)",
+        "device.network",
+        LINKS,
     ),
+    Mutant(
+        "a thousand ranks are as near as eight", "graph/plan/_links.py", "    return ring\n", "    return 0\n", LINKS
+    ),
+    Mutant("the first axis changes fastest", "graph/plan/_links.py", "in reversed(mesh)", "in mesh", LINKS),
+    Mutant("an all_reduce is one ring", "graph/plan/_links.py", "2 * min(ring, ", "min(ring, ", LINKS),
+    Mutant("a tree is no shorter", "graph/plan/_links.py", "2 * min(ring, ", "2 * max(ring, ", LINKS),
+    Mutant(
+        "all to all share their ways out", "graph/plan/_links.py", "beyond / device.network", "beyond / near", LINKS
+    ),
+    Mutant("a link of any axis counts", "graph/plan/_links.py", " if name in names]", "]", LINKS),
+    Mutant(
+        "a changed constant keeps its source",
+        "tuning/_machines.py",
+        "known.get((name, value), ",
+        "dict([(n, s) for n, _, s in self.sources]).get(name, ",
+        TUNE,
+    ),
+    Mutant("links that were given are forgotten", "tuning/_machines.py", "links=self.links,", "", TUNE),
     Mutant("float32 is as fast as half", "graph/plan/_cost.py", "done *= device.slow", "pass", TUNE),
     Mutant("attention is free on a CPU", "graph/ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
     Mutant(
@@ -179,4 +204,113 @@ MUTANTS = [
         COMMAND,
     ),
     Mutant("a script within the data ends the page", "tuning/_page.py", '.replace("</", "<\\\\/")', "", COMMAND),
+    # while it trains
+    Mutant(
+        "what was there before is forgotten",
+        "tuning/_readings.py",
+        "taken.added_bytes + before",
+        "taken.added_bytes",
+        WATCH,
+    ),
+    Mutant("the first call is measured", "tuning/_watch.py", "traces > 0 and (", "(", WATCH),
+    Mutant("the compiled call is not", "tuning/_watch.py", "(every or self._compiled)", "every", WATCH),
+    Mutant("all calls have the last plan", "tuning/_watch.py", "if known is not None:", "if False:", WATCH),
+    Mutant(
+        "a machine's seconds are anyone's",
+        "tuning/_watch.py",
+        "self.step.plans(device)",
+        "self.step.plans()",
+        WATCH,
+    ),
+    Mutant("a device that is behind is waited for", "tuning/_watch.py", ".taken.is_over()", "", WATCH),
+    Mutant("rows are written again", "tuning/_watch.py", "self._kept[count:], max", "self._kept, max", WATCH),
+    Mutant("a hint is said each time", "tuning/_watch.py", "self._told.add(hint.name)", "pass", WATCH),
+    Mutant(
+        "the median is the worst",
+        "tuning/_readings.py",
+        "(median(found) for found in zip(",
+        "(max(found) for found in zip(",
+        WATCH,
+    ),
+    Mutant(
+        "a GPU's peak is that of all time",
+        "tuning/_meters.py",
+        "torch.cuda.reset_peak_memory_stats(self._device)",
+        "pass",
+        WATCH,
+    ),
+    Mutant(
+        "what is freed stays",
+        "_torch/allocations.py",
+        "held += event.cpu_memory_usage()",
+        "held += max(event.cpu_memory_usage(), 0)",
+        ALLOCATIONS,
+    ),
+    Mutant("the user's profiler is ended", "_torch/allocations.py", "if profiling():", "if False:", ALLOCATIONS),
+    # what a machine reaches
+    Mutant(
+        "float32 is as much faster", "tuning/_calibrate.py", '"slow": (half / full,', '"slow": (full / half,', CALIBRATE
+    ),
+    Mutant("a copy only reads", "tuning/_stopwatch.py", "return 2 * 4 * a.numel()", "return -4 * a.numel()", CALIBRATE),
+    Mutant(
+        "a step of the ring counts twice",
+        "tuning/_calibrate.py",
+        "small - (ranks - 1) * hop, hop",
+        "small, hop",
+        CALIBRATE,
+    ),
+    Mutant(
+        "a link's latency is in its speed",
+        "tuning/_calibrate.py",
+        "max(large - small, 0.1 * large)",
+        "large",
+        CALIBRATE,
+    ),
+    Mutant("what is assumed was measured", "tuning/_calibrate.py", 'f"assumed, as of', 'f"measured, as of', CALIBRATE),
+    Mutant(
+        "links between machines are those within",
+        "tuning/_calibrate.py",
+        "if near > 1:\n        groups",
+        "if True:\n        groups",
+        (*CALIBRATE, "-m", "slow or not slow"),
+    ),
+    Mutant(
+        "a calibrated machine is a common one",
+        "tuning/_named.py",
+        "        return calibrated()",
+        "        return MACHINES['cpu']",
+        CALIBRATE,
+    ),
+    # experts of two kinds
+    Mutant("any rule is kept", "tuning/_rules.py", "expected[0] is best, _why", "True, _why", RULES),
+    Mutant(
+        "the highest stage is an expert's",
+        "tuning/_rules.py",
+        "key=lambda r: r.config.stage)",
+        "key=lambda r: -r.config.stage)",
+        RULES,
+    ),
+    Mutant("settings of any micro-batch", "tuning/_rules.py", "if r.config.micro_batch == least)", "if True)", RULES),
+    Mutant("all that fits is compared", "tuning/_rules.py", "if rest(r) == rest(asked.best)]", "]", RULES),
+    Mutant(
+        "a machine has no end", "tuning/_rules.py", "(r.config.ep > asked.near, -r.config.ep)", "-r.config.ep", RULES
+    ),
+    Mutant("a difference of nothing is a reason", "tuning/_rules.py", "if more < ALIKE:", "if False:", RULES),
+    Mutant(
+        "experts lie whole on each rank",
+        "tuning/_steps.py",
+        'moe.split("experts") if config.ep > 1',
+        'moe.split("experts") if False',
+        MODELS,
+    ),
+    Mutant(
+        "experts that do not divide are split", "tuning/_steps.py", "if shape.experts[0] % config.ep or", "if", MODELS
+    ),
+    Mutant(
+        "the lines to paste split no experts",
+        "tuning/_recipe.py",
+        'if c.ep > 1 else ""',
+        'if c.ep > 99 else ""',
+        MODELS,
+    ),
 ]

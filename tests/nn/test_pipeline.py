@@ -106,6 +106,15 @@ def test_without_a_mesh_it_is_the_ordinary_loss():
     assert join(params).keys() == dict(model.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
+def test_masks_and_tables_have_the_dtype_of_half_precision(name):
+    model, batch = built(name), batch_for(name)
+    loss, params, _ = pipeline(model, lambda output, batch: output.logits.float().sum(), inputs=inputs, micro_batches=1)
+    half = fzero.tree.map(lambda x: x.bfloat16(), params)
+    got, _ = loss(half, batch)
+    assert got.equal(model.bfloat16()(**inputs(batch)).logits.float().sum())
+
+
 def test_dropout_by_key_is_the_same_on_any_mesh():
     model, batch = built("gpt2").train(), batch_for("gpt2")
     loss, params, _ = pipeline(model, losses, inputs=inputs, micro_batches=2)
@@ -121,6 +130,21 @@ def test_dropout_by_key_is_the_same_on_any_mesh():
         step = fzero.shard(one, stage=0, mesh=mesh, axis="pp", split=loss.split)
         *_, got = step(*step.init(loss.stack(params, mesh), optim.sgd(0.1)))
         torch.testing.assert_close(got, torch.stack(want), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_remat_has_each_block_run_again(remat):
+    runs = []
+
+    class Counted(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            runs.append(1)
+            return super().forward(x)
+
+    layers = torch.nn.Sequential(*[Counted(2, 2) for _ in range(3)])
+    loss, params, _ = pipeline(layers, lambda out, batch: out.square().mean(), micro_batches=2, remat=remat)
+    fzero.value_and_grad(loss, reduce="weighted")(params, torch.ones(4, 2))
+    assert len(runs) == 3 * 2 * (1 + remat)
 
 
 def test_wrong_arguments_are_refused():

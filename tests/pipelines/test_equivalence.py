@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.pipelines.model import OPT, WIDTH, batch_of, block, first, last, loss_of, params_of, step_of, trained, trained_on
+from tests.pipelines.model import (
+    OPT,
+    WIDTH,
+    batch_of,
+    block,
+    first,
+    last,
+    loss_of,
+    params_of,
+    step_of,
+    trained,
+    trained_on,
+)
 from tests.schedules.strategies import schedules
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -22,9 +34,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 @settings(max_examples=30)
-@given(
-    st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data()
-)
+@given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
 def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
     stages, uneven = NAMED[name], data.draw(st.integers(0, 2))
@@ -130,6 +140,44 @@ def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
         trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
         trained_on(on_dp, 2, loss, params, 8, key),
     )
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
+    def drops(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5) * p["b"].exp().mean() ** 0
+
+    def total(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return (x != 0).to(x.dtype).sum() * rest["scale"] ** 0, batch["weights"].sum()
+
+    params, key = params_of(4), fzero.random.key(0)
+    batch = {name: x.repeat(2) for name, x in batch_of(64).items()}  # two equal micro-batches
+
+    def left(micro_batches: int, batch: Any) -> float:
+        loss = loss_of(micro_batches, block=drops, last=total, depth=4)
+        mesh = fzero.mesh(pp=2, simulate=simulate)
+        step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
+        stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        return step.program(lambda p, b: fzero.psum(loss(p, b, key)[0]))(stacked, batch).item()
+
+    both, one = left(2, batch), left(1, batch_of(64))
+    assert both != 2 * one
+    assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
+
+
+def test_a_factor_of_the_loss_is_one_of_its_gradients():
+    loss, params, batch = loss_of(4), params_of(4), batch_of(8)
+    mesh = fzero.mesh(pp=2, simulate="lockstep")
+    step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
+    stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+
+    def tripled(params: Any, batch: Any) -> Any:
+        total, weight = loss(params, batch)
+        return 3 * total, weight
+
+    _, grads = step.program(fzero.value_and_grad(tripled, reduce="weighted"))(stacked, batch)
+    _, expected = fzero.value_and_grad(loss, reduce="weighted")(params, batch)
+    close(loss.unstack(step.gather(grads), mesh), fzero.tree.map(lambda g: 3 * g, expected))
 
 
 def test_half_precision_with_masters_trains_as_without_a_pipeline():

@@ -64,7 +64,9 @@ def test_parameters_without_blocks_or_with_blocks_that_differ():
         loss_of(4).stack([torch.ones(1)], fzero.mesh(pp=2))
     params = params_of(4)
     params["blocks"][2] = {"w": torch.ones(5, 6, dtype=torch.float64), "b": torch.ones(5, dtype=torch.float64)}
-    with raises(ValueError, "blocks[2] leaf 'w' is torch.float64 [5, 6], and that of blocks[0] is torch.float64 [5, 5]"):
+    with raises(
+        ValueError, "blocks[2] leaf 'w' is torch.float64 [5, 6], and that of blocks[0] is torch.float64 [5, 5]"
+    ):
         loss_of(4).stack(params, fzero.mesh(pp=2))
     params["blocks"][1] = {"w": torch.ones(5, 5)}
     with raises(ValueError, "blocks[1] is not like blocks[0]"):
@@ -84,7 +86,9 @@ def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_a_batch_that_does_not_divide(simulate):
-    with raises(ValueError, "the batch leaf 'tokens' is [3]: dimension 0 of a rank's part must divide by micro_batches=2"):
+    with raises(
+        ValueError, "the batch leaf 'tokens' is [3]: dimension 0 of a rank's part must divide by micro_batches=2"
+    ):
         trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 1, loss_of(2), params_of(4), 6)
 
 
@@ -140,7 +144,7 @@ def test_unweighted_means_are_refused():
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     step = fzero.shard(fzero.value_and_grad(loss), 1, mesh, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
-    with raises(TypeError, "reduce=\"weighted\""):
+    with raises(TypeError, 'reduce="weighted"'):
         step(params, batch_of(8))
 
 

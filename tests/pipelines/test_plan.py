@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero.graph.ops import is_random
 from fzero.graph.phases import Phase
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Held, split
@@ -16,14 +17,19 @@ from tests.pipelines.model import OPT, batch_of, loss_of, params_of, step_of
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
 
-def planned(name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any) -> Any:
+def planned(
+    name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any
+) -> Any:
     depth = 2 * ranks
-    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name])
+    own = {"block": options.pop("block")} if "block" in options else {}
+    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name], **own)
     mesh = fzero.mesh(dp=dp, pp=ranks)
     step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(params_of(depth), mesh), OPT)
     batch = mesh.split(batch_of(16 * micro_batches * dp), "dp")
-    return fzero.plan(fzero.jit(step, backend="fx"), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
+    return fzero.plan(
+        fzero.jit(step, backend="fx"), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -60,9 +66,9 @@ def test_all_ranks_start_the_same_collectives_in_one_order():
 
 def test_the_cost_model_knows_bubbles():
     """A phase that takes a second: four micro-batches on two ranks take five times three."""
-    seconds = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, latency=0.0, link=1e30)
+    seconds = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
     assert seconds == pytest.approx(3 * (4 + 2 - 1))
-    slow = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, latency=0.5, link=1e30)
+    slow = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
     assert slow == pytest.approx(15 + 2 * 0.5)  # there and back
     assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
 
@@ -77,7 +83,7 @@ def test_a_plan_is_of_the_rank_that_is_asked_for():
     for rank in (4, -1, {"pp": 2}, {"tp": 0}):
         with pytest.raises(ValueError, match="expected a rank of dp=2, pp=2, or places along these axes"):
             fzero.plan(step, params, state, None, rank=rank)
-    with pytest.raises(ValueError, match="rank=1: .*has no mesh"):
+    with pytest.raises(ValueError, match=r"rank=1: .*has no mesh"):
         fzero.plan(lambda x: x, torch.ones(2), rank=1)
 
 
@@ -90,7 +96,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
     assert any(o.target == "a pipeline of 4 turns" for o in plans[0].operations)
 
 
-def loops_of(name: str, rank: int) -> Any:
+def loops_of(name: str, rank: int, **options: Any) -> Any:
     """The loop of a rank's traced step, as it is scheduled."""
     from fzero.graph import _entry
     from fzero.graph.loops import loop_of
@@ -99,7 +105,7 @@ def loops_of(name: str, rank: int) -> Any:
     before = _entry.plan_of
     try:
         _entry.plan_of = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
-        planned(name, 4, rank, ranks=2, dp=1)
+        planned(name, 4, rank, ranks=2, dp=1, **options)
     finally:
         _entry.plan_of = before
     return next(loop for n in found[0].nodes if (loop := loop_of(n)))
@@ -128,3 +134,25 @@ def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
     loop = loops_of("1f1b", 1)
     products = {part.phase.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
     assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head
+
+
+def held(parts: Any) -> list[torch.Tensor]:
+    """What waits for the backward pass, of each micro-batch in flight."""
+    from fzero.graph.ir import results, values
+
+    made = [(what, n) for part in parts for what, n in zip(part.made, results(part.graph), strict=True)]
+    return [values(n)[0] for what, n in made if isinstance(what, Held)]
+
+
+def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
+    def masked(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.where(torch.ones(5, 5, dtype=torch.bool).tril()[2], x @ p["w"], 0.0)
+
+    def drawn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(x @ p["w"], 0.5)
+
+    parts = split(loops_of("1f1b", 0, block=masked))
+    assert not [x for x in held(parts) if x.dtype == torch.bool]
+    parts = split(loops_of("1f1b", 0, block=drawn))
+    draws = {part.phase.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
+    assert draws == {"F": 2, "W": 0}  # of two blocks

@@ -358,6 +358,28 @@ def test_a_mean_over_an_axis_that_only_splits_leaves_is_refused():
         step(*step.init(parallel_params(), opt), mesh.split(batch, "dp"))
 
 
+def test_a_mesh_without_an_axis_of_data_says_what_to_do():
+    mesh, opt = fzero.mesh(tp=2), optim.sgd(0.1)
+    step = fzero.shard(train_step_for(parallel_loss, opt), stage=0, mesh=mesh, split=parts)
+    batch = {name: PerRank(torch.ones(4, 5, dtype=torch.float64), ()) for name in "xy"}
+    with pytest.raises(ValueError, match=r"averages over 'tp', .* such as axis='dp' of fzero.mesh\(dp=1"):
+        step(*step.init(parallel_params(), opt), batch)
+
+
+def test_several_rules_cut_over_an_axis_each():
+    mesh = fzero.mesh(a=2, b=2)
+    rules = [lambda path, leaf: {"a": 0}, lambda path, leaf: {"b": 1} if leaf.ndim > 1 else None]
+    step = fzero.shard(lambda p, s: (p, s), 0, mesh, split=rules)
+    params, _ = step.init({"w": torch.arange(16.0).view(4, 4), "v": torch.arange(4.0)}, optim.sgd(0.1))
+    assert [(s.axis, s.dims) for s in params["w"].spec.split] == [("a", (0,)), ("b", (1,))]
+    assert [s.axis for s in params["v"].spec.split] == ["a"]
+    assert torch.equal(step.gather(params)["w"], torch.arange(16.0).view(4, 4))
+    with pytest.raises(ValueError, match="two rules cut leaf 'w' over 'a'"):
+        fzero.shard(lambda p, s: (p, s), 0, mesh, split=(rules[0], rules[0])).init({"w": torch.ones(4)}, optim.sgd(0.1))
+    with pytest.raises(TypeError, match=r"split=\[.*'no rule'\]: expected a rule"):
+        fzero.shard(lambda p, s: (p, s), 0, mesh, split=[rules[0], "no rule"])
+
+
 def test_boxes_of_a_mesh_in_another_order_are_refused():
     one, other = fzero.mesh(dp=2, tp=2), fzero.mesh(tp=2, dp=2)
     split = lambda path, leaf: {"tp": 0}  # noqa: E731

@@ -12,6 +12,7 @@ from fzero import tuning
 from fzero.tuning import Configuration
 from fzero.tuning._models import Shape, init
 from fzero.tuning._presets import PRESETS, shape_of
+from fzero.tuning._recipe import recipe
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
 # block; mixtral and llama by their model cards
@@ -112,6 +113,29 @@ def test_a_models_loss_is_a_number_and_trains(name, tiny):
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
     assert losses[-1] < losses[0], losses
+
+
+def test_experts_are_split_over_an_axis_of_their_own(tiny):
+    """Half of them lie on each rank, tokens travel along ep, and the lines to paste make such a mesh."""
+    make_step = tuning.model_step("tiny-experts", length=16)
+    asked = {"world_size": 8, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
+    table = fzero.tune(make_step, **asked, stages=(2,), remat=(False,), ep=(1, 2))
+    one, two = (next(r for r in table.rows if r.config.ep == n) for n in (1, 2))
+    assert {*one.moved} == {"dp"} and {*two.moved} == {"dp", "dp,ep", "ep"}
+    paths, leaves, _ = fzero.tree.flatten_with_paths(init(TINY["experts"], 2))
+    expert = sum(x.numel() for path, x in zip(paths, leaves, strict=True) if ".experts." in path)
+    rest = sum(x.numel() for x in leaves) - expert
+    assert one.held["parameters"] == 2 * (expert + rest) and two.held["parameters"] == 2 * (expert / 2 + rest)
+    assert "ep" in str(table).splitlines()[1].split() and ", ep 2" in str(two.config)
+    said = recipe(two.config)
+    assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.moe.split("experts")' in said
+    assert "ep" not in recipe(one.config).replace("step", "").replace("depth", "")
+
+
+@pytest.mark.parametrize("name,ep", [("tiny-gpt2", 2), ("tiny-experts", 8)])
+def test_experts_that_do_not_divide_are_refused(tiny, name, ep):
+    with pytest.raises(ValueError, match=rf"ep={ep} does not divide the [04] experts of"):
+        tuning.model_step(name, length=16)(Configuration(1, 1, 1, ranks=8, ep=ep))
 
 
 def test_explicit_attention_keeps_its_weights(tiny):

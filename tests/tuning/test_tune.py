@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Table
+from fzero.tuning._known import MACHINES
 from tests.tuning.spaces import make_step, planned
 
 SPACE: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8, 64), "device": CPU}
@@ -95,7 +96,9 @@ def test_a_table_says_what_it_knows():
     table = fzero.tune(lambda c: planned(c), **SPACE, memory=60e6, margin=0.1)
     said = str(table)
     assert f"of {len(table.rows) + len(table.skipped)} configurations fit" in said and "less a margin" in said
-    assert "too much" in said and "seconds are estimates" in said and table.machine.source in said.replace("\n", " ")
+    assert "too much" in said and "seconds are estimates" in said
+    flat = said.replace("\n", " ")
+    assert all(f"{c.name} {c.value} ({c.source})" in flat for c in table.machine.constants())
     best = table.best()
     assert str(best) in said.replace("\n", " ") and best.config is best.row.config
     read = Table.from_json(table.to_json())
@@ -179,11 +182,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word alone": ({"precision": "bfloat16"}, ValueError, r"precision='bfloat16': expected a tuple"),
     "a remat": ({"remat": (1,)}, ValueError, r"remat=\(1,\): 1 is none"),
     "a ratio": ({"offload": (0, 1.5)}, ValueError, r"offload=\(0, 1.5\): 1.5 is none ratios from 0 to 1"),
+    "an ep that does not divide": ({"ep": (3,)}, ValueError, r"ep=\(3,\): 3 is none that divides world_size=4"),
     "twice": ({"stages": (1, 1)}, ValueError, r"stages=\(1, 1\): a value stands twice"),
     "no ranks": ({"world_size": 0}, ValueError, r"world_size=0: expected an int, at least 1"),
     "no depth": ({"depth": 0}, ValueError, r"depth=0: expected an int"),
     "no memory": ({"memory": "80GB"}, ValueError, r"memory='80GB': expected a number of bytes above 0"),
     "all margin": ({"margin": 1}, ValueError, r"margin=1: expected a share"),
+    "a link of no axis": ({"links": {3: 1e9}}, ValueError, r"links=\{3: 1000000000.0\}: expected bytes a second"),
+    "a link of no speed": ({"links": {"dp": 0}}, ValueError, r"links=\{'dp': 0\}: expected bytes a second"),
     "no workers": ({"workers": 0}, ValueError, r"workers=0: expected an int"),
     "no function": ({"make_step": 3}, TypeError, r"make_step=3: expected a function \(configuration\)"),
     "no step": (
@@ -253,11 +259,28 @@ def test_collectives_between_machines_are_slower_and_more_ranks_take_longer():
         args = make_step(Configuration(3, 1, 1, ranks=ranks))
         times.append(fzero.plan(*args, device=at).seconds)
     assert times[0] < times[1] < times[2]
-    far = at._replace(latency=1.0, link=1e30, network=1e30)
-    few, many = (fzero.plan(*make_step(Configuration(3, 1, 1, ranks=n)), device=far).seconds for n in (16, 1024))
-    assert many == pytest.approx(10 / 4 * few, rel=0.01)
     near = at._replace(near=math.inf)
     assert fzero.plan(*make_step(Configuration(3, 1, 1, ranks=16)), device=near).seconds < times[1]
+
+
+def test_links_are_given_by_axis():
+    asked = {**SPACE, "memory": 1e12, "stages": (2,), "remat": (False,), "micro_batches": (64,)}
+    rows = {}
+    for name, links in {"none": None, "slow": {"dp": 1e6}, "other": {"tp": 1e6}}.items():
+        table = fzero.tune(make_step, **asked, links=links)
+        rows[name] = table.rows[0]
+        assert ("no collective runs along tp" in str(table)) == (name == "other")
+        assert ("collectives along dp 0.001 GB/s (as given)" in str(table).replace("\n", " ")) == (name == "slow")
+        assert Table.from_json(table.to_json()) == table
+    moved = rows["slow"].moved["dp"]
+    assert rows["other"].seconds == rows["none"].seconds and rows["slow"].seconds > 0.7 * moved / 1e6
+
+
+def test_each_constant_has_its_source():
+    for machine in MACHINES.values():
+        assert len(machine.constants()) == 12 and all(c.source != "as given" for c in machine.constants())
+        given_ = {c.name: c.source for c in replace(machine, flops=1e12).constants()}
+        assert [name for name, source in given_.items() if source == "as given"] == ["products of half precision"]
 
 
 def test_attention_of_a_cpu_counts_as_a_gpus():

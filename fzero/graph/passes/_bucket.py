@@ -1,6 +1,7 @@
 """bucket: collectives of small neighbouring units become one."""
 
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Graph, Node
@@ -8,6 +9,7 @@ from torch.fx import Graph, Node
 from fzero._torch import c10d
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import copied, is_gather, is_reduction, parameter_gathers, sort, values
+from fzero.graph.phases import is_marker
 
 __all__ = ["bucket"]
 
@@ -35,10 +37,24 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     gathers = parameter_gathers(graph)
-    gathers.sort(key=lambda g: min((index[u] for w in g.users for u in w.users), default=0))
+    first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
+    gathers.sort(key=first_use.__getitem__)
     reductions = [n for n in graph.nodes if is_reduction(n)]
-    _join(graph, gathers, max_bytes, lambda group, n: True)
-    _join(graph, reductions, max_bytes, lambda group, n: not _needs(n, group, index))
+    ends = [i for n, i in index.items() if is_marker(n)]  # of phases of a pipeline, which no bucket passes
+
+    def together(one: int, other: int) -> bool:
+        return bisect_left(ends, one) == bisect_left(ends, other)
+
+    def may_join(group: list[Node], n: Node) -> bool:
+        return together(index[group[0]], index[n]) and not _needs(n, group, index)
+
+    _join(graph, gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
+    _join(
+        graph,
+        reductions,
+        max_bytes,
+        lambda group, n: together(index[group[0]], index[n]) and not _needs(n, group, index),
+    )
     return sort(graph)
 
 

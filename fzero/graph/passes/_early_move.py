@@ -6,13 +6,11 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import aten, copied, is_input, values
+from fzero.graph.ir import SCALINGS, aten, copied, is_input, values
 from fzero.graph.ops import is_view
 from fzero.graph.spaces import DOWN
 
 __all__ = ["early_move"]
-
-SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 
 
 def early_move(graph: Graph) -> Graph:

@@ -1,10 +1,8 @@
 """recast: a widening cast is made again for the uses that wait for a collective, and let go in between."""
 
-from collections.abc import Mapping
-
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import CASTS, LATE, copied, is_collective, nbytes, values
+from fzero.graph.ir import CASTS, LATE, SCALINGS, collectives_before, copied, nbytes, values
 from fzero.graph.passes._uses import again, family
 
 __all__ = ["recast"]
@@ -31,25 +29,33 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
     """
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    before = _collectives_before(graph)
+    before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
-        if not _widens(node) or nbytes(*values(node)) < least:
+        sources = _from_narrow(node)
+        if not sources or nbytes(*values(node)) < least:
             continue
         views, users = family(node)
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
         if not later or len(later) == len(users) or any(u.op == "output" for u in users):
             continue
-        for copy in again(graph, [node], views, later, index):
+        for copy in again(graph, sources, views, later, index):
             copy.meta[LATE] = True
     return graph
 
 
-def _collectives_before(graph: Graph) -> Mapping[Node, int]:
-    """Count for each node the collectives that lie one behind the other before its result."""
-    found: dict[Node, int] = {}
-    for n in graph.nodes:
-        found[n] = max([found[a] for a in n.all_input_nodes], default=0) + is_collective(n)
-    return found
+def _from_narrow(node: Node) -> list[Node]:
+    """Return the operations that make a wide value of a narrow one: a cast, and what scales it by numbers behind it.
+
+    With a loss scale the norm reads gradients that are divided by it.
+    """
+    found: list[Node] = []
+    while node.target in SCALINGS and not node.kwargs:
+        given = [a for a in node.all_input_nodes if values(a)[0].dim()]
+        if len(given) != 1:
+            return []
+        found.insert(0, node)
+        (node,) = given
+    return [node, *found] if _widens(node) else []
 
 
 def _widens(node: Node) -> bool:

@@ -1,13 +1,11 @@
 """The cost model that ranks candidate schedules: seconds of a step on a device, roughly."""
 
-import math
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 from torch.fx import Graph, Node
 
-from fzero.graph._wire import axis_of, full_bytes, group_size, wire
 from fzero.graph.ir import (
     collective_of,
     flops,
@@ -22,57 +20,20 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import is_view
+from fzero.graph.plan._device import DEVICES, Device
+from fzero.graph.plan._links import collective_seconds, message_seconds
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.spaces import is_move, on_host
 
 __all__ = ["DEVICES", "Device", "seconds"]
 
 
-class Device(NamedTuple):
-    """What a device can do.
-
-    Attributes:
-        kind: that torch gives it: "cpu" or "cuda".
-        flops: floating-point operations a second.
-        memory: bytes a second, read or written.
-        link: bytes a second that a collective moves.
-        latency: seconds that a message takes at least.
-        launch: seconds that an operation takes at least.
-        network: bytes a second that a collective moves which leaves the machine.
-        near: how many ranks a machine has.
-        axes: of the mesh, each with its size, as far as they are known.
-        slow: of operands that are wider than half precision, how many times as long a product takes.
-        host: bytes a second that the host reads or writes; 0 if its work is not counted, or is this device's.
-        host_link: bytes a second between the device and the host.
-    """
-
-    kind: str
-    flops: float
-    memory: float
-    link: float
-    latency: float
-    launch: float
-    network: float = math.inf
-    near: float = math.inf
-    axes: tuple[tuple[str, int], ...] = ()
-    slow: float = 1.0
-    host: float = 0.0
-    host_link: float = 0.0
-
-
-DEVICES = {
-    "cpu": Device("cpu", flops=5e10, memory=1e10, link=1e9, latency=1e-4, launch=2e-6),  # one core or two, gloo
-    # a data-centre GPU with NVLink, a host that eight share, PCIe 5
-    "cuda": Device("cuda", flops=4e14, memory=3e12, link=1e11, latency=2e-5, launch=4e-6, host=6e10, host_link=5e10),
-}
-
-
 def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> float:
     """Estimate how long a graph runs: work on one clock, collectives on another, and the host on a third.
 
-    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective of b bytes in
-    all over n ranks starts after those before it. It takes `latency + b (n - 1) / n / link`; an all_reduce sends twice
-    that. Work stands still at a wait whose collective has not ended.
+    Work takes `max(flops / device.flops, bytes / device.memory)`, at least `device.launch`. A collective starts after
+    those before it, and takes what `collective_seconds` says. Work stands still at a wait whose collective has not
+    ended.
 
     A copy between the device and its host takes the device's time, `b / host_link`: it stands in the order of its work.
     The host computes what it is given as soon as that is there, at `device.host` bytes a second.
@@ -100,7 +61,9 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
             wires = max(work, wires) + collective_seconds(node, on)
             ends[node] = wires
         elif (loop := loop_of(node)) and loop.track:
-            work = wires = max(work, wires) + track_seconds(loop, lambda graph: seconds(graph, on), on.latency, on.link)
+            work = wires = max(work, wires) + track_seconds(
+                loop, partial(seconds, device=on), partial(message_seconds, device=on)
+            )
         elif loop:
             turn = seconds(loop.body, device)
             begin = seconds(loop.body, device, first=True) if loop.carried else turn
@@ -111,7 +74,7 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
             work = max(work, host.arrival(node)) + nbytes(*values(node)) / on.host_link
             host.arrives(node, work)
         elif node in host.nodes:
-            host.computes(node, nbytes(*values(node), *values_of_args(node)) / on.host)
+            host.computes(node, max(nbytes(*values(node), *values_of_args(node)) / on.host, on.launch))
         else:
             work += work_seconds(node, on)
     return max(work, host.now)
@@ -157,20 +120,6 @@ def work_seconds(node: Node, device: Device) -> float:
     if done and device.slow != 1.0 and read and read[0].element_size() > 2:
         done *= device.slow
     return max(done, nbytes(*values(node), *read) / device.memory, device.launch)
-
-
-def collective_seconds(node: Node, device: Device) -> float:
-    """Estimate how long one collective takes by itself, as a ring: each rank sends to the next, n - 1 times.
-
-    Libraries go through fewer messages where they are small, as a tree: so latency grows with the logarithm of n.
-    """
-    total, kind = full_bytes(node), wire(node)
-    n = math.prod([dict(device.axes).get(axis, 1) for axis in axis_of(node).split(",")])
-    n = max(n, group_size(node))
-    crossing = total * (n - 1) / n if kind in ("all_gather", "reduce_scatter") else total  # the others tell no n
-    crossing = 2 * total if kind == "all_reduce" else crossing
-    hops = 1.0 if not device.axes else max(math.log2(n), 1.0)
-    return device.latency * hops + crossing / (device.link if n <= device.near else device.network)
 
 
 def _of_the_host(graph: Graph) -> set[Node]:

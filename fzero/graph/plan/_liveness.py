@@ -3,8 +3,9 @@
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node
@@ -28,6 +29,7 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.ops import is_linear, is_view
+from fzero.graph.plan._fused import never_stored
 from fzero.graph.plan._track import most_in_phases
 from fzero.graph.plan._workspace import workspace_bytes
 from fzero.graph.split import regions
@@ -103,22 +105,25 @@ def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
 def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
     """Find the ranges of `live_ranges`, storages first, without what takes longest: to say what lies there."""
     position = {n: i for i, n in enumerate(order)}
-    stops = _last_uses(position, lent)
+    later = _waits_again(order)
+    stops = _last_uses(position, later, lent)
     starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in lent.born]
     for node in order:
         if loop := loop_of(node):
             for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
                 starts[s] += 1
+    fused = never_stored(order)
+    sizes = [0 if n in fused else size for n, size in zip(lent.born, lent.size, strict=True)]
     own = [
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
-        for start, stop, size, n in zip(starts, stops, lent.size, lent.born, strict=True)
+        for start, stop, size, n in zip(starts, stops, sizes, lent.born, strict=True)
     ]
-    return own + _copies(position)
+    return own + _copies(position, later)
 
 
-def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
+def _last_uses(position: Mapping[Node, int], later: Set[Node], lent: Storages) -> list[int]:
     """Find for each storage the place of the last node that needs it; the number of nodes for results."""
-    stop, later = [position[n] for n in lent.born], _waits_again(position)
+    stop = [position[n] for n in lent.born]
     for node, i in position.items():
         # the parts that a view cuts a value in lie in one storage
         held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
@@ -129,13 +134,17 @@ def _last_uses(position: Mapping[Node, int], lent: Storages) -> list[int]:
     return stop
 
 
-def _copies(position: Mapping[Node, int]) -> list[Range]:
+def _last_uses_of(position: Mapping[Node, int], lent: Storages) -> list[int]:
+    return _last_uses(position, _waits_again(position), lent)
+
+
+def _copies(position: Mapping[Node, int], later: Set[Node]) -> list[Range]:
     """Find the memory that is held beside values: in loops, by kernels as they work, and by reduce_scatters.
 
     The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
     operand, and one that arrives becomes the result.
     """
-    found, later = [], _waits_again(position)
+    found = []
     for node, i in position.items():
         if loop := loop_of(node):
             found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
@@ -202,7 +211,7 @@ def ranges_of_a_turn(loop: Loop) -> list[Range]:
 def _in_flight(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     """Find what other turns than this one hold during each phase of a pipeline's turn."""
     nodes = list(loop.body.nodes)
-    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses), []
+    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses_of), []
     for phase, region in regions(nodes).items():
         others = most.get(phase, 0) - max([live[i] for i in region], default=0)
         if others > 0:
@@ -224,9 +233,15 @@ def most_in_a_turn(loop: Loop) -> int:
     Of a pipeline's loop it is what all turns in flight hold.
     """
     if loop.track is not None:
-        return max(most_in_phases(loop, _last_uses).values())
-    order = list(loop.body.nodes)
-    return max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
+        return max(most_in_phases(loop, _last_uses_of).values())
+    if loop.body not in _TURNS:
+        order = list(loop.body.nodes)
+        _TURNS[loop.body] = max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
+    return _TURNS[loop.body]
+
+
+_TURNS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+"""What was found of a body, which several schedules of a graph have in common: no pass changes a graph that it made."""
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:

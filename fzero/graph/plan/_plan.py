@@ -268,7 +268,9 @@ def plan_of(
 
 def _operation(node: Node, times: int, phase: str) -> Operation:
     loop = loop_of(node)
-    target = title_of(node) if loop is None else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.turns} turns"
+    target = (
+        title_of(node) if loop is None else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.turns} turns"
+    )
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 

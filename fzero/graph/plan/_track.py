@@ -116,7 +116,7 @@ class _Walk:
                 for phase in [p for p in phases_of(deed.of) if p in self.profiles]:
                     peak, made = self._phase(phase, deed.of.micro_batch)
                     most[phase] = max(most[phase], peak)
-                    if made in messages:
+                    if made is not None and made in messages:
                         self.leaving[messages[made]] = self.here.pop(made)
             elif deed.kind == "receive":
                 value = Value(deed.of.kind, deed.of.stage, deed.of.micro_batch)
@@ -189,7 +189,9 @@ class _Walk:
                 ends.append((storage, stop, block))
         return blocks, ends
 
-    def _alive(self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]) -> list[int]:
+    def _alive(
+        self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]
+    ) -> list[int]:
         """Return the bytes alive at each position of a phase."""
         freed = [0] * (len(profile.live) + 1)
         holds = Counter([id(block) for _, _, block in ends])
@@ -207,21 +209,22 @@ class _Walk:
         return found
 
 
-def track_seconds(loop: Loop, seconds: Callable[[Graph], float], latency: float, link: float) -> float:
+def track_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:
     """Estimate how long a pipeline's loop takes: its schedule's makespan, if all stages took as long as this rank's.
 
     Args:
         loop: the loop.
         seconds: estimates how long a graph takes.
-        latency: of a message, in seconds.
-        link: bytes a second.
+        message: estimates how long so many bytes take to the next rank along an axis.
     """
     assert loop.track is not None
     schedule, parts = loop.track.schedule, split(loop)
     each = Counter[str]()
     for part in parts:
         each[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
-    sent = [n for part in parts for what, n in zip(part.made, results(part.graph), strict=True) if isinstance(what, Arrival)]
-    hop = latency + max([nbytes(*values(n)) for n in sent], default=0) / link
+    sent = [
+        n for part in parts for what, n in zip(part.made, results(part.graph), strict=True) if isinstance(what, Arrival)
+    ]
+    hop = message(max([nbytes(*values(n)) for n in sent], default=0), loop.track.binding.axis)
     backward = each["I"] + each["W"]
     return schedule.timing(forward=each["F"], backward=backward, weight=each["W"], hop=hop).makespan

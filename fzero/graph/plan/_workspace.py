@@ -19,6 +19,7 @@ CASTING = {
     aten.cumprod,
     aten.linalg_vector_norm,
 }
+CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 
 def workspace_bytes(node: Node) -> int:
@@ -27,6 +28,9 @@ def workspace_bytes(node: Node) -> int:
     Known are a CPU's convolutions, and its reductions in another dtype than the operand's. Measured on torch 2.13; what
     is left out: docs/plan.md.
     """
+    reduction = getattr(node.target, "overloadpacket", None)
+    if reduction not in CASTING and reduction not in CONVOLUTIONS:
+        return 0
     given = values_of_args(node)
     if not given or any(x.device.type != "cpu" for x in given):
         return 0
@@ -36,7 +40,6 @@ def workspace_bytes(node: Node) -> int:
         grad, x, _ = given[:3]
         wants_input: Any = node.args[-1]
         return nbytes(grad) + (nbytes(x) if wants_input[0] else 0)
-    reduction = getattr(node.target, "overloadpacket", None)
     return _cast_bytes(reduction, given[0], values(node)[0].dtype) if reduction in CASTING else 0
 
 

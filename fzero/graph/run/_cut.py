@@ -2,22 +2,34 @@
 
 import operator
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
 from fzero.collectives.moves import arrived
-from fzero.graph.ir import COPY, is_collective, is_input, is_reduction, is_wait, users_through_views, values
+from fzero.graph.ir import (
+    CASTS,
+    COPY,
+    is_collective,
+    is_input,
+    is_reduction,
+    is_wait,
+    nbytes,
+    users_through_views,
+    values,
+)
 from fzero.graph.loops import loop_of
-from fzero.graph.ops import is_view, name_of
+from fzero.graph.ops import is_pointwise, is_view, name_of
 from fzero.graph.run._scalars import scalars
 from fzero.graph.spaces import is_move, on_host
 
 __all__ = ["cut", "is_alias", "parts_of_arguments", "runs_alone"]
 
 
-def cut(graph: Graph) -> list[list[Node]]:
+def cut(nodes: Iterable[Node]) -> list[list[Node]]:
     """Cut a graph at its collectives, their packing and its moves, and where it goes on to another block's parameters.
 
     Blocks of one shape so give equal segments. A group lies in one memory, so that it runs on one device. Aliases are
@@ -31,9 +43,10 @@ def cut(graph: Graph) -> list[list[Node]]:
     groups: list[list[Node]] = []
     places: list[int] = []  # of the groups of scalars; one lies before each group that is compiled
     home: dict[Node, int] = {}
-    small, host = scalars(graph), on_host(graph.nodes)
+    nodes = list(nodes)
+    small, host = scalars(nodes), on_host(nodes)
     block, fresh, space = "", True, False
-    for n in graph.nodes:
+    for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
@@ -60,7 +73,55 @@ def cut(graph: Graph) -> list[list[Node]]:
         home[n] = len(groups) - 1
         groups[-1].append(n)
         fresh = False
+    _hand_on(groups, home, small)
     return [group for group in groups if group]
+
+
+def _hand_on(groups: list[list[Node]], home: dict[Node, int], small: AbstractSet[Node]) -> None:
+    """Move what only the next compiled group needs into it, where less is handed on than otherwise.
+
+    So a block's gradient is scaled where the block is updated. The scaling reads none of the block's arguments, so it
+    would be compiled with the update of the block before, which would store it.
+    """
+    for i, j in _neighbours(groups, small):
+        written = {storage_id(x) for n in groups[i] if n.target is COPY for x in values(n)}
+        for node in reversed(groups[i]):
+            users = users_through_views(node)
+            if not users or any(home.get(u) != j for u in users) or not _may_wait(node, written, j, home):
+                continue
+            groups[i].remove(node)
+            groups[j].insert(0, node)
+            home[node] = j
+
+
+def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> list[tuple[int, int]]:
+    """List the pairs of groups that are compiled, and have nothing but scalars between them; the last pair first."""
+    found, before = [], None
+    for i, group in enumerate(groups):
+        if not group or small >= {*group}:
+            continue
+        if runs_alone(group[0]):
+            before = None
+            continue
+        if before is not None:
+            found.append((before, i))
+        before = i
+    return found[::-1]
+
+
+def _may_wait(node: Node, written: AbstractSet[int], later: int, home: Mapping[Node, int]) -> bool:
+    """Return whether a node is a loop whose result is no smaller than what is kept for it, and what it reads stays."""
+    if not (is_pointwise(node) or node.target in CASTS) or len(values(node)) != 1:
+        return False
+    given = [source_of(a) for a in node.all_input_nodes]
+    if any(storage_id(x) in written for a in given for x in values(a)):
+        return False
+    ends = [
+        a
+        for a in given
+        if not is_input(a) and all(home.get(u, later) == later or u is node for u in users_through_views(a))
+    ]
+    return nbytes(*[x for a in ends for x in values(a)]) <= nbytes(*values(node))
 
 
 def _place_of_scalar(

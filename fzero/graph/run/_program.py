@@ -120,7 +120,7 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # values, as parts are
-    groups, parts, small = cut(graph), parts_of_arguments(graph) | items, scalars(graph)
+    groups, parts, small = cut(graph.nodes), parts_of_arguments(graph) | items, scalars(graph.nodes)
     wanted = [None if x is None else written_argument(x) for x in results(graph)]
     values = [x for x in wanted if x is not None]
     alone = needed_views(groups, values) | parts

@@ -4,10 +4,10 @@ Inductor puts what makes them into each loop that reads them: `std::pow(0.9, t)`
 they run before the loops (`cut`), or their segment hands them out, for which Inductor computes them once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fzero.graph.ir import COPY, values
 from fzero.graph.ops import is_random
@@ -15,9 +15,9 @@ from fzero.graph.ops import is_random
 __all__ = ["read_by_loops", "scalars"]
 
 
-def scalars(graph: Graph) -> set[Node]:
+def scalars(nodes: Iterable[Node]) -> set[Node]:
     """Find a graph's scalars. Constants are none, unless they are for scalars only: a compiler folds them."""
-    small = [n for n in graph.nodes if n.op == "call_function" and _is_small(n) and not is_random(n)]
+    small = [n for n in nodes if n.op == "call_function" and _is_small(n) and not is_random(n)]
     constants: set[Node] = set()
     for n in small:
         if all(a in constants for a in n.all_input_nodes):

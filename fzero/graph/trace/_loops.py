@@ -19,8 +19,8 @@ from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, described, reordered
 from fzero.graph.loops import Loop, Part, function_of, loop_of
-from fzero.graph.phases import NEEDS
 from fzero.graph.ops import is_random
+from fzero.graph.phases import NEEDS
 from fzero.graph.trace._phases import needed_by, renumbered, sends_first, track_at, without_asides
 from fzero.graph.turns import NotALoop
 
@@ -105,6 +105,7 @@ def _compare(graph: Graph, turn: _Turn) -> None:
     behind = nodes[nodes.index(again) + 1 : nodes.index(end)]
     x, _, results, others = end.args
     second, own = _leading_to(others, behind), _of_the_turn(turn)
+    theirs = {*second, end}
     same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
     first: dict[Any, Node] = {}
     for n in turn.nodes[1:]:
@@ -112,7 +113,7 @@ def _compare(graph: Graph, turn: _Turn) -> None:
     for n in second:
         found = _alike(n, same) or first.get(described(n, same))
         kept = any(a in own for a in n.all_input_nodes)  # what the first micro-batch has left behind
-        if found is None or kept or any(u is not end and u not in second for u in n.users):
+        if found is None or kept or any(u not in theirs for u in n.users):
             where = line_of(n) or str(n.target)
             raise NotALoop(f"the second micro-batch computes something else than the first at {where}")
         same[n] = found
@@ -212,10 +213,11 @@ def _body(turn: _Turn) -> tuple[Graph, list[Node]]:
     body, copies, rest = Graph(), dict[Node, Node](), list[Node]()
     for n in [turn.start, *turn.parts, *[before for before, _ in turn.sums]]:
         copies[n] = _argument(body, n)
-    left = [n for n in turn.nodes if n not in turn.marks]
+    marks, inside = turn.marks, {*turn.nodes}
+    left = [n for n in turn.nodes if n not in marks]
     results: list[Any] = [n.args[0] for n in [*[after for _, after in turn.sums], *turn.rows]]
     for a in [*needed_by(turn.start), *[a for n in left for a in n.all_input_nodes], *results]:
-        if a not in copies and a not in turn.nodes:
+        if a not in copies and a not in inside:
             copies[a] = _argument(body, a)
             rest.append(a)
     for n in left:

@@ -63,7 +63,7 @@ def sends_first(start: Node) -> None:
 
 
 def renumbered(graph: Graph) -> Graph:
-    """Copy a graph with names by what is left in it: on all ranks of a pipeline the same, though their stages differ."""
+    """Copy a graph with names by what is left in it: the same on all ranks of a pipeline, whose stages differ."""
     out, copies = Graph(), dict[Node, Node]()
     for n in graph.nodes:
         args, kwargs = (map_arg(x, copies.__getitem__) for x in (n.args, n.kwargs))  # pyright: ignore

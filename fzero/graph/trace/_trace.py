@@ -13,6 +13,7 @@ from fzero._notice import see
 from fzero.collectives import _record
 from fzero.graph._wire import wire
 from fzero.graph.ir import aten, is_collective, is_input, nbytes, reordered, values
+from fzero.graph.trace._casts import without_round_trips
 from fzero.graph.trace._in_place import without_writes
 from fzero.graph.trace._loops import with_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, writes
@@ -57,7 +58,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     if written and not without_writes(gm.graph, written):
         with _explained():
             gm = _torch.functional(gm, fakes)
-    gm.graph.eliminate_dead_code()
+    without_round_trips(gm.graph)
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
         node.meta.update(label)

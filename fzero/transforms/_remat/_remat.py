@@ -48,6 +48,7 @@ class _Remat(torch.autograd.Function):
         ctx.before = 1 + work.kept  # arguments before the inputs
         ctx.inputs = len(tensors) - work.kept
         ctx.outputs = len(output)
+        ctx.exposed = None  # until a loss finds that there is something to check
         last = len(outputs)
         if work.recording is None:
             last -= ctx.work.kept
@@ -65,7 +66,7 @@ class _Remat(torch.autograd.Function):
         wanted = tuple([i for i, needed in enumerate(ctx.needs_input_grad[ctx.before :]) if needed])
         found: list[Any] = [None] * (ctx.before + ctx.inputs)
         if given and wanted:
-            work = ctx.work.then(Vjp(ctx.inputs, wanted, given))
+            work = ctx.work.then(Vjp(ctx.inputs, wanted, given, ctx.exposed))
             saved = brought_up(ctx.saved_tensors, ctx.up)
             gradients: Any = _Remat.apply(work, *saved, *[grads[i] for i in given])
             for i, g in zip(wanted, gradients[1:], strict=True):

@@ -3,13 +3,14 @@
 Each step makes of a function of a flat list of tensors another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fzero._torch.levels import is_mapped_now
+from fzero.collectives._copies import Exposed
 from fzero.transforms._remat._guards import check_given
 
 __all__ = ["Batched", "Jvp", "Map", "Step", "Tuples", "Vjp", "tracked"]
@@ -22,11 +23,19 @@ Batched = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Vjp:
-    """Derives `(inputs, cotangents) -> gradients`, of the inputs that want one, for the outputs that have one."""
+    """Derives `(inputs, cotangents) -> gradients`, of the inputs that want one, for the outputs that have one.
+
+    Attributes:
+        inputs: how many there are.
+        wanted: those that want a gradient.
+        given: the outputs that have one.
+        exposed: what to check of the graph, by axis.
+    """
 
     inputs: int
     wanted: tuple[int, ...]
     given: tuple[int, ...]
+    exposed: Mapping[str, Exposed] | None = None
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
         """Return the vjp of `f`."""
@@ -34,7 +43,11 @@ class Vjp:
         def pulled(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_put(tensors[: self.inputs], self.wanted, xs))
-                return tuple([ys[i] for i in self.given])
+                out = tuple([ys[i] for i in self.given])
+                for exposed in (self.exposed or {}).values():
+                    results = {1 + i: y for i, y in zip(self.given, out, strict=True)}  # the first is no tensor
+                    exposed.check(results, dict(zip(self.wanted, xs, strict=True)))
+                return out
 
             _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wanted])  # pyright: ignore
             # lets go of the tensors of each operation as soon as it is done, unless this is differentiated again

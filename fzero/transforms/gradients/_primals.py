@@ -14,7 +14,7 @@ from fzero import tree
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_inputs_replicated
 from fzero.axes.rules import Rules
-from fzero.axes.scope import joint, rules_here
+from fzero.axes.scope import axis_names, joint, rules_here
 from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.table import Whole, apply_along
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
@@ -25,7 +25,7 @@ from fzero.layout.spec import facts, unit_axes, with_cast
 from fzero.layout.units import CutUnit, assign, cut_units, put
 from fzero.precision import Precision
 
-__all__ = ["Argument", "Primal", "as_one_value", "open_argument"]
+__all__ = ["Argument", "OwnPrimal", "Primal", "as_one_value", "open_argument"]
 
 Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
@@ -47,6 +47,11 @@ class Primal:
     variables: list[torch.Tensor]
     dtypes: list[torch.dtype]
     copies: Sequence[Axis]
+
+    @property
+    def varies(self) -> tuple[str, ...]:
+        """The axes along which the variables differ by rank."""
+        return ()
 
     def leaves(self, variables: Tensors) -> Tensors:
         """Make the tensors that the loss function is handed, differentiably in the variables."""
@@ -86,6 +91,10 @@ class AccumulatedPrimal(Primal):
 
     uid: int
     cast: int
+
+    @property
+    def varies(self) -> tuple[str, ...]:
+        return facts(self.uid).varies
 
     def closed(self, gradients: Tensors) -> Shard:
         return self._summed(apply_to_unit("reduce_scatter", self.cast, gradients))
@@ -138,6 +147,10 @@ class OwnPrimal(Primal):
     places: list[int | None]
     axes: tuple[str, ...] | None
 
+    @property
+    def varies(self) -> tuple[str, ...]:
+        return axis_names() if self.axes is None else self.axes
+
     def boxed(self, leaves: Tensors) -> list[Any]:
         return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.places])]
 
@@ -157,6 +170,10 @@ class OneValuePrimal(Primal):
     """
 
     of: Primal
+
+    @property
+    def varies(self) -> tuple[str, ...]:
+        return self.of.varies
 
     def leaves(self, variables: Tensors) -> Tensors:
         return self.of.leaves(variables)

@@ -13,7 +13,8 @@ from fzero._torch import is_tracing
 from fzero._torch.levels import differentiates_now, is_differentiated, written
 from fzero._tracebacks import door
 from fzero.axes.axis import Axis, AxisName
-from fzero.axes.scope import in_loss, joint, resolve
+from fzero.axes.scope import OneLoss, as_one_loss, bound, in_loss, joint, resolve
+from fzero.collectives._copies import check_copies
 from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.sums import psum
 from fzero.graph import turns
@@ -22,7 +23,7 @@ from fzero.precision import Precision
 from fzero.transforms._gather import gather as gathered
 from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
 from fzero.transforms.gradients._fence import fence
-from fzero.transforms.gradients._primals import Argument, as_one_value, open_argument
+from fzero.transforms.gradients._primals import Argument, OwnPrimal, as_one_value, open_argument
 from fzero.transforms.gradients._returned import loss_and_aux_of, total_and_aux, weighted_mean
 
 __all__ = ["value_and_grad"]
@@ -111,7 +112,8 @@ def value_and_grad(
 
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
-            simulation, if a plain tensor that is differentiated differs by rank. Names the argument and the path.
+            simulation, if a plain tensor that is differentiated differs by rank. Names the argument and the path. Also
+            if a psum over an axis that is none of the mean's would count a gradient once for each rank. Names the line.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
             With `precision`, if a parameter has not the dtype that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
@@ -150,7 +152,8 @@ def value_and_grad(
         # divided before the sums, which could overflow in half precision
         parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
         fenced = gather and _runs_in_eager_order(axes)
-        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced, getattr(f, "__name__", "f"))
+        one = _one_value_along(axes, opened)
+        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced, one, getattr(f, "__name__", "f"))
         primals = [p for argument in opened.values() for p in argument.primals]
         variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
 
@@ -196,6 +199,16 @@ def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     return apart and not differentiates_now()
 
 
+def _one_value_along(axes: Sequence[Axis], opened: dict[int, Argument]) -> tuple[str, ...]:
+    """List the axes along which a loss is one value: no axes of the mean, and leaves are parts of one model there.
+
+    Where all that is differentiated is each rank's own, in a `PerRank`, so is its loss.
+    """
+    primals = [p for argument in opened.values() for p in argument.primals if p.variables]
+    others = [a.name for a in bound() if a.size > 1 and a.name not in [own.name for own in axes]]
+    return tuple([a for a in others if not all(isinstance(p, OwnPrimal) and a in p.varies for p in primals)])
+
+
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
     """Return whether autograd decides in which order this rank's collectives run, and other ranks wait for them."""
     return any(a.group for a in axes) and not is_tracing()
@@ -213,6 +226,7 @@ class _Loss:
         batch: how the arguments are cut in micro-batches.
         parts: what the loss is divided by.
         fenced: whether units are reduced in the order of the tree.
+        one: the axes along which the loss is one value.
         name: of the user's function.
     """
 
@@ -223,6 +237,7 @@ class _Loss:
     batch: MicroBatches
     parts: int
     fenced: bool
+    one: tuple[str, ...]
     name: str
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
@@ -242,7 +257,7 @@ class _Loss:
             args[i] = self.batch.part(argument.handed(leaves), i, j)
             handed[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace finds writes by itself
         before = {i: [written(x) for x in xs] for i, xs in handed.items()}
-        loss, aux = self.loss_and_aux(*args, **self.kwargs)
+        loss, aux = self._as_one_value(variables, args) if self.one else self.loss_and_aux(*args, **self.kwargs)
         for i, xs in handed.items():
             if before[i] != [written(x) for x in xs]:
                 raise RuntimeError(
@@ -251,6 +266,16 @@ class _Loss:
         self._check_dependence(variables, loss)
         loss = loss if self.parts == 1 else loss / self.parts
         return (fence([loss], anchor)[0][0] if self.fenced else loss), aux
+
+    def _as_one_value(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
+        """Compute a loss that is one value along some axes, and check that no sum over one counts it several times."""
+        one_loss = OneLoss(self.one)
+        loss, aux = as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
+        if one_loss.hidden:
+            rest = iter(variables)
+            own = [(p.varies, [next(rest) for _ in p.variables]) for x in self.opened.values() for p in x.primals]
+            check_copies([loss], one_loss, {a: {id(x) for v, xs in own if a in v for x in xs} for a in self.one})
+        return loss, aux
 
     def _check_dependence(self, variables: list[torch.Tensor], loss: torch.Tensor) -> None:
         """Say so if a loss depends on nothing that is differentiated, which a rank without examples may mean."""

@@ -10,11 +10,13 @@ from torch.fx import Node
 
 import fzero
 from fzero import optim, tree
+from fzero.graph.ir import aten
+from fzero.graph.run._cut import cut
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.optim import schedules
 from fzero.transforms import step
-from tests.graph.graphs import not_compiled
+from tests.graph.graphs import Builder, not_compiled
 from tests.helpers import train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -89,6 +91,49 @@ def test_the_update_of_a_leaf_is_one_segment(name):
     segments = segments_of(updating(opt), *arguments(opt, {"w": torch.ones(6, 4)}))
     assert sum(not x.scalars for x in segments) == 1
     assert sum(x.scalars for x in segments) <= 1
+
+
+def groups_of(b: Builder, results: list[Any]) -> dict[Node, int]:
+    groups = cut(b.done(results).nodes)
+    return {n: i for i, group in enumerate(groups) for n in group}
+
+
+def two_blocks() -> Builder:
+    """Two blocks' parameters, and two values more."""
+    return Builder(2, [(8,), (8,), (16,), (16,)], [{"block": "a"}, {"block": "b"}, {}, {}], False)
+
+
+def test_a_gradient_is_scaled_where_its_block_is_updated():
+    b = two_blocks()
+    x, y, *grads = b.inputs
+    g, h = (b.reduce_scatter(b.cast(grad, torch.bfloat16)) for grad in grads)
+    scale = b.all_reduce(b(aten.sum.default, b(aten.mul.Tensor, g, h)))
+    scaled = b(aten.mul.Tensor, b.cast(g, torch.float32), scale)
+    new = b(aten.sub.Tensor, x, scaled)
+    other = b(aten.mul.Tensor, b.cast(h, torch.float32), scale)
+    newer = b(aten.sub.Tensor, y, other)
+    home = groups_of(b, [new, newer])
+    assert home[scaled] == home[new] != home[newer] == home[other] == home[other.all_input_nodes[0]]
+
+
+def test_what_reads_an_argument_comes_before_what_overwrites_it():
+    b = two_blocks()
+    x, y, *_ = b.inputs
+    twice = b(aten.mul.Tensor, x, 2)
+    written = b(aten.copy_.default, x, b(aten.sub.Tensor, x, 1))
+    newer = b(aten.sub.Tensor, y, twice)
+    home = groups_of(b, [written, newer])
+    assert home[twice] == home[written] != home[newer]
+
+
+def test_the_last_reader_of_what_is_larger_stays_with_it():
+    b = two_blocks()
+    x, y, z, _ = b.inputs
+    large = b(aten.mm.default, b.fit(z, (8, 2)), b.fit(z, (2, 8)))
+    new = b(aten.sub.Tensor, x, 1)
+    part = b(aten.add.Tensor, b(aten.slice.Tensor, b.flat(large), 0, 0, 8), 1.0)
+    home = groups_of(b, [new, b(aten.mul.Tensor, part, y)])
+    assert home[part] == home[new]
 
 
 @pytest.mark.parametrize("stage", [0, 2])

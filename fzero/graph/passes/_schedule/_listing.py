@@ -95,9 +95,11 @@ def listed(rules: Rules) -> list[Node]:
     while state.on_the_way:
         _require(rules, state, _unmet(rules, state, state.on_the_way.popleft()))
         _run_ready(rules, state)
-    for n in rules.nodes:
-        _require(rules, state, _unmet(rules, state, n))
-        _run_ready(rules, state)
+    # result by result: without work in between, an update of all leaves at once would hold what each needs
+    for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
+        for needed in _unmet(rules, state, n):
+            _require(rules, state, _unmet(rules, state, needed))
+            _run_ready(rules, state)
     return state.order
 
 
@@ -177,8 +179,15 @@ def _append(rules: Rules, state: State, node: Node) -> list[Node]:
         state.missing[n] -= 1
         if not state.missing[n]:
             ready.append(n)
+    ready += [] if waiting or is_input(node) else _met(rules, state, node)
     # the first to run comes last: a write, which ends its source, before what goes on
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
+
+
+def _met(rules: Rules, state: State, node: Node) -> list[Node]:
+    """List the early nodes that waited for late ones alone, of which this was the last: they end its life."""
+    found = [u for u in node.users if u in rules.roles.early and u not in state.done and not state.missing[u]]
+    return [u for u in found if all(a in state.done for a in u.all_input_nodes)]
 
 
 def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:

@@ -7,15 +7,19 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import (
     LATE,
+    collectives_before,
     feeding_work,
     is_cheap,
+    is_collective,
     is_gather,
     is_input,
     is_reduction,
     is_wait,
     is_write,
+    nbytes,
     start_of,
     users_through_views,
+    values,
 )
 from fzero.graph.ops import is_factory, is_random, is_view
 from fzero.graph.phases import is_marker
@@ -42,6 +46,7 @@ def roles(graph: Graph) -> Roles:
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
     late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
+    late |= _waiting(nodes, feeds_work, late)
     early = _early(nodes, feeds_work, late)
     return Roles([n for n in nodes if n not in late and n not in early], late, early)
 
@@ -56,6 +61,43 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
             if light or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     return late
+
+
+def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
+    """List what only nodes behind another collective use, where it is larger than what it is made of.
+
+    So the new state of a unit is computed once it is known that all gradients are finite. Before, that of all units
+    would wait for it.
+    """
+    before = collectives_before(nodes)
+    found: set[Node] = set()
+    for n in reversed(nodes):
+        if n in feeds_work or n in late or not is_cheap(n) or is_wait(n) or is_collective(n) or is_write(n):
+            continue
+        users = [u for u in n.users if u not in found]  # the output is before nothing
+        if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
+            found.add(n)
+    return {n for part in _joined(nodes, found) if _grows(part, late) for n in part}
+
+
+def _joined(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
+    """Divide nodes into parts that share no value but numbers."""
+    part: dict[Node, set[Node]] = {}
+    for n in nodes:
+        if n in chosen:
+            mine = {n}
+            for a in n.all_input_nodes:
+                if a in part and a not in mine and any(x.dim() for x in values(a)):
+                    mine |= part[a]
+            part |= dict.fromkeys(mine, mine)
+    return list({id(x): x for x in part.values()}.values())
+
+
+def _grows(part: set[Node], late: set[Node]) -> bool:
+    """Return whether what is handed on is larger than what is kept for it: no arguments, nor what is made of them."""
+    given = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
+    handed = {n for n in part if any(u not in part for u in n.users)}
+    return nbytes(*[x for n in handed for x in values(n)]) > nbytes(*[x for a in given for x in values(a)])
 
 
 def made_of_inputs(nodes: Sequence[Node]) -> set[Node]:

@@ -1,9 +1,10 @@
-"""Measure benchmarks/moe.py's systems on these ranks: memory and wire of each alone, then all in rounds.
+"""Measure a module's SYSTEMS on these ranks: memory and wire of each alone, then all in rounds.
 
-torchrun --nproc-per-node 2 benchmarks/moe_measure.py OUT.json --config toy --rounds 2 --systems fzero-0 FSDP2
+torchrun --nproc-per-node 2 benchmarks/measure.py benchmarks.moe_systems OUT.json --config toy --systems fzero-0 FSDP2
 """
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -17,15 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fzero
 from benchmarks.allocator import held_bytes
-from benchmarks.moe_systems import CONFIGS, SYSTEMS
 from benchmarks.peers.measure import Runner, alone, over_ranks, settle, together
 from benchmarks.peers.row import Row
 from benchmarks.peers.systems import Setup
 
 
-def measured(key: str, name: str, mesh: fzero.Mesh) -> tuple[Row, Runner]:
+def measured(of: Any, key: str, name: str, mesh: fzero.Mesh) -> tuple[Row, Runner]:
     """Build a system and measure its memory; its row's `state` is what it holds between steps."""
-    system, config = SYSTEMS[key], CONFIGS[name]
+    system, config = of.SYSTEMS[key], of.CONFIGS[name]
     row = Row(system.name, system.stage, system.variant, name, 1, mesh.size, state=0)
     settle()
     before = held_bytes()
@@ -41,15 +41,17 @@ def measured(key: str, name: str, mesh: fzero.Mesh) -> tuple[Row, Runner]:
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module", help="its CONFIGS and SYSTEMS are measured")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--config", choices=CONFIGS, default="state")
+    parser.add_argument("--config", default="state")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--systems", nargs="+", default=[""])
     args = parser.parse_args()
     torch.set_num_threads(1)
     mesh = fzero.mesh(simulate=False, dp=-1)
-    keys = [key for key in SYSTEMS if key.startswith(tuple(args.systems))]
-    found = {key: measured(key, args.config, mesh) for key in keys}
+    of = importlib.import_module(args.module)
+    keys = [key for key in of.SYSTEMS if key.startswith(tuple(args.systems))]
+    found = {key: measured(of, key, args.config, mesh) for key in keys}
     rows = {key: row for key, (row, _) in found.items()}
     together({key: runner for key, (_, runner) in found.items()}, rows, args.rounds, steps=1)
     if mesh.rank == 0:

@@ -1,0 +1,34 @@
+"""mark_fused: the values that a compiler need not store are marked, so that a plan does not count them."""
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import COPY, FUSED, copied, users_through_views, values
+from fzero.graph.plan._fused import is_loop, reduces
+
+__all__ = ["mark_fused"]
+
+
+def mark_fused(graph: Graph) -> Graph:
+    """Mark the values that only loops over as many elements read: Inductor computes them where they are read.
+
+    Args:
+        graph: a flat graph.
+
+    Returns:
+        The same graph, with marks. Whether a marked value is stored depends on the order too: `never_stored`.
+    """
+    graph = copied(graph)
+    for node in graph.nodes:
+        if is_loop(node) and node.target is not COPY and values(node)[0].dim():
+            users = users_through_views(node)
+            if users and all(_loops_over(u, node) for u in users):
+                node.meta[FUSED] = True
+    return graph
+
+
+def _loops_over(user: Node, node: Node) -> bool:
+    """Return whether a user is a loop over just the elements of a value."""
+    (x,) = values(node)
+    if reduces(user):
+        return user.all_input_nodes == [node]
+    return is_loop(user) and values(user)[0].numel() == x.numel()

@@ -1,0 +1,40 @@
+"""The allocator's events: their sum is what was alive, and a profiler of the user's is left alone."""
+
+import pytest
+import torch
+
+from fzero._torch import allocations, profiling
+
+
+def test_the_peak_is_the_most_that_is_alive_at_once():
+    kept = torch.ones(1000)
+    with allocations() as found:
+        a = torch.empty(100_000)
+        b = a + a
+        del a
+        c = torch.empty(50_000)
+    assert found.peak == 800_000 and kept.sum() == 1000
+    with allocations() as found:
+        del b, c
+    assert found.peak == 0
+
+
+def test_a_backward_pass_counts():
+    x = torch.ones(1000, 100, requires_grad=True)
+    with allocations() as found:
+        x.exp().sum().backward()
+    assert found.peak is not None and 800_000 <= found.peak < 820_000
+
+
+def test_what_fails_ends_it():
+    with pytest.raises(ZeroDivisionError), allocations():
+        raise ZeroDivisionError
+    assert not profiling()
+
+
+def test_the_users_profiler_goes_on():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with allocations() as found:
+            torch.ones(10)
+        assert profiling()
+    assert found.peak is None and any(e.key == "aten::ones" for e in profile.key_averages())

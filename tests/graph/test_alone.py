@@ -1,0 +1,47 @@
+"""Collectives over one rank: a step that shares experts among all its ranks gathers and sums them nowhere."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fzero
+from fzero.graph.ir import aten, is_collective
+from fzero.graph.passes import alone
+from fzero.graph.plan._liveness import live_ranges, peak_bytes
+from fzero.graph.storages import storages
+from fzero.moe import split
+from tests.graph.graphs import Builder, bits, run
+from tests.helpers import train_step_for
+from tests.moe.model import OPT, batch_of, loss_for, params_of
+
+
+def test_what_is_gathered_lies_in_the_argument():
+    b = Builder(1, [(16,), (1, 4)], [{}, {}], False)
+    shard, x = b.inputs
+    y = b(aten.mm.default, x, b(aten.t.default, b.fit(b.gather(shard), (4, 4))))
+    before = b.done([y, b.reduce_scatter(b.flat(b(aten.mul.Tensor, y, 0.5)))])
+    after = alone(before, ["g"])
+    assert sum(is_collective(n) for n in after.nodes) == 1  # the other's result is one of the graph's
+    assert peak_bytes(after) == peak_bytes(before) - 32 and not [r for r in live_ranges(after) if r.kind == "gathered"]
+    assert next(storages(after).of[n][0] for n in after.nodes if n.target is aten.view.default) == 0
+    args = [torch.arange(16.0), torch.ones(1, 4)]
+    assert [bits(x) for x in run(after, args, 1)] == [bits(x) for x in run(before, args, 1)]
+
+
+def test_others_stay_and_so_does_one_that_a_result_lies_in():
+    b = Builder(1, [(4,)], [{}], False)
+    (x,) = b.inputs
+    kept, apart = b.gather(x, "alone"), b.all_reduce(x, "others")
+    graph = b.done([b(aten.view.default, kept, [2, 2]), b(aten.mul.Tensor, apart, 2), b(aten.mul.Tensor, kept, 2)])
+    assert sum(is_collective(n) for n in alone(graph, ["alone"]).nodes) == 2
+    assert alone(graph, []) is graph
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_that_no_other_rank_has_are_not_sent(stage):
+    mesh = fzero.mesh(dp=1, ep=2)
+    step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))
+    args = (*step.init(params_of(), OPT), mesh.split(batch_of(4)))
+    over = Counter(c.axis for c in fzero.plan(fzero.jit(step, recompute=False), *args).collectives)
+    assert over["dp"] == 0 and over["ep"] and over["dp,ep"]

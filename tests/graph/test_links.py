@@ -1,0 +1,116 @@
+"""What a collective takes: where its ranks are, the steps of its ring, the slowest link on its way."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.graph.plan._device import Device
+from fzero.graph.plan._links import route_of
+
+# an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
+DEVICE = Device("cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, near=8, hop=0.25, far_hop=2)
+NUMBERS = 1024  # of a rank
+KINDS = {
+    "all_gather": lambda x: fzero.all_gather(x, "dp"),
+    "all_reduce": lambda x: fzero.psum(x, "dp"),
+    "reduce_scatter": lambda x: fzero.psum_scatter(x, "dp"),
+    "all_to_all": lambda x: fzero.all_to_all(x, "dp"),
+    "broadcast": lambda x: fzero.broadcast(x, "dp"),
+}
+
+
+def takes(kind: str, device: Device = DEVICE, **axes: int) -> float:
+    """Plan one collective over dp, of which each rank gives 1,024 float32."""
+    mesh = fzero.mesh(**dict.fromkeys(axes, 1))
+    step = fzero.shard(lambda p, x: (p, fzero.PerRank(KINDS[kind](x))), stage=0, mesh=mesh, axis="dp")
+    args = {"w": torch.empty(1, device="meta")}, mesh.split(torch.empty(NUMBERS, device="meta"))
+    plan = fzero.plan(step, *args, world_size=axes, device=device)
+    assert [c.kind for c in plan.collectives] == [kind]
+    return plan.seconds
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@given(sizes=sizes, near=st.sampled_from([1, 2, 3, 4, 8, math.inf]), data=st.data())
+def test_a_route_is_where_the_first_ranks_group_is(sizes, near, data):
+    """By the coordinates of all ranks: those that differ from the first along the named axes alone."""
+    mesh = tuple(zip("abc", sizes, strict=False))
+    axes = data.draw(st.lists(st.sampled_from([name for name, _ in mesh]), min_size=1, unique=True))
+    coordinates = list(itertools.product(*[range(n) for n in sizes]))
+    group = [
+        rank
+        for rank, at in enumerate(coordinates)
+        if all(x == 0 or name in axes for x, (name, _) in zip(at, mesh, strict=True))
+    ]
+    machines = [0 if near == math.inf else rank // near for rank in group]
+    assert route_of(tuple(axes), mesh, near) == (len(group), machines.count(0), len(set(machines)))
+
+
+BYTES = 4 * NUMBERS
+CASES: dict[str, tuple[str, dict[str, int], float]] = {
+    # kind, the mesh, what it takes beside the latency of 5: steps, then bytes
+    "a ring in a machine": ("all_gather", {"dp": 8}, 7 * 0.25 + 8 * BYTES * 7 / 8 / 100),
+    "a ring through eight machines": (
+        "all_gather",
+        {"dp": 64},  # 8 ways out of a machine are 80 bytes a second
+        56 * 0.25 + 7 * 2 + 64 * BYTES * 63 / 64 / 80,
+    ),
+    "a ring of one rank a machine": (
+        "all_gather",
+        {"dp": 8, "tp": 8},  # tp is within the machine, and dp across
+        7 * 2 + 8 * BYTES * 7 / 8 / 10,
+    ),
+    "a ring of two ranks a machine": (
+        "reduce_scatter",
+        {"dp": 4, "tp": 4},
+        2 * 0.25 + 1 * 2 + BYTES * 3 / 4 / 20,
+    ),
+    "all of it twice": ("all_reduce", {"dp": 8}, 2 * 7 * 0.25 + 2 * BYTES * 7 / 8 / 100),
+    "a tree of many machines": (
+        "all_reduce",
+        {"dp": 1024},  # 7 steps within a machine and 7 between 128, twice; no ring of 896 and 127
+        2 * (7 * 0.25 + 7 * 2) + 2 * BYTES * 1023 / 1024 / 80,
+    ),
+    "to all within a machine": ("all_to_all", {"dp": 8}, 0.25 + BYTES * 7 / 8 / 100),
+    "to all, over the own way out": ("all_to_all", {"dp": 64}, 2 + BYTES * 56 / 64 / 10),
+    "to all from one": ("broadcast", {"dp": 4}, 3 * 0.25 + BYTES / 100),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_seconds_by_hand(name):
+    kind, axes, expected = CASES[name]
+    assert takes(kind, **axes) == pytest.approx(5 + expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_ranks_take_longer_and_one_takes_the_latency(kind):
+    times = [takes(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
+    assert times[0] == 5 and all(a <= b for a, b in itertools.pairwise(times)) and times[1] < times[3]
+    if kind != "all_to_all":  # whose bytes for others are what counts
+        slow = DEVICE._replace(link=1e30, network=1e30)
+        assert takes(kind, slow, dp=1024) > takes(kind, slow, dp=16) > takes(kind, slow, dp=8)
+
+
+def test_a_link_that_was_given_counts_along_its_axis():
+    given_ = DEVICE._replace(links=(("dp", 50.0),))
+    assert takes("all_gather", given_, dp=8) == pytest.approx(5 + 7 * 0.25 + 7 * BYTES / 50)
+    assert takes("all_gather", given_, dp=64) == pytest.approx(5 + 56 * 0.25 + 7 * 2 + 63 * BYTES / 50)
+    assert takes("all_to_all", given_, dp=64) == pytest.approx(5 + 2 + BYTES * 63 / 64 / 50)
+    assert takes("all_gather", DEVICE._replace(links=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
+
+
+def test_jit_compares_schedules_as_before_where_no_machine_is_named():
+    """Without one the ranks are in one machine, and latency does not grow."""
+    mesh = fzero.mesh(dp=4)
+    step = fzero.shard(lambda p, x: (p, fzero.pmean(x)), stage=0, mesh=mesh)
+    args: Any = {"w": torch.empty(1, device="meta")}, mesh.split(torch.empty(4096, device="meta"))
+    few, many = (fzero.plan(step, *args, world_size=n).seconds for n in (4, 1024))
+    assert few == many

@@ -1,0 +1,177 @@
+"""Faults in fzero/pipelines, in messages, and in a graph's phases."""
+
+from tests.mutants.mutant import Mutant
+
+LAWS = ("tests/pipelines/test_equivalence.py",)
+PLAN = ("tests/pipelines/test_plan.py",)
+ERRORS = ("tests/pipelines/test_errors.py",)
+AXES = ("tests/pipelines/test_axes.py",)
+MESSAGES = ("tests/collectives/test_messages.py",)
+PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
+DEPTH = "or self.depth not in (None, depth, counts)"
+
+MUTANTS = [
+    Mutant(
+        "a micro-batch's gradient replaces the others",
+        "pipelines/_table.py",
+        "self.grads[place].add_(new)",
+        "new",
+        LAWS,
+    ),
+    Mutant(
+        "gradients are handed out unscaled",
+        "pipelines/_table.py",
+        "(grad * total.to(grad.dtype))",
+        "grad",
+        LAWS,
+    ),
+    Mutant("residuals are kept", "pipelines/_table.py", "self.pulls.pop((stage, m))", "self.pulls[stage, m]", LAWS),
+    Mutant(
+        "the second half adds nothing",
+        "pipelines/_table.py",
+        "self._add(stage, self.halves.pop((stage, m)))",
+        "pass",
+        LAWS,
+    ),
+    Mutant("sums keep the last total", "pipelines/_table.py", "[x + y for x, y in zip(", "[y for x, y in zip(", LAWS),
+    Mutant(
+        "a loss hands its gradients out again",
+        "pipelines/_table.py",
+        "grads, self.grads = self.grads, None",
+        "grads = dict(self.grads)",
+        ERRORS,
+    ),
+    Mutant(
+        "the loss counts on all ranks",
+        "pipelines/_ticks.py",
+        "torch.where(me == at, a, torch.zeros_like(a))",
+        "a",
+        LAWS,
+    ),
+    Mutant(
+        "weights count on all ranks", "pipelines/_ticks.py", "torch.where(me == at, w, torch.zeros_like(w))", "w", LAWS
+    ),
+    Mutant(
+        "bubbles take what arrived", "pipelines/_ticks.py", "(stage[k] <= 0) | (m < 0) | (m >= count)", "m < 0", LAWS
+    ),
+    Mutant(
+        "idle slots run", "pipelines/_ticks.py", "_where(index[slot] < 0, x, ", "_where(index[slot] < -1, x, ", LAWS
+    ),
+    Mutant("a tick too few", "pipelines/_ticks.py", "range(count + last)", "range(count + last - 1)", LAWS),
+    Mutant(
+        "blocks are told another number",
+        "pipelines/_ticks.py",
+        "index.clamp(min=0), call",
+        "index.clamp(min=1), call",
+        LAWS,
+    ),
+    Mutant(
+        "the first stage alone uses the rest", "pipelines/_stages.py", "stage in (0, self.last)", "stage == 0", LAWS
+    ),
+    Mutant(
+        "blocks of another order",
+        "pipelines/_placement.py",
+        "rows[r][place] = first[s] + j",
+        "rows[r][place] = first[s] + len(slots[s]) - 1 - j",
+        LAWS,
+    ),
+    Mutant(
+        "blocks are unstacked rank by rank",
+        "pipelines/_placement.py",
+        "tuple([found[b] for b in range(self.depth)])",
+        "tuple(found.values())",
+        LAWS,
+    ),
+    Mutant("idle slots are blocks", "pipelines/_placement.py", "chunks[k][: counts[s]]", "chunks[k]", LAWS),
+    Mutant("all blocks draw one mask", "pipelines/_model.py", "random.fold_in(call.key, index + 1)", "call.key", LAWS),
+    Mutant("ranks of a pipeline draw apart", "pipelines/_model.py", "if n != name])", "])", LAWS),
+    Mutant(
+        "micro-batches of a pipeline draw alike",
+        "pipelines/_pipeline.py",
+        "outer + number, key",
+        "0 * number, key",
+        LAWS,
+    ),
+    Mutant("a part that does not divide", "pipelines/_model.py", "        if left:\n", "        if False:\n", ERRORS),
+    Mutant("depth is not compared", "pipelines/_pipeline.py", DEPTH, "", ERRORS),
+    Mutant(
+        "the mean may leave the pipeline out",
+        "pipelines/_pipeline.py",
+        "not in [a.name for a in data_axes()]:",
+        "in ():",
+        ERRORS,
+    ),
+    Mutant(
+        "blocks may change what they hand on",
+        "pipelines/_kinds.py",
+        "structure != other or said[0] != said[1]",
+        "False",
+        ERRORS,
+    ),
+    Mutant("stacked leaves shift no dimension", "pipelines/_split.py", "dim + 1 if dim >= 0", "dim if dim >= 0", AXES),
+    Mutant("a pipeline has data of its own", "pipelines/_split.py", "return (self.axis,)", "return ()", LAWS),
+    Mutant(
+        "second derivatives by the table", "pipelines/_ways.py", "order is None or order > 1", "order is None", LAWS
+    ),
+    Mutant("evaluation runs backward", "pipelines/_ways.py", "backward=order == 1", "backward=True", LAWS),
+    # messages
+    Mutant("a message is not kept", "axes/mailbox.py", "append(x.detach().clone())", "append(x.detach())", MESSAGES),
+    Mutant("the last message goes first", "axes/mailbox.py", ".popleft()", ".pop()", MESSAGES),
+    Mutant(
+        "what nobody received is forgotten", "axes/lockstep.py", "    check_received(groups.values())\n", "", MESSAGES
+    ),
+    Mutant("another shape is taken", "axes/mailbox.py", "if x.shape != like.shape or", "if", MESSAGES),
+    # phases of a graph
+    Mutant(
+        "sums of a stage are in another order",
+        "graph/trace/_loops.py",
+        "key=lambda pair: position[pair[1]]",
+        "key=lambda pair: position[pair[0]]",
+        PROCESSES,
+    ),
+    Mutant(
+        "what a rank does not read is not gathered", "graph/trace/_loops.py", "*needed_by(turn.start), ", "", PROCESSES
+    ),
+    Mutant(
+        "weights before what is sent",
+        "graph/trace/_loops.py",
+        "            sends_first(start)\n",
+        "            pass\n",
+        PLAN,
+    ),
+    Mutant("residuals are read once", "graph/run/_track.py", "self.readers[what]]", "1]", PROCESSES),
+    Mutant(
+        "what is made anew is held",
+        "graph/split.py",
+        "                self.anew.add(n)\n",
+        "                pass\n",
+        PLAN,
+    ),
+    Mutant("a draw is made anew", "graph/split.py", " or is_random(n)", "", PLAN),
+    Mutant(
+        "plans forget what is in flight",
+        "graph/plan/_track.py",
+        "self.now += block.size if not block.holders else 0",
+        "pass",
+        PLAN,
+    ),
+    Mutant(
+        "plans forget messages",
+        "graph/plan/_track.py",
+        "self.here[value] = [self._hold(_Block(size)) for",
+        "self.here[value] = [_Block(size) for",
+        PROCESSES,
+    ),
+    Mutant("a pipeline takes its work's time", "graph/plan/_track.py", ".makespan", ".busy[0]", PLAN),
+    Mutant(
+        "buckets pass the end of a phase",
+        "graph/passes/_bucket.py",
+        "return bisect_left(ends, one) == bisect_left(ends, other)",
+        "return True",
+        AXES,
+    ),
+    Mutant(
+        "ranks compare their stages with all", "graph/_agree.py", 'place or "no pipeline"', '"no pipeline"', PROCESSES
+    ),
+    Mutant("every rank's plan is the first's", "graph/_absent.py", "dict(self.places).get(name, 0)", "0", PLAN),
+]

@@ -1,0 +1,36 @@
+"""The law of laws: training with parts of layers on any mesh, at any stage, is dense training of the same batch."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero.testing import assert_equivalent, assert_trees_close
+from tests.helpers import train_step_for
+from tests.tp.model import OPT, SPLIT, batch_of, loss_for, params_of, plain_loss
+
+BATCHES = [batch_of(seed=i) for i in range(2)]
+MESHES = st.sampled_from(
+    [
+        fzero.mesh(dp=1, tp=2),
+        fzero.mesh(dp=1, tp=4),
+        fzero.mesh(dp=2, tp=2),
+        fzero.mesh(tp=2, dp=2),
+        fzero.mesh(dp=1, tp=2, simulate="lockstep"),
+        fzero.mesh(dp=2, tp=2, simulate="lockstep"),
+    ]
+)
+
+
+@settings(max_examples=12)
+@given(MESHES, st.integers(0, 3), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans())
+def test_training_on_any_mesh_is_dense_training(mesh, stage, micro, sequence, remat, tied):
+    """With a global clip, micro-batches, remat, tied embeddings, and the residual stream cut or not: to 1e-12."""
+    params = params_of(tied)
+    mine, plain = (train_step_for(f, OPT, micro_batches=micro) for f in (loss_for(sequence, remat), plain_loss))
+    options: Any = {"split": SPLIT, "axis": "dp"}
+    assert_equivalent(mine, params, OPT, BATCHES, (stage,), meshes=[mesh], **options)
+    for batch in BATCHES:  # and the function without axes is the plain one
+        found, expected = (step(params, OPT.init(params), batch) for step in (mine, plain))
+        assert_trees_close(found, expected)

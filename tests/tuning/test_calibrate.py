@@ -1,0 +1,128 @@
+"""fzero calibrate: what is measured goes to its constant, what is not says that it is assumed, and both are kept."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero import tuning
+from fzero.__main__ import main
+from fzero.tuning import CPU, H100, _calibrate, _stopwatch
+from fzero.tuning._calibrate import links_of
+from fzero.tuning._named import calibrated, save
+from tests.distributed.launch import forked, free_port, rank_variables
+from tests.tuning.test_costs import machines
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A machine whose speeds are known."""
+    half = torch.bfloat16
+    monkeypatch.setattr(_stopwatch, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
+    monkeypatch.setattr(_stopwatch, "copy_speed", lambda device, budget: 3e10)
+    monkeypatch.setattr(_stopwatch, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
+
+
+def test_what_is_measured_goes_to_its_constant(clock):
+    machine = tuning.calibrate()
+    assert (machine.flops, machine.slow, machine.device_memory, machine.launch) == (8e12, 4.0, 3e10, 2e-6)
+    assert (machine.link, machine.host_memory, machine.host_copies, machine.ranks) == (3e10, 3e10, 3e10, 1)
+    assert (machine.kind, machine.peers, machine.latency) == ("cpu", CPU.peers, CPU.latency)
+    sources = {c.name: c.source for c in machine.constants()}
+    measured = {name for name, source in sources.items() if source.startswith("measured")}
+    assert measured == {
+        "products of half precision",
+        "those of float32 take",
+        "memory of a device",
+        "an operation, at least",
+        "copies between a device and its host",
+        "memory of a host",
+    }
+    assert sources["a collective, at least"].startswith("assumed, as of two cores, gloo")
+    assert (
+        "float16 has 0.25 times as many" in sources["products of half precision"] and "as given" not in sources.values()
+    )
+    assert torch.__version__ in machine.source and 1e8 < machine.device_bytes < 1e14
+
+
+def test_this_machine_is_measured_in_the_time_that_it_is_given():
+    machine = tuning.calibrate(0.1)
+    assert 1e8 < machine.flops < 1e15 and 1e7 < machine.device_memory < 1e13 and 1e-8 < machine.launch < 1e-2
+
+
+@given(
+    hop=st.floats(1e-6, 1e-3),
+    latency=st.floats(1e-5, 1e-2),
+    speed=st.floats(1e6, 1e12),
+    ranks=st.integers(2, 64),
+)
+def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(hop, latency, speed, ranks):
+    total = ranks << 22
+    small = latency + (ranks - 1) * hop
+    large = small + total * (ranks - 1) / ranks / speed
+    found = links_of(hop, small, large, total, ranks)
+    if latency > 0.1 * small and large > small * 10 / 9:
+        assert found == pytest.approx((speed, latency, hop, ranks))
+    assert found.speed > 0 and found.latency > 0 and found.hop > 0  # whatever a busy machine has measured
+    again = found.latency + (ranks - 1) * found.hop
+    assert again == pytest.approx(small)
+
+
+@given(machine=machines)
+def test_a_machine_is_read_as_it_was_stored(machine):
+    machine = replace(machine, sources=(("flops", machine.flops, "measured"),), links=(("dp", 1e9),))
+    save(machine)
+    assert calibrated() == machine
+
+
+def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
+    port = free_port()
+    variables = [{**rank_variables(r, 2, port), "XDG_CACHE_HOME": cache} for r in range(2)]
+    done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
+    assert [d.returncode for d in done] == [0, 0], done
+    assert "all_gather of 2 ranks of this machine" in done[0].stdout and not done[1].stdout
+    machine = calibrated()
+    assert (
+        machine.ranks == 2 and machine.peers != CPU.peers and machine.hop != CPU.hop and machine.network == CPU.network
+    )
+    words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--device", "calibrated"]
+    assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert machine.name in said and "GB/s (measured: all_gather of 2 ranks of this machine)" in said
+
+
+@pytest.mark.slow
+def test_ranks_on_two_machines_measure_what_is_between(cache):
+    port = free_port()
+    variables = [{**rank_variables(r, 2, port), "LOCAL_WORLD_SIZE": 1, "XDG_CACHE_HOME": cache} for r in range(2)]
+    done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
+    assert [d.returncode for d in done] == [0, 0], done
+    machine = calibrated()
+    assert machine.ranks == 1 and machine.network != CPU.network and machine.far_hop != CPU.far_hop
+    assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
+
+
+def test_nothing_stored_says_what_to_run(cache, capsys):
+    with pytest.raises(ValueError, match="nothing is stored yet: run `fzero calibrate`"):
+        fzero.watch(fzero.jit(lambda x: x), device="calibrated")
+    words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--device", "calibrated"]
+    assert main(words) == 2 and "nothing is stored yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"name": "x"}', json.dumps({"name": "x", "flops": -1})))
+def test_what_cannot_be_read_says_so(cache, text):
+    path = save(H100)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"calibrated.json cannot be read, run `fzero calibrate` again"):
+        calibrated()
+
+
+@pytest.mark.parametrize("seconds", (0, -1, True, "5"))
+def test_a_wrong_time_is_refused(seconds):
+    with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
+        tuning.calibrate(seconds)
+    assert _calibrate.KEPT < 1

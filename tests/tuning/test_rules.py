@@ -1,0 +1,81 @@
+"""The rules of experts: which of them the best configuration keeps, and why it does not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fzero.tuning import H100, Configuration, Row, Table
+from fzero.tuning._rules import RULES, verdicts
+
+USUAL = Configuration(1, 1, 8, ranks=4)
+SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, ACCUMULATION, MICRO = [rule.text for rule in RULES]
+
+
+def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> Row:
+    return Row(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host, flops, True, {})
+
+
+def judged(*rows: Row, near: int = 8) -> dict[str, tuple[bool, str]]:
+    fitting = sorted(rows, key=lambda r: r.seconds)
+    return {v.rule: (v.kept, v.why) for v in verdicts(fitting[0], fitting, near)}
+
+
+def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
+    assert judged(row(1.0)) == {SETTINGS: (True, "")}
+
+
+@pytest.mark.parametrize(
+    "rule,best,other,why",
+    [
+        (STAGE, {"stage": 2, "moved": 1e9}, {"stage": 1, "moved": 2e9}, "it moves 2.0 GB where 1.0 GB are enough"),
+        (STAGE, {"stage": 2}, {"stage": 0}, "its collectives are less hidden"),
+        (REMAT, {"remat": True}, {"remat": "matmuls", "flops": 1.5e12}, "it computes 50% more"),
+        (OFFLOAD, {"offload": 1.0}, {"offload": 0.5, "host": 1e9}, "it waits for the host"),
+        (EXPERTS, {"ep": 1}, {"ep": 4, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (MICRO, {}, {"micro_batch": 8, "accumulation": 1, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (
+            ACCUMULATION,
+            {"micro_batch": 8, "accumulation": 1},
+            {"micro_batch": 1, "accumulation": 8},
+            "it starts its operations 8 times and not 1",
+        ),
+    ],
+)
+def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why):
+    """The one that the rule would take is slower; were it the faster, the rule would be kept."""
+    found = judged(row(1.0, **best), row(1.5, **other))
+    kept, said = found[rule]
+    assert not kept and said.startswith(str(replace(USUAL, **{k: v for k, v in other.items() if k in vars(USUAL)})))
+    assert said.endswith(f" takes 50% more: {why}")
+    assert judged(row(2.0, **best), row(1.5, **other))[rule] == (True, "")
+
+
+def test_what_the_model_cannot_tell_is_said():
+    (kept, why) = judged(row(1.0, stage=2), row(1.004, stage=1))[STAGE]
+    assert not kept and why.endswith("takes 0.4% more, which is less than such a model can tell")
+
+
+def test_settings_are_chosen_at_the_smallest_micro_batch():
+    """There stage 3 is the fastest; where the batch is set aside, another stage is."""
+    small = [row(4.0, stage=1), row(3.0, stage=3)]
+    large = [row(s, stage=stage, micro_batch=8, accumulation=1) for s, stage in ((1.0, 1), (2.0, 3))]
+    kept, why = judged(*small, *large)[SETTINGS]
+    assert not kept and why.startswith("stage 3, micro-batch 8 x 1, bfloat16 takes 100% more")
+    assert judged(*small, replace(large[1], seconds=0.5))[SETTINGS] == (True, "")
+
+
+def test_experts_stay_within_a_machine():
+    rows = row(1.0, ep=4), row(2.0, ep=8), row(3.0, ep=16)
+    assert judged(*rows, near=4)[EXPERTS] == (True, "")
+    assert judged(*rows, near=8)[EXPERTS][1].startswith("stage 1, micro-batch 1 x 8, bfloat16, ep 8 takes 100% more")
+
+
+def test_only_what_fits_and_differs_in_one_thing_is_compared():
+    assert STAGE not in judged(row(1.0, stage=2), row(2.0, stage=1, remat=True))
+    table = Table((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget=2e9)
+    assert {v.rule for v in table.rules()} == {SETTINGS, STAGE}
+    assert f"rule not kept: {STAGE}: stage 1" in str(table).replace("\n", " ") and f"rule kept: {SETTINGS}" in str(
+        table
+    )
+    assert replace(table, budget=1.0).rules() == []

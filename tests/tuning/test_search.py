@@ -1,0 +1,174 @@
+"""The search: on any number of processes the same is planned and skipped, none of them waits, and rows are kept."""
+
+import concurrent.futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _kept, _search
+from fzero.tuning._search import in_order, rows_of
+from fzero.tuning._space import REMATS, space_of
+from tests.tuning.spaces import planned
+
+SPACE = space_of(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0), (1,), None)
+
+
+def row(config: Configuration) -> Row:
+    """Make up a row, of a configuration that surely holds no less than another no fewer bytes."""
+    held = (4 - config.stage) * (1 + config.micro_batch) * (3 - REMATS.index(config.remat)) * (2 - config.offload)
+    wide = 2 if config.precision == "float32" else 1
+    return Row(config, {"parameters": held * wide}, {"dp": 1.0}, 1.0, 0.0, 1.0, True, {})
+
+
+class Processes:
+    """Processes whose tasks end in any order: each time someone waits, one of those that run does."""
+
+    def __init__(self, workers: int, draw: Any, monkeypatch: Any) -> None:
+        self.workers, self.draw = workers, draw
+        self.running: dict[Future[Row], Configuration] = {}
+        self.started: list[Configuration] = []
+        self.idle = 0
+        monkeypatch.setattr(_search, "wait", self.wait)
+
+    def start(self, config: Configuration) -> Future[Row]:
+        future: Future[Row] = Future()
+        self.running[future] = config
+        self.started.append(config)
+        assert len(self.running) <= self.workers
+        return future
+
+    def wait(self, running: Any, return_when: str) -> None:
+        assert return_when == concurrent.futures.FIRST_COMPLETED
+        self.idle += self.workers - len(self.running)
+        if self.running:
+            future = [*self.running][self.draw(st.integers(0, len(self.running) - 1))]
+            future.set_result(row(self.running.pop(future)))
+
+
+@given(budget=st.floats(0, 200), workers=st.integers(2, 6), data=st.data())
+def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
+    with pytest.MonkeyPatch.context() as patch:
+        one = Processes(1, lambda _: 0, patch)
+        alone = [*rows_of(SPACE, one.start, 1, budget)]
+        many = Processes(workers, data.draw, patch)
+        found = [*rows_of(SPACE, many.start, workers, budget)]
+    assert sorted(map(str, [x.config for x in alone])) == sorted(map(str, SPACE))
+    assert in_order(SPACE, found, budget) == in_order(SPACE, alone, budget)
+    rows, skipped = in_order(SPACE, found, budget)
+    assert {r.config for r in rows} == {*one.started} <= {*many.started}
+    assert {r.config for r in rows} | {s.config for s in skipped} == {*SPACE}
+    for s in skipped:
+        assert row(s.as_little_as).at_least > budget and s.config.holds_no_less_than(s.as_little_as)
+        assert row(s.config).at_least > budget and s.as_little_as in one.started
+    left = len([*SPACE]) - len(many.started) - len(skipped)
+    assert many.idle <= workers * workers or left == 0  # but for the last tasks, none waits
+
+
+def test_a_row_that_comes_to_be_skipped_is_left_out():
+    with pytest.MonkeyPatch.context() as patch:
+        many = Processes(8, lambda _: 0, patch)
+        found = [*rows_of(SPACE, many.start, 8, 1.0)]  # nothing fits
+    assert len(many.started) > sum(isinstance(x, Row) for x in found) == 2  # the leanest of both precisions
+    assert all(isinstance(x, Row) or x.as_little_as.stage == 3 for x in found)
+
+
+def test_an_error_ends_the_search():
+    def start(config: Configuration) -> Future[Row]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        next(rows_of(SPACE, start, 2, 1.0))
+    assert Skipped(*[Configuration(1, 1, 1)] * 2).config.ranks == 1
+
+
+# ---------------------------------------------------------------- rows that are kept
+
+
+@dataclass
+class Counted:
+    """A function that makes steps, and counts how often it is asked."""
+
+    cache_key: str = "counted"
+    made: list[Configuration] = field(default_factory=list)
+
+    def __call__(self, config: Configuration) -> Any:
+        self.made.append(config)
+        return planned(config)
+
+
+ASKED: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8,), "stages": (2, 3), "memory": 1e12}
+
+
+def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.Table, int]:
+    """Tune, and say how many steps were made for it."""
+    before = len(make_step.made)
+    table = fzero.tune(make_step, **{"device": CPU, "remat": (False,), **ASKED, **asked})
+    return table, len(make_step.made) - before
+
+
+def test_a_row_is_planned_once():
+    make_step = Counted()
+    first, made = tuned(make_step, depth=9)
+    again, none = tuned(make_step, depth=9)
+    assert made >= 4 + 2 and none == 0 and again == first and str(again) == str(first)
+    assert all(r.in_full for r in again.rows)
+    assert tuned(make_step, depth=9, cache=False) == (first, made)
+    assert tuned(make_step, depth=9, stages=(1, 2, 3))[1] > 0
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["the step", "the machine", "a link", "the configuration", "the code of fzero", "torch", "a file that is cut off"],
+)
+def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cache):
+    make_step = Counted()
+    first, made = tuned(make_step)
+    asked: dict[str, Any] = {}
+    if what == "the step":
+        make_step.cache_key = "another"
+    elif what == "the machine":
+        asked["device"] = replace(CPU, flops=1e10)
+    elif what == "a link":
+        asked["links"] = {"dp": 1e9}
+    elif what == "the configuration":
+        asked["precision"] = ("float32",)
+    elif what == "the code of fzero":
+        monkeypatch.setattr(_kept, "_source", lambda: "changed")
+    elif what == "torch":
+        monkeypatch.setattr("torch.__version__", "9.0")
+    else:
+        for path in (cache / "fzero" / "rows").iterdir():
+            path.write_text(path.read_text()[:50])
+    again, second = tuned(make_step, **asked)
+    assert second == made == 2
+    assert (again == first) == (what in ("the step", "the code of fzero", "torch", "a file that is cut off"))
+    assert tuned(make_step, **asked) == (again, 0)
+
+
+def test_a_budget_is_none_of_what_a_row_depends_on():
+    make_step = Counted()
+    tuned(make_step)
+    table, made = tuned(make_step, memory=1.0)
+    assert made == 0 and not table.fitting
+
+
+def test_a_step_that_says_no_key_is_planned_each_time(cache):
+    made: list[Any] = []
+    for _ in range(2):
+        fzero.tune(lambda c: made.append(c) or planned(c), **ASKED, device=CPU, remat=(False,))
+    assert len(made) == 4 and not (cache / "fzero").exists()
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
+    (cache / "fzero").write_text("a file, where a folder should be")
+    make_step = Counted()
+    assert tuned(make_step)[1] == tuned(make_step)[1] == 2
+
+
+def test_the_code_of_fzero_is_part_of_the_key():
+    assert len(_kept._source()) == 64 and _kept.Kept("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
