@@ -1,6 +1,6 @@
-"""Measure benchmarks/pipelines.py's systems on these ranks: memory, bytes and numbers of each alone, then all in rounds.
+"""Measure the systems of benchmarks/pipelines.py on these ranks: memory, bytes and numbers of each alone, then in rounds.
 
-torchrun --nproc-per-node 4 benchmarks/pipelines_measure.py OUT.json --pp 2 --config toy --rounds 2 --systems fzero torch
+torchrun --nproc-per-node 4 benchmarks/pipelines_measure.py OUT.json --pp 2 --config toy --systems fzero torch
 """
 
 import argparse

@@ -20,8 +20,8 @@ from fzero.graph.ir import (
     values,
 )
 from fzero.graph.ops import is_view, leaves_memory_as_it_is
-from fzero.graph.phases import BEGINS
 from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.phases import BEGINS
 from fzero.graph.spaces import is_move
 
 __all__ = ["recompute"]
