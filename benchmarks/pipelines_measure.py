@@ -1,4 +1,4 @@
-"""Measure the systems of benchmarks/pipelines.py on these ranks: memory, bytes and numbers of each alone, then in rounds.
+"""Measure the systems of benchmarks/pipelines.py on these ranks: memory, bytes and numbers alone, then time in rounds.
 
 torchrun --nproc-per-node 4 benchmarks/pipelines_measure.py OUT.json --pp 2 --config toy --systems fzero torch
 """
