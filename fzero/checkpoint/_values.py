@@ -26,8 +26,8 @@ def is_none(x: Any) -> bool:
 def values_like(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved value of each path of a tree. Of a dict that was not saved as one, its keys' values.
 
-    Where both have nothing but None, such as the masters of parameters that need none, the tree's own is returned: on
-    other ranks of a pipeline there are as many as these have blocks.
+    Where both have nothing but None, such as the masters of parameters that need none, the tree's own is returned.
+    On other ranks of a pipeline there are as many as these have blocks.
     """
     return {path: _value_like(path, value, saved) for path, value in mine.items()}
 

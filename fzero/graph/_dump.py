@@ -88,7 +88,7 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str, body: Graph 
         ...     _ = fzero.jit(lambda x: (x + 1).sum(), dump=folder).plan(torch.ones(2))
         ...     print(*sorted(os.listdir(folder))[:3])
         ...     print(Path(folder, "00_traced.txt").read_text().splitlines()[5].split("  #")[0])
-        00_traced.txt 02_hoist.txt 04_regather.txt
+        00_traced.txt 03_hoist.txt 05_regather.txt
              1               16  float32[2]                   add = aten.add.Tensor(arg0_1, 1)
     """
     folder.mkdir(parents=True, exist_ok=True)

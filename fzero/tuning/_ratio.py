@@ -117,11 +117,11 @@ def offload_ratio(
         ...     return step, *step.init(params, opt), mesh.split(batch)
         >>> print(fzero.offload_ratio(make_step, memory_budget=14.2e6, parts=100))
         ratio 0.63 fits 14.2 MB of the device
-        ratio   device     host    down      up
-            0  16.8 MB      0 B     0 B     0 B  2.6 MB too much
-         0.62  14.2 MB   7.8 MB  1.3 MB  1.3 MB  9.0 kB too much
-         0.63  14.2 MB   7.9 MB  1.3 MB  1.3 MB  smallest that fits
-            1  12.6 MB  12.6 MB  2.1 MB  2.1 MB  fits
+        ratio   device    host    down      up
+            0  16.8 MB     0 B     0 B     0 B  2.6 MB too much
+         0.62  14.2 MB  3.9 MB  1.3 MB  1.3 MB  9.0 kB too much
+         0.63  14.2 MB  4.0 MB  1.3 MB  1.3 MB  smallest that fits
+            1  12.6 MB  6.3 MB  2.1 MB  2.1 MB  fits
     """
     budget = checked_bytes("memory_budget", memory_budget)
     room = None if host_budget is None else checked_bytes("host_budget", host_budget)

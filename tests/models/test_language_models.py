@@ -46,10 +46,10 @@ def train_step_for(model: nn.Module, opt: Any, loss: Any = loss_of, **options: A
 
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_and_adams_usual_eps(name):
-    """Which scales the rounding errors of small gradients up: measured, 6e-13."""
+    """Which scales the rounding errors of small gradients up: measured, 6e-13; 3e-12 where the exact gradient is 0."""
     opt = optim.adamw(1e-2, weight_decay=0.1)
     train_step, params = train_step_for(built(name, "eager"), opt)
-    assert_equivalent(train_step, params, opt, MODELS[name].batches(), [3], [4], rtol=1e-11)
+    assert_equivalent(train_step, params, opt, MODELS[name].batches(), [3], [4], rtol=1e-10)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

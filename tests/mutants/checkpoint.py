@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dict of values is one or nothing",
-        "checkpoint/_load.py",
+        "checkpoint/_values.py",
         "if path in saved or type(value) is not dict or not value:",
         "if True:",
         INPUT,

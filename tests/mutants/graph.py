@@ -602,8 +602,8 @@ MUTANTS = [
     Mutant(
         "arguments side by side count twice",
         "graph/storages.py",
-        "_computed(found, node, given)",
-        "_computed(found, node, {})",
+        "_computed(found, node, keys[node], given)",
+        "_computed(found, node, keys[node], {})",
         OWN_PART,
     ),
     Mutant(
@@ -713,7 +713,7 @@ MUTANTS = [
     Mutant(
         "the peak forgets what kernels hold",
         "graph/plan/_liveness.py",
-        "return own + _copies(position)",
+        "return own + _copies(position, later)",
         "return own",
         GRAPH,
     ),

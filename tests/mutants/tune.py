@@ -22,11 +22,13 @@ MUTANTS = [
     Mutant(
         "what fits is skipped",
         "tuning/_search.py",
-        "if row.at_least > budget:",
-        "if row.peak_bytes > 0.8 * budget:",
+        "too_large[c] = row.at_least > budget",
+        "too_large[c] = row.peak_bytes > 0.8 * budget",
         TUNE,
     ),
-    Mutant("nothing is skipped", "tuning/_search.py", "if row.at_least > budget:", "if False:", TUNE),
+    Mutant(
+        "nothing is skipped", "tuning/_search.py", "too_large[c] = row.at_least > budget", "too_large[c] = False", TUNE
+    ),
     Mutant(
         "buffers are surely held",
         "tuning/_row.py",
