@@ -35,7 +35,7 @@ tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(VENV)/dev.stamp ## lint, types and all tests, also those that "make test" leaves out
-	$(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
+	HYPOTHESIS_PROFILE=all $(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
 
 bench: $(VENV)/bench.stamp ## compare with DDP, FSDP2 and DeepSpeed, two hours; ARGS="--models A" to choose
 	$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -14,5 +14,6 @@ torch.set_num_threads(1)
 # derandomize: a run on the same code tries the same examples, so that main is green or red for everybody
 options = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fzero", **options)
+settings.register_profile("all", **options)  # more examples of some laws: tests.helpers.examples
 settings.register_profile("mutants", **options, phases=[Phase.explicit, Phase.generate])  # no shrinking
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))

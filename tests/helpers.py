@@ -1,12 +1,19 @@
 """What several test files use."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import settings
 
 import fzero
 from fzero import optim
+
+
+def examples(few: int, many: int) -> settings:
+    """So many examples of a law in `make test`, and in `make test-all`."""
+    return settings(max_examples=many if os.environ.get("HYPOTHESIS_PROFILE") == "all" else few)
 
 
 def train_step_for(loss_fn: Callable[..., Any], opt: Any, **options: Any) -> Callable[..., Any]:

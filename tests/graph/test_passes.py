@@ -78,6 +78,7 @@ from tests.graph.graphs import (
     specs,
     users_reversed,
 )
+from tests.helpers import examples
 
 PLACES = (("g", 0),)  # of the only rank in a world of equal ones
 REUSES = (0, 16, 64, 96, math.inf)
@@ -150,7 +151,7 @@ def check_results(sample: Sample, graph: Graph, donated: bool, late: bool, expec
                 assert x.untyped_storage().data_ptr() not in taken
 
 
-@settings(max_examples=100)
+@examples(60, 100)
 @given(samples(), settings_of_passes())
 def test_every_pass_keeps_the_results_to_the_bit(make, how):
     sample = make()

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -19,9 +19,10 @@ LOCKSTEP = fzero.mesh(dp=RANKS, simulate="lockstep")
 VMAP = fzero.mesh(dp=RANKS, simulate="vmap")
 
 
-def models(which: Callable[[Model], bool] = lambda model: True) -> list[Any]:
-    """List the models of which something holds, the slow ones marked."""
-    return [pytest.param(k, marks=[pytest.mark.slow] * m.slow) for k, m in MODELS.items() if which(m)]
+def models(which: Callable[[Model], bool] = lambda model: True, always: Container[str] = MODELS) -> list[Any]:
+    """List the models of which something holds. Marked are the slow ones, and those that need not always run."""
+    slow = {k: m.slow or k not in always for k, m in MODELS.items()}
+    return [pytest.param(k, marks=[pytest.mark.slow] * slow[k]) for k, m in MODELS.items() if which(m)]
 
 
 STAGES = [1, 3, *[pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)]]
@@ -55,7 +56,9 @@ def test_where_vmap_cannot_the_error_advises_lockstep(name):
     assert 'simulate="lockstep"' in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("name", models(lambda m: not m.vmap and m.per_rank == "dropout"))
+@pytest.mark.parametrize(
+    "name", models(lambda m: not m.vmap and m.per_rank == "dropout", always=("gpt2, dropout", "vit, dropout"))
+)
 def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
     first, *others = [train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP) for stage in range(4)]
     for other in others:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import moe, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.moe.model import OPT, batch_of, loss_for, params_of
 
 SPLIT = moe.split("experts")
@@ -37,7 +37,7 @@ def check(
     assert_equivalent(train_step, params_of(count), OPT, BATCHES, stages, meshes=[mesh], **options)
 
 
-@settings(max_examples=24)
+@examples(12, 24)
 @given(MESHES, st.integers(0, 3), CAPACITIES, st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
 def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
     """With drops, both losses, a global clip, micro-batches and remat: to 1e-12."""

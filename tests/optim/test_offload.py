@@ -15,6 +15,7 @@ from fzero.layout.pieces import host_elements, spaces
 from fzero.layout.spec import ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
+from tests.helpers import examples
 from tests.optim.offloading import (
     BF16,
     ON_DEVICE_ONLY,
@@ -53,7 +54,7 @@ layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.intege
 units = st.sampled_from([None, *sorted(RULES)])
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(name=st.sampled_from(sorted(POINTWISE)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("adamw", small_params(), by_path, None, 3, 3, 1)
 @example("masters, clip before", small_params(), 0.37, "one unit", 2, 2, 2)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.optim.test_optim import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
 from tests.stages.test_equivalence import RULES, loss_of_tree
 
@@ -254,7 +254,7 @@ def test_every_stage_and_world_size_equals_unsharded_training(name):
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 4))
 
 
-@settings(max_examples=80)
+@examples(40, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
     params=trees(),

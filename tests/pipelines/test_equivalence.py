@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
+from tests.helpers import examples
 from tests.pipelines.model import (
     WIDTH,
     batch_of,
@@ -32,7 +33,7 @@ def close(found: Any, expected: Any) -> None:
     assert_trees_close(found, expected, 1e-9)
 
 
-@settings(max_examples=30)
+@examples(20, 30)
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
 def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
@@ -46,7 +47,7 @@ def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, 
     close(trained_on(mesh, stage, loss, params, size, gather=gather), trained(loss, params, size))
 
 
-@settings(max_examples=40)
+@examples(24, 40)
 @given(schedules(), st.integers(0, 3), st.integers(0, 3))
 def test_any_table_trains_the_same(schedule, extra, stage):
     depth = schedule.stages + extra

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -12,6 +12,7 @@ from fzero.graph.ops import is_random
 from fzero.graph.phases import Phase
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Held, split
+from tests.helpers import examples
 from tests.pipelines.model import OPT, batch_of, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -48,7 +49,7 @@ def test_peaks_fall_along_1f1b_as_what_is_in_flight_does():
     assert max(peaks[:2]) > peaks[2]  # the first is sent nothing, and the second holds what it is sent
 
 
-@settings(max_examples=12)
+@examples(5, 12)
 @given(st.sampled_from(sorted(NAMED)), st.integers(0, 3), st.integers(0, 3))
 def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, stage, rank):
     counts = []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, optimizers, stages, trees, world_sizes
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 
 
 def loss_of_tree(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -23,7 +23,7 @@ def loss_of_tree(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@settings(max_examples=100)
+@examples(60, 100)
 @given(
     params=trees(),
     opt=optimizers(),

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.layout.boxes import is_box
 from fzero.testing import stages, trees
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.optim.test_optim_laws import TABLE, small_loss, small_params
 from tests.stages.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 
@@ -69,7 +69,7 @@ def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_u
     assert_same(step.partition(step.gather(state), like=like[1]), state, step)
 
 
-@settings(max_examples=15)
+@examples(8, 15)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.sampled_from(["vmap", "lockstep"]))
 def test_on_every_arrangement_of_axes(name, stage, simulate):
     axes, options = ARRANGEMENTS[name]

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.tp.model import OPT, SPLIT, batch_of, loss_for, params_of, plain_loss
 
 BATCHES = [batch_of(seed=i) for i in range(2)]
@@ -23,7 +23,7 @@ MESHES = st.sampled_from(
 )
 
 
-@settings(max_examples=12)
+@examples(6, 12)
 @given(MESHES, st.integers(0, 3), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans())
 def test_training_on_any_mesh_is_dense_training(mesh, stage, micro, sequence, remat, tied):
     """With a global clip, micro-batches, remat, tied embeddings, and the residual stream cut or not: to 1e-12."""

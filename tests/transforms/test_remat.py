@@ -594,7 +594,11 @@ def test_a_tied_block_says_where_its_leaves_lie():
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    "stage,whole", [(0, True), *[pytest.param(s, True, marks=pytest.mark.slow) for s in (1, 3)], (2, True), (3, False)]
+    "stage,whole",
+    [
+        (2, True),
+        *[pytest.param(s, w, marks=pytest.mark.slow) for s, w in ((0, True), (1, True), (3, True), (3, False))],
+    ],
 )
 def test_activations_wait_on_the_host(stage, k, whole):
     """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""

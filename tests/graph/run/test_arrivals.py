@@ -57,7 +57,7 @@ def late(monkeypatch):
     return queue
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
