@@ -10,7 +10,7 @@ from typing import Any
 from fzero.graph.plan._liveness import KINDS
 from fzero.graph.plan._picture import spans
 from fzero.graph.plan._plan import Plan
-from fzero.tuning._planned import planned_at
+from fzero.tuning._planned import made_at, planned
 from fzero.tuning._recipe import recipe, warnings_of
 from fzero.tuning._table import Table
 from fzero.tuning._table_text import headline, notes
@@ -69,7 +69,10 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
 def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
     """Plan the best again, and say what is alive at some points of its step: at each the most since the one before."""
     row = table.fitting[0]
-    plan: Plan = planned_at(make_step, row.config, row.config.ranks, table.machine.as_device(), row.settings)
+    made = made_at(make_step, row.config)
+    at = {"pp": row.rank} if row.config.pp > 1 else 0
+    device = table.machine.as_device()
+    plan = made if isinstance(made, Plan) else planned(made, row.config.world, device, row.settings, at)
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
