@@ -1,4 +1,4 @@
-"""Planning one configuration: as it is, or by two of fewer blocks; of a pipeline on each rank that may be the fullest."""
+"""Planning one configuration: as it is, or by two of fewer blocks; a pipeline on each rank that may be the fullest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -13,7 +13,7 @@ from fzero.graph.plan._plan import Plan
 from fzero.tuning._planned import made_at, planned
 from fzero.tuning._recipe import recipe, warnings_of
 from fzero.tuning._table import Table
-from fzero.tuning._table_text import headline, notes
+from fzero.tuning._table_text import axes_shown, axis_of, headline, notes
 
 __all__ = ["page"]
 
@@ -37,6 +37,7 @@ def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -
         "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
         "budget": table.budget,
         "kinds": KINDS,
+        "axes": axes_shown(table),
         "rows": [_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
         "timeline": _timeline(table, make_step) if best and make_step else None,
     }
@@ -55,7 +56,8 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "remat": remat,
         "precision": c.precision,
         "offload": c.offload,
-        "ep": c.ep,
+        **{name: getattr(c, name) for name in ("ep", "tp", "pp")},
+        "schedule": axis_of(c, "schedule"),
         "peak": row.peak_bytes,
         "seconds": row.seconds,
         "moved": sum(row.moved.values()),

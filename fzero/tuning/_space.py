@@ -10,7 +10,7 @@ import torch
 from fzero.precision import Precision
 from fzero.schedules._named import NAMES
 
-__all__ = ["Dimensions", "Configuration", "Space", "space_of"]
+__all__ = ["Configuration", "Dimensions", "Space", "space_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most that is kept for the backward pass to the least

@@ -7,9 +7,10 @@ from fzero.graph.plan._text import size
 
 if TYPE_CHECKING:
     from fzero.tuning._row import Row
+    from fzero.tuning._space import Configuration
     from fzero.tuning._table import Table
 
-__all__ = ["cells", "compared", "duration", "notes", "rendered", "text"]
+__all__ = ["axes_shown", "axis_of", "cells", "compared", "duration", "notes", "rendered", "text"]
 
 SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
 PARTS = {
@@ -67,10 +68,11 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as Drawn
 
     drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    ep = ["ep"] if any(r.config.ep > 1 for r in table.rows) else []
-    columns = ["stage", "batch", "remat", "precision", "offload", *ep, "peak", *PARTS, "moved", "seconds", ""]
+    axes = axes_shown(table)
+    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, "moved", "seconds", ""]
     for name in columns:
-        drawn.add_column(name, justify="left" if name in ("remat", "precision", "") else "right", no_wrap=True)
+        left = name in ("remat", "precision", "schedule", "")
+        drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
     for row in [*fits[:SHOWN], *misses[:MISSES]]:
         over = row.peak_bytes - table.budget
@@ -78,11 +80,23 @@ def _rows(table: "Table") -> Any:
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         shown = cells(row)
         settings, numbers = shown[:5], shown[5:]
-        drawn.add_row(*settings, *[str(row.config.ep) for _ in ep], *numbers, said, style=style)
+        drawn.add_row(*settings, *[axis_of(row.config, name) for name in axes], *numbers, said, style=style)
     hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
     if any(hidden):
         drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
     return drawn
+
+
+def axes_shown(table: "Table") -> list[str]:
+    """List the settings of further axes that have a column: those that are used, and a schedule where there are two."""
+    configs = [r.config for r in table.rows]
+    axes = [name for name in ("ep", "tp", "pp") if any(getattr(c, name) > 1 for c in configs)]
+    return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
+
+
+def axis_of(config: "Configuration", name: str) -> str:
+    """Write a configuration's size of a further axis, or its schedule."""
+    return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
 
 
 def cells(row: "Row") -> list[str]:
