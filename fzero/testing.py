@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from fzero import optim, tree
 from fzero.layout.boxes import PerRank
+from fzero.pipelines import Pipeline
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.mesh import mesh as make_mesh
 from fzero.stages._shard import shard
+from fzero.stages._sharded_step import ShardedStep
 from fzero.transforms import gather, partition
 
 __all__ = [
@@ -80,6 +82,7 @@ def assert_equivalent(
     *,
     rtol: float | None = None,
     meshes: Sequence[Mesh] | None = None,
+    pipeline: Pipeline | None = None,
     **options: Any,
 ) -> None:
     """Assert that a sharded train step gives the numbers of the unsharded one, at every stage and world size.
@@ -96,6 +99,8 @@ def assert_equivalent(
         world_sizes: the numbers of ranks to try, simulated by vmap.
         rtol: see `assert_trees_close`.
         meshes: the meshes to try instead, such as `[fzero.mesh(dp=2, tp=2, simulate="lockstep")]`.
+        pipeline: the loss of `train_step`, if it is a pipeline: its blocks are stacked for each mesh, and unstacked to
+            be compared. The ranks lie along its axis then, if no meshes are given.
         **options: passed on to `fzero.shard`: `axis`, `units`, `over`, `split`.
 
     Raises:
@@ -115,20 +120,27 @@ def assert_equivalent(
     expected = [(params if precision is None else precision.cast(params), opt.init(params))]
     for batch in batches:
         expected.append(train_step(*expected[-1][:2], batch))
-    for mesh in [make_mesh(simulate=True, dp=n) for n in world_sizes] if meshes is None else meshes:
+    options = options if pipeline is None else {"split": pipeline.split, **options}
+    axes: list[dict[str, Any]] = [{"dp" if pipeline is None else pipeline.axis: n} for n in world_sizes]
+    for mesh in [make_mesh(simulate=True, **sizes) for sizes in axes] if meshes is None else meshes:
         ranks = ", ".join([f"{name}={size}" for name, size in mesh.shape])
+
+        def whole(values: Any, step: ShardedStep) -> Any:
+            values = step.gather(values)  # a tree within a tuple need not have blocks
+            return values if pipeline is None else pipeline.unstack((values,), step.mesh)[0]
+
         for stage in stages:
             step = shard(train_step, stage=stage, mesh=mesh, **options)
-            state = step.init(params, opt)
+            state = step.init(params if pipeline is None else pipeline.stack(params, mesh), opt)
             for i, batch in enumerate(batches):
-                state = step(*state[:2], mesh.split(batch, step.axis))
+                state = step(*state[:2], mesh.split(batch, step.data_axes) if step.data_axes else batch)
                 what = f"stage={stage}, {ranks}, step {i}: result"
                 for j in range(2, len(state)):
-                    whole = step.gather(state[j])
-                    assert_trees_close(_joined(whole), _joined(expected[i + 1][j], 0), rtol, f"{what} {j}")
+                    found, wanted = _joined(whole(state[j], step)), _joined(expected[i + 1][j], 0)
+                    assert_trees_close(found, wanted, rtol, f"{what} {j}")
             what = f"stage={stage}, {ranks}, after {len(batches)} steps:"
-            assert_trees_close(step.gather(state[0]), expected[-1][0], rtol, f"{what} parameters")
-            assert_trees_close(step.gather(state[1]), expected[-1][1], rtol, f"{what} optimizer state")
+            for name, found, wanted in zip(("parameters", "optimizer state"), state, expected[-1], strict=False):
+                assert_trees_close(whole(found, step), wanted, rtol, f"{what} {name}")
 
 
 def _joined(values: Any, dims: int = 1) -> Any:

@@ -608,10 +608,24 @@ def test_any_two_give_the_third(m, k, n):
 
 
 def test_only_data_parallel_ranks_count():
-    mesh = fzero.mesh(dp=2, tp=4)
-    assert fzero.batch_plan(micro_batch=3, accumulation=5, mesh=mesh, axis="dp").global_batch == 30
-    with pytest.raises(ValueError, match=r"the axes \('dp', 'tp'\): say which are data-parallel, axis='dp'"):
-        fzero.batch_plan(micro_batch=3, accumulation=5, mesh=mesh)
+    """Those along a pipeline's axis share a batch, though it is one of the axes of the mean, and those along tp do."""
+
+    def ranks(axis: Any = None, apart: Any = None, **axes: int) -> int:
+        plan = fzero.batch_plan(micro_batch=3, accumulation=5, mesh=fzero.mesh(**axes), axis=axis, apart=apart)
+        assert plan.global_batch == 15 * plan.ranks
+        return plan.ranks
+
+    assert ranks(dp=2, tp=4) == ranks(dp=2, tp=4, axis="dp") == 2
+    assert ranks(dp=2, pp=3, tp=4) == ranks(dp=2, pp=3, axis=("dp", "pp")) == ranks(dp=2, pp=3, axis="dp") == 2
+    assert ranks(pp=4) == ranks(pp=4, tp=2) == ranks(pp=4, axis="pp") == 1
+    assert ranks(dp=2, tp=4, axis=("dp", "tp")) == 8  # what is said counts
+    assert ranks(dp=2, ep=3, tp=4, axis=("dp", "ep")) == 6
+    assert ranks(data=2, stage=3, axis=("data", "stage"), apart="stage") == ranks(data=2, stage=3, apart="stage") == 2
+    assert ranks(dp=2, pp=3, axis=("dp", "pp"), apart=()) == 6  # no pipeline, in spite of the name
+    with pytest.raises(ValueError, match=r"axes \('a', 'b'\): say which are data-parallel, axis='a' or \('a', 'b'\)"):
+        ranks(a=2, tp=2, b=2)
+    with pytest.raises(ValueError, match=r"'stage' is not an axis of"):
+        ranks(dp=2, apart="stage")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import fzero
 from fzero import optim, testing, tree
 from fzero.testing import assert_equivalent, assert_trees_close, check_elementwise
 from tests.helpers import train_step_for
+from tests.pipelines import model as pipelines
 
 STAGES = range(4)
 PARAMS = {"a": [{"w": torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)}], "b": torch.ones(2).double()}
@@ -52,6 +53,29 @@ def test_a_good_step_passes_with_micro_batches_units_and_other_results():
         return None if path == "b" else "a"
 
     assert_equivalent(train_step, PARAMS, OPT, batches_of(size=16), units=units)
+
+
+@pytest.mark.parametrize("opt", [optim.sgd(0.1), optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))])
+def test_a_step_with_a_pipelined_loss_passes_and_a_wrong_one_does_not(opt):
+    """Its parameters and the state's moments are compared as a model without a pipeline has them."""
+    loss, params, batches = pipelines.loss_of(4, depth=5), pipelines.params_of(5), [pipelines.batch_of(16)] * 2
+    meshes = [fzero.mesh(dp=2, pp=2), fzero.mesh(pp=3, simulate="lockstep"), fzero.mesh(dp=2)]
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        value, grads = fzero.value_and_grad(loss, reduce="weighted")(params, batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value, {"grads": grads, "step": torch.tensor(1)}
+
+    def wrong(params: Any, opt_state: Any, batch: Any) -> Any:
+        params, *others = train_step(params, opt_state, batch)
+        for p in params["blocks"]:  # as many as a rank has places
+            p["w"] = fzero.tree.map(lambda x: x * (1 + len(params["blocks"])), p["w"])
+        return params, *others
+
+    assert_equivalent(train_step, params, opt, batches, rtol=1e-9, pipeline=loss, world_sizes=(1, 2))
+    assert_equivalent(train_step, params, opt, batches, rtol=1e-9, pipeline=loss, meshes=meshes)
+    with pytest.raises(AssertionError, match=r"stage=1, pp=2, after 1 steps: parameters leaf 'blocks.0.w'"):
+        assert_equivalent(wrong, params, opt, batches[:1], (1,), (2,), rtol=1e-9, pipeline=loss)
 
 
 def test_results_of_each_rank_are_compared_along_the_batch():

@@ -4,7 +4,7 @@ A value that no rank made different has no batch dimension at the axis's vmap. S
 result is provably equal on all ranks. (Ranks in lockstep are compared by value, when they return.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,10 +100,34 @@ def check_replicated(
     return out
 
 
-def check_inputs_replicated(name: str, axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Check that the plain tensors of a differentiated argument are equal on all ranks of `axes`.
+def _gradient_would_be_summed(where: str, axis: str) -> str:
+    return (
+        f"value_and_grad: {where} differs by rank along {axis!r}, and the gradient of a plain tensor is summed over "
+        "the ranks: give it fzero.PerRank(x) in the tensor's place for the gradient of each rank's own, or make it "
+        "replicated with fzero.pmean"
+    )
+
+
+def check_inputs_replicated(
+    name: str,
+    axes: Sequence[Axis],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    says: Callable[[str, str], str] = _gradient_would_be_summed,
+) -> None:
+    """Check that the plain tensors of an argument are equal on all ranks of `axes`.
 
     A simulation finds each that is not; a process those that lie in the memory of a `PerRank` argument.
+
+    Args:
+        name: of the argument.
+        axes: along which its tensors are to be equal.
+        paths: of its leaves.
+        leaves: its leaves.
+        says: gives the message, of what differs, and along which axis.
+
+    Raises:
+        ValueError: if one is not.
     """
     checked: set[Any] = set()
     for path, x in zip(paths, leaves, strict=True):
@@ -113,19 +137,11 @@ def check_inputs_replicated(name: str, axes: Sequence[Axis], paths: Sequence[str
         where = name + (f", leaf {path!r}" if path else "")
         known = () if torch.compiler.is_dynamo_compiling() else differs_along(storage_id(unwrapped(x)))
         for axis in axes:
-            message = _gradient_would_be_summed(where, axis.name)
+            message = says(where, axis.name)
             if axis.name in known:
                 raise ValueError(message)
             if not axis.group or is_lockstep(axis.group):
                 _as_replicated(x, axis.token, axis.group, message)
-
-
-def _gradient_would_be_summed(where: str, axis: str) -> str:
-    return (
-        f"value_and_grad: {where} differs by rank along {axis!r}, and the gradient of a plain tensor is summed over "
-        "the ranks: give it fzero.PerRank(x) in the tensor's place for the gradient of each rank's own, or make it "
-        "replicated with fzero.pmean"
-    )
 
 
 def differs(path: str, names: tuple[str, ...], how: str = "") -> str:

@@ -15,6 +15,8 @@ __all__ = [
     "Rules",
     "SplitRule",
     "SplitRules",
+    "Stacked",
+    "Stacks",
     "UnitRule",
     "WorkApart",
     "given_rules",
@@ -51,6 +53,29 @@ class WorkApart(Protocol):
         ...
 
 
+class Stacked(NamedTuple):
+    """A list of which each rank along an axis has some items, stacked: as a pipeline's blocks are.
+
+    In a leaf of item s, `[ranks, ...]`, row r is that of the item `items[s][r]` of the whole list.
+
+    Attributes:
+        key: the path of the list in the tree.
+        items: by place in the stacked list and rank, the number of the item; None where there is none.
+    """
+
+    key: str
+    items: tuple[tuple[int | None, ...], ...]
+
+
+@runtime_checkable
+class Stacks(Protocol):
+    """A rule of `split` for trees that hold a stacked list."""
+
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
+        """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
+        ...
+
+
 class Rules(NamedTuple):
     """How a tree is cut, given the path and the leaf.
 
@@ -60,6 +85,7 @@ class Rules(NamedTuple):
         split: says which further axes cut the leaf itself, and along which dimension; None for none.
         dtype: the dtype that the leaf is about to be cast to, which its unit is to have; None for its own.
         apart: the axes along which ranks have work of their own and no data of their own, as stages of a pipeline.
+        stacks: those of the rules of `split` that say which lists are stacked, along which axes.
     """
 
     units: UnitRule | None = None
@@ -67,6 +93,11 @@ class Rules(NamedTuple):
     split: SplitRule | None = None
     dtype: DtypeRule | None = None
     apart: tuple[str, ...] = ()
+    stacks: tuple[Stacks, ...] = ()
+
+    def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Stacked]:
+        """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
+        return {axis: found for rule in self.stacks for axis, found in rule.stacked(paths, sizes).items()}
 
 
 DEFAULT_RULES = Rules()
@@ -120,8 +151,9 @@ def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitR
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {gives}")
     apart = tuple([name for rule in rules_in(cuts) if isinstance(rule, WorkApart) for name in rule.apart])
+    stacks = tuple([rule for rule in rules_in(cuts) if isinstance(rule, Stacks)])
     if over is None or callable(over):
-        return Rules(units, over, cuts, apart=apart)
+        return Rules(units, over, cuts, apart=apart, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
         raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
-    return Rules(units, lambda path, leaf: over, cuts, apart=apart)
+    return Rules(units, lambda path, leaf: over, cuts, apart=apart, stacks=stacks)

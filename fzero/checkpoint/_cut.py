@@ -6,7 +6,7 @@ holds of a leaf is one range of it. So a cut is a rule: a few numbers for each u
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -58,12 +58,17 @@ class Group(NamedTuple):
         axes: over whose ranks the parts are; none if each rank holds all.
         shard: elements of a part, padding included.
         split: the axes along which ranks have parts of the leaves, before these are concatenated.
+        at: the ranks that hold it, by their place along each of some axes; all, if it is empty. Ranks at other places
+            have groups of their own: those of a pipeline have other blocks.
+        copies: places of leaves that are there for nobody to use. They are loaded as the leaf is, and not written.
     """
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
     shard: int
     split: tuple[Split, ...] = ()
+    at: tuple[tuple[str, int], ...] = ()
+    copies: tuple[int, ...] = ()
 
 
 class Piece(NamedTuple):
@@ -119,7 +124,12 @@ class Cut:
     @cached_property
     def home(self) -> dict[int, tuple[int, int]]:
         """The group of each leaf, and its place there."""
-        return {i: (g, place) for g, group in enumerate(self.groups) for place, i in enumerate(group.leaves)}
+        return {
+            i: (g, place)
+            for g, group in enumerate(self.groups)
+            for place, i in enumerate(group.leaves)
+            if place not in group.copies
+        }
 
     def part_shape(self, g: int, place: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of the leaf at a place in a group: all of it, but for `split`."""
@@ -169,12 +179,14 @@ class Cut:
     def replicas(self, g: int) -> tuple[str, ...]:
         """Return the axes whose ranks hold the same of a group."""
         group = self.groups[g]
-        known = (*group.axes, *[s.axis for s in group.split])
+        known = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
         return tuple([name for name, _ in self.mesh if name not in known])
 
     def held_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the elements of a group, concatenated, that a rank holds, without padding."""
         group, end = self.groups[g], self.offsets[g][-1]
+        if any(self.index((name,), rank) != place for name, place in group.at):
+            return 0, 0
         start = self.index(group.axes, rank) * group.shard
         return min(start, end), min(start + group.shard, end)
 
@@ -197,20 +209,20 @@ class Cut:
     def held(self, rank: int) -> Iterator[Piece]:
         """List what a rank holds."""
         for g in range(len(self.groups)):
-            yield from self._pieces(g, rank, *self.held_span(g, rank))
+            yield from self._pieces(g, rank, *self.held_span(g, rank), skipped=())
 
     def owned(self, rank: int) -> Iterator[Piece]:
         """List what a rank writes, in the order of its file: the larger elements first, so that all are aligned."""
         for g in self.order:
-            yield from self._pieces(g, rank, *self.owned_span(g, rank))
+            yield from self._pieces(g, rank, *self.owned_span(g, rank), skipped=self.groups[g].copies)
 
-    def _pieces(self, g: int, rank: int, start: int, stop: int) -> Iterator[Piece]:
-        """List the parts of leaves that a range of a group has, for a rank."""
+    def _pieces(self, g: int, rank: int, start: int, stop: int, skipped: Sequence[int]) -> Iterator[Piece]:
+        """List the parts of leaves that a range of a group has, for a rank, but for the leaves at some places."""
         base, _ = self.held_span(g, rank)
         offsets = self.offsets[g]
         for place, i in enumerate(self.groups[g].leaves):
             a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
-            if a < b:
+            if a < b and place not in skipped:
                 here = Range(self.block(g, place, rank), a - offsets[place], b - offsets[place])
                 yield Piece(i, g, here, a - base)
 
@@ -222,6 +234,11 @@ class Cut:
     def itemsize(self, g: int) -> int:
         """Return the bytes of an element of a group."""
         return self.leaves[self.groups[g].leaves[0]].dtype.itemsize
+
+    def _written(self, g: int, x: int) -> int:
+        """Count those of a group's first x elements that are written."""
+        offsets = self.offsets[g]
+        return x - sum([min(x, offsets[p + 1]) - min(x, offsets[p]) for p in self.groups[g].copies])
 
     @cached_property
     def _starts(self) -> dict[int, list[int]]:
@@ -237,7 +254,7 @@ class Cut:
         found, at = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)
-            found[g], at = at, at + (stop - start) * self.itemsize(g)
+            found[g], at = at, at + (self._written(g, stop) - self._written(g, start)) * self.itemsize(g)
         found[-1] = at
         return found
 
@@ -250,22 +267,23 @@ class Cut:
         g, place = self.home[i]
         group, others = self.groups[g], self.replicas(g)
         offset, numel = self.offsets[g][place], self.offsets[g][place + 1] - self.offsets[g][place]
-        splits = tuple([s.axis for s in group.split])
+        splits, here = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
         for part in range(self.size(splits)):
-            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (others, 0)))
+            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (others, 0), *here))
             low, high = (wanted.start, wanted.stop) if block == wanted.block else (0, numel)
             if not _meet(block, wanted.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (others, 0))
+                first = self.rank((splits, part), (group.axes, shard), (others, 0), *here)
                 start, stop = self.held_span(g, first)
                 k = -(-(stop - start) // self.size(others))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (others, j))
+                    rank = self.rank((splits, part), (group.axes, shard), (others, j), *here)
                     a, b = self.owned_span(g, rank)
-                    here = max(a, offset), min(b, offset + numel)
-                    at = self.starts(rank)[g] + (here[0] - a) * self.itemsize(g)
-                    yield rank, at, Range(block, here[0] - offset, here[1] - offset)
+                    low_here, high_here = max(a, offset), min(b, offset + numel)
+                    before = self._written(g, low_here) - self._written(g, a)
+                    at = self.starts(rank)[g] + before * self.itemsize(g)
+                    yield rank, at, Range(block, low_here - offset, high_here - offset)
 
 
 def _between(start: int, stop: int, size: int) -> range:

@@ -10,7 +10,9 @@ import torch
 from fzero import tree
 from fzero.checkpoint._blocks import Range
 from fzero.checkpoint._cut import Cut, Group, Leaf, Piece
-from fzero.checkpoint._manifest import NAMES, is_json
+from fzero.checkpoint._manifest import NAMES
+from fzero.checkpoint._parts import Origin, Part, in_order, parts_of
+from fzero.checkpoint._values import is_json
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.spec import Spec, check_cut_for
 from fzero.layout.units import cut_units
@@ -42,11 +44,14 @@ class Holdings:
         ranks: those that live in this process: one, or all of a simulation.
         memory: of each group the memory of its parts: of a box `[rows, k]`, a row for each place along `rows`, of plain
             leaves the leaves themselves.
+        origins: by the path of each leaf, and value, where it comes from in the tree. Its order is that of the whole
+            tree, which no layout changes.
     """
 
     cut: Cut
     ranks: range
     memory: tuple["Boxed | Plain", ...]
+    origins: dict[str, Origin]
 
     def held(self, rank: int) -> Iterator[Lying]:
         """List what a rank holds, and where it lies."""
@@ -143,7 +148,7 @@ def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
                 )
             found.add_value(path, x)
     ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(found.size)
-    return found.holdings(ranks)
+    return found.holdings(ranks, paths)
 
 
 def _check_mesh(what: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
@@ -162,28 +167,30 @@ class _Found:
         self.memory: list[Boxed | Plain] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
-        self.paths: set[str] = set()
+        self.origins: dict[str, Origin] = {}
         self.own: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         self.size = Cut(mesh, (), (), {}, {}).ranks
 
-    def _add(self, path: str, shape: Sequence[int], dtype: torch.dtype, per_rank: bool = False) -> int:
+    def _add(
+        self, path: str, shape: Sequence[int], dtype: torch.dtype, per_rank: bool = False, origin: Origin | None = None
+    ) -> int:
         if dtype not in NAMES:
             raise TypeError(f"{self.what} leaf {path!r} is of {dtype}, which no checkpoint holds")
-        self._take(path)
+        self._take(path, origin)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
 
-    def _take(self, path: str) -> None:
-        if path in self.paths:
+    def _take(self, path: str, origin: Origin | None = None) -> None:
+        if path in self.origins:
             raise ValueError(
                 f"{self.what} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
                 "without"
             )
-        self.paths.add(path)
+        self.origins[path] = origin or Origin(path)
 
-    def _tie(self, path: str, first: str) -> None:
-        self._take(path)
+    def _tie(self, path: str, first: str, origin: Origin | None = None) -> None:
+        self._take(path, origin)
         self.ties[path] = first
 
     def add_value(self, path: str, value: Any) -> None:
@@ -192,21 +199,35 @@ class _Found:
 
     def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
         spec: Spec = shard.spec
-        at: dict[int, int] = {}
-        for path, index in members:
-            if index in at:
-                self._tie(path, self.leaves[at[index]].path)
-            else:
-                at[index] = self._add(path, spec.whole_shapes[index], shard.dtype)
-        missing = [spec.paths[index] for index in range(len(spec.shapes)) if index not in at]
+        given = {index for _, index in members}
+        missing = [path for index, path in enumerate(spec.paths) if index not in given]
         if missing:
             raise ValueError(
                 f"{self.what} has a part of unit {spec.unit!r}, without leaf {missing[0]!r}: give whole units"
             )
-        numbers = tuple([at[index] for index in range(len(spec.shapes))])
-        self.groups.append(Group(numbers, spec.axes, spec.shard_numel, spec.split))
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.together else ()
-        self.memory.append(Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes))
+        memory = Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes)
+        parts = parts_of(self.what, spec, members)
+        numbers = [self._add_members(part, shard.dtype) for part in parts]
+        known = {self.leaves[i].path: i for own in numbers for i in own.values()}
+        for part, own in zip(parts, numbers, strict=True):
+            copied = {m.index: known[m.path] for m in part.members if m.is_copy}
+            leaves = tuple([own[i] if i in own else copied[i] for i in range(len(spec.paths))])
+            copies = tuple(sorted(copied))
+            self.groups.append(Group(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
+            self.memory.append(memory)
+
+    def _add_members(self, part: Part, dtype: torch.dtype) -> dict[int, int]:
+        """Add the leaves of a part of a unit, and return the number of each by its place in the unit."""
+        at: dict[int, int] = {}
+        for m in part.members:
+            if m.is_copy:
+                continue
+            if m.index in at:
+                self._tie(m.path, self.leaves[at[m.index]].path, m.origin)
+            else:
+                at[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
+        return at
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
@@ -219,7 +240,7 @@ class _Found:
                 raise TypeError(f"{self.what} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
             shape = x.shape if self.together else (n, *x.shape)
             numel = x.numel() // n if self.together else x.numel()
-            i = self._add(name, shape, x.dtype, per_rank=True)
+            i = self._add(name, shape, x.dtype, per_rank=True, origin=Origin(path))
             self.groups.append(Group((i,), axes, numel))
             self.memory.append(Boxed((x,), axes) if self.together else Boxed((x[None],), ()))
 
@@ -233,10 +254,10 @@ class _Found:
         i = self._add(path, x.shape, x.dtype)
         self.plain.setdefault(x.dtype, {})[i] = x
 
-    def holdings(self, ranks: range) -> Holdings:
+    def holdings(self, ranks: range, paths: Sequence[str]) -> Holdings:
         for leaves in self.plain.values():  # one after the other, so that each rank writes one long range of them
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(Group(tuple(leaves), (), numel))
             self.memory.append(Plain(leaves))
         cut = Cut(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return Holdings(cut, ranks, tuple(self.memory))
+        return Holdings(cut, ranks, tuple(self.memory), in_order(self.origins, paths))

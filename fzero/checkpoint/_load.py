@@ -1,6 +1,6 @@
 """Loading: each rank reads its own ranges of the files, straight into its shards, and checks their sums."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings, is_whole
 from fzero.checkpoint._manifest import BLOCK, Manifest, read_manifest, sum_of
 from fzero.checkpoint._memory import Shared
+from fzero.checkpoint._values import is_none, paths_of, values_like
 from fzero.layout.elements import put_elements
 from fzero.ranks.agreement import numbers_of_all
 from fzero.ranks.mesh import Mesh
@@ -112,29 +113,6 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, seen:
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
-def values_like(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved value of each path of a tree. Of a dict that was not saved as one, its keys' values."""
-    return {path: _value_like(path, value, saved) for path, value in mine.items()}
-
-
-def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
-    if path in saved or type(value) is not dict:
-        return saved.get(path)
-    return {key: _value_like(below(path, key), x, saved) for key, x in value.items()}
-
-
-def _paths_of(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
-    """List the paths under which a value, or its parts, are looked for."""
-    if path in saved or type(value) is not dict or not value:
-        return [path]
-    return [p for key, x in value.items() for p in _paths_of(below(path, key), x, saved)]
-
-
-def below(path: str, key: str) -> str:
-    """Return the path of a key of what is at a path."""
-    return f"{path}.{key}" if path else key
-
-
 def _leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
@@ -146,8 +124,11 @@ def check_alike(files: Files, saved: Cut, mine: Cut, partial: bool) -> None:
         CheckpointError: if not. Names the first three leaves.
     """
     theirs = {**{p: str(saved.leaves[i]) for p, i in saved.number.items()}, **dict.fromkeys(saved.values, "a value")}
-    parts = [p for path, value in mine.values.items() for p in _paths_of(path, value, saved.values)]
+    # None is no leaf, and may be missing on either side
+    wanted = [(path, x) for path, x in mine.values.items() if path in theirs or not is_none(x)]
+    parts = [p for path, x in wanted for p in paths_of(path, x, saved.values)]
     ours = {**{p: str(mine.leaves[i]) for p, i in mine.number.items()}, **dict.fromkeys(parts, "a value")}
+    theirs = {p: what for p, what in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}
     found = []
     for path, what in ours.items():
         if path not in theirs:

@@ -30,7 +30,6 @@ __all__ = [
     "Manifest",
     "data_name",
     "header",
-    "is_json",
     "parsed",
     "read_manifest",
     "sum_of",
@@ -38,7 +37,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 22  # bytes of a file that one checksum is of
-FORMAT, VERSION = "fzero checkpoint", 1
+FORMAT, VERSION = "fzero checkpoint", 2  # version 1 has no groups that only some ranks hold
 _MOST = 1 << 48  # elements, bytes, ranks: no number of a manifest is larger
 
 NAMES = {  # safetensors' own
@@ -138,10 +137,11 @@ class Manifest:
         groups = []
         for g in cut.groups:
             split = [[s.axis, s.size, list(s.dims)] for s in g.split]
-            groups.append([list(g.leaves), list(g.axes), g.shard, *([split] if split else [])])
+            rest = [split, [list(x) for x in g.at], list(g.copies)]
+            groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.at else rest[: bool(split)])])
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(g.at for g in cut.groups) else 1,
             "written": self.written,
             "nonce": self.nonce,
             "mesh": [list(axis) for axis in cut.mesh],
@@ -172,13 +172,6 @@ def sum_of(views: Iterable[memoryview]) -> str:
 def data_name(nonce: str, rank: int, ranks: int) -> str:
     """Return the name of a rank's file."""
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def is_json(x: Any) -> bool:
-    """Return whether a value comes back from JSON as it is: dicts with keys of text, lists, numbers, text, None."""
-    if type(x) is dict:
-        return all(type(k) is str for k in x) and all(map(is_json, x.values()))
-    return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
 
 
 def header(cut: Cut, rank: int) -> bytes:
@@ -239,8 +232,10 @@ def parsed(data: bytes) -> Manifest:
         raise FormatError(str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise FormatError(f"it does not say {FORMAT!r}")
-    if body.get("version") != VERSION or body.get("block") != BLOCK:
-        raise CheckpointError(f"version {body.get('version')!r} is not known to this fzero, which reads {VERSION}")
+    if body.get("version") not in range(1, VERSION + 1) or body.get("block") != BLOCK:
+        raise CheckpointError(
+            f"version {body.get('version')!r} is not known to this fzero, which reads up to {VERSION}"
+        )
     try:
         return _manifest(body)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -274,7 +269,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to none")
     cut = Cut(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    _check(sorted([i for g in cut.groups for i in g.leaves]) == [*range(len(leaves))], "leaves are in no group, or two")
+    written = [i for g in cut.groups for place, i in enumerate(g.leaves) if place not in g.copies]
+    _check(sorted(written) == [*range(len(leaves))], "leaves are in no group, or two")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
     _check(len(files) == cut.ranks, f"it has {len(files)} files of {cut.ranks}")
     for r, f in enumerate(files):
@@ -282,9 +278,9 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
     # so that no leaf is larger than what is on the disk; each file is compared when it is read
     _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
-    written = body["written"]
-    _check(type(written) in (int, float) and 0 <= written < 1e12, "it has no date")
-    return Manifest(nonce, cut, files, float(written))
+    date = body["written"]
+    _check(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
+    return Manifest(nonce, cut, files, float(date))
 
 
 def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
@@ -294,15 +290,20 @@ def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
     return leaf
 
 
-def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, split: Any = ()) -> Group:
+def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> Group:
+    split, at, copies = (*more, *[()] * (3 - len(more)))
     group = Group(
         tuple(map(_int, members)),
         tuple(map(_text, axes)),
         _int(shard),
         tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
+        tuple([(_text(axis), _int(place)) for axis, place in at]),
+        tuple(map(_int, copies)),
     )
-    names = [*group.axes, *[s.axis for s in group.split]]
+    names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.at]]
     _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is cut along axes that are none")
+    _check(all(place < mesh[axis] for axis, place in group.at), "a group is held by ranks that are none")
+    _check(set(group.copies) <= set(range(len(group.leaves))), "a group has copies of no leaf")
     _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no dtype")
     numel = sum(leaves[i].numel for i in group.leaves)
     for s in group.split:

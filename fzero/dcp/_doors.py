@@ -62,7 +62,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
     def prepare() -> bytes:
         mine = holdings("the tree", values, mesh)
-        planners.append(SavePlanner(mine, names_of(mine.cut, name), keys_of(values)))
+        planners.append(SavePlanner(mine, names_of(mine.cut, name), keys_of(values, mine.origins)))
         there = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if there:  # DCP would overwrite it file by file, and a kill between two leaves a mixture of both
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Names: what torch.distributed.checkpoint calls the leaves of a tree, and the parts of its other values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -9,6 +9,7 @@ from fzero import tree
 from fzero._torch import pytree
 from fzero.checkpoint._cut import Cut
 from fzero.checkpoint._holdings import is_whole
+from fzero.checkpoint._parts import Origin
 
 __all__ = ["Keys", "Name", "flat", "keys_of", "names_of", "nested", "parts_of", "place_of"]
 
@@ -16,14 +17,21 @@ Name = Callable[[str], str]
 Keys = tuple[str | int, ...]
 
 
-def keys_of(values: Any) -> dict[str, Keys]:
+def keys_of(values: Any, origins: Mapping[str, Origin]) -> dict[str, Keys]:
     """Return the keys that lead to each leaf of a tree, by its path: what DCP needs to build the tree again."""
     try:
         pairs, _ = pytree.tree_flatten_with_path(values, is_whole)
     except ValueError:  # a node registered without names for its children
         return {}
     paths, _, _ = tree.flatten_with_paths(values, is_whole)
-    return {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    found = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
+
+
+def _of_item(keys: Keys, origin: Origin) -> Keys:
+    """Return the keys that lead to a leaf in the whole list, given those in a stacked one."""
+    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == origin.list), None)
+    return keys if at is None else (*keys[:at], origin.number, *keys[at + 1 :])
 
 
 def _key(key: Any) -> str | int:

@@ -10,6 +10,7 @@ from fzero import tree
 from fzero.debug._watch import kind_of
 from fzero.layout.boxes import PerRank, Shard, axes_of, is_box
 from fzero.layout.spec import facts
+from fzero.layout.stacked import own_path, prefix_of
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["Part", "nonfinite_parts"]
@@ -75,4 +76,8 @@ def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> t
         return x, path
     first = start + int((~torch.isfinite(x)).flatten().nonzero()[0])
     index = sum([stop <= first for stop in known.offsets[1:]])
-    return x, path.removesuffix(paths[0]) + paths[index] if path.endswith(paths[0]) else path
+    prefix = prefix_of(path, paths[0])
+    if prefix is None:
+        return x, path
+    places = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
+    return x, own_path(box.spec, index, prefix, places)

@@ -186,7 +186,8 @@ def as_one_rank_holds(values: Tree, sizes: Mapping[str, int], stacked: bool) -> 
 
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
-            return PerRank(tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value))
+            own = tree.map(lambda v: v.new_empty(v.shape[1:] if stacked else v.shape, device="meta"), x.value)
+            return PerRank(own, x.axes)
         if isinstance(x, Shard | Slot):
             uid = intern(_cut_for(x.spec, sizes))
             if isinstance(x, Slot):

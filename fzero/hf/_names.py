@@ -1,11 +1,11 @@
 """Which leaves a tree has, in its own order, and what they are called in a folder of Hugging Face."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fzero import tree
 from fzero.checkpoint._cut import Leaf
-from fzero.checkpoint._holdings import Holdings, is_whole
+from fzero.checkpoint._holdings import Holdings
+from fzero.checkpoint._values import is_nothing
 
 __all__ = ["Named", "named_leaves"]
 
@@ -26,7 +26,7 @@ class Named(NamedTuple):
     names: tuple[str, ...]
 
 
-def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], str]) -> list[Named]:
+def named_leaves(what: str, held: Holdings, name: Callable[[str], str]) -> list[Named]:
     """List the leaves of a tree in its order, which no layout changes.
 
     Raises:
@@ -34,7 +34,7 @@ def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], s
     """
     cut = held.cut
     for path, x in cut.values.items():
-        if not _is_nothing(x):
+        if not is_nothing(x):
             raise TypeError(
                 f"{what} leaf {path!r} is {str(x)[:80]!r}, and a folder of safetensors holds tensors only: "
                 "leave it out of the tree"
@@ -46,7 +46,7 @@ def named_leaves(what: str, values: Any, held: Holdings, name: Callable[[str], s
                 "make it replicated, such as by fzero.pmean in a step"
             )
     places: dict[int, list[str]] = {}
-    for path in tree.flatten_with_paths(values, is_whole)[0]:
+    for path in held.origins:
         if path in cut.number:
             places.setdefault(cut.number[path], []).append(path)
     return [
@@ -60,10 +60,3 @@ def _name(path: str, name: Callable[[str], str]) -> str:
     if not isinstance(given, str) or given in ("", "__metadata__"):
         raise TypeError(f"name({path!r}) gave {given!r}: expected the name of a tensor, such as 'lm_head.weight'")
     return given
-
-
-def _is_nothing(x: Any) -> bool:
-    """Return whether a value is `None`, or a container with nothing else."""
-    if isinstance(x, dict | list):
-        return all(map(_is_nothing, x.values() if isinstance(x, dict) else x))
-    return x is None

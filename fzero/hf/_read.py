@@ -73,7 +73,7 @@ def read(
         found = stored_in(files)
         made = made_of(like, mesh)
         mine = holdings("like", made, mesh)
-        leaves = named_leaves("like", made, mine, name)
+        leaves = named_leaves("like", mine, name)
         _check_alike(files, found.stored, leaves, partial)
         prepared.append((found, made, mine, leaves))
 

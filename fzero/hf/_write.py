@@ -93,7 +93,7 @@ def write(
 
     def prepare() -> bytes:
         held = holdings("params", params, mesh)
-        planned = _planned(named_leaves("params", params, held, name), dtype, max_file)
+        planned = _planned(named_leaves("params", held, name), dtype, max_file)
         prepared.append((held, planned))
         return files.path.encode() + b"".join([f.head for f in planned])
 

@@ -95,7 +95,8 @@ def _square(x: torch.Tensor) -> torch.Tensor:
 def abstract(params: Tree, parts: bool = False) -> Tree:
     """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
 
-    With `parts`, of a leaf that is split along an axis the shape of this rank's part.
+    Of a leaf that is stacked by rank, as those of a pipeline's blocks are, it is the shape that each has. With `parts`,
+    of a leaf that is split along an axis the shape of this rank's part.
 
     Example:
         >>> import fzero
@@ -109,7 +110,7 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
 
     def whole(unit: CutUnit) -> list[torch.Tensor]:
         known = facts(unit.uid)
-        return [meta(shape, known.dtype) for shape in (known.shapes if parts else known.whole_shapes)]
+        return [meta(shape, known.dtype) for shape in (known.shapes if parts else known.item_shapes)]
 
     entries, structure = tree.flatten(map_units(whole, params), is_box)
     plain = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in entries]

@@ -16,6 +16,7 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes.axis import Axis
+from fzero.axes.rules import Stacked
 from fzero.axes.scope import axis_index, bound, lookup
 
 __all__ = [
@@ -44,11 +45,13 @@ class Split(NamedTuple):
         axis: the axis, such as "tp" or "ep".
         size: the number of its ranks.
         dims: the dimension along which each leaf is cut in equal parts.
+        stacked: the list that the leaves are of, if each rank's parts are those of an item of its own.
     """
 
     axis: str
     size: int
     dims: tuple[int, ...]
+    stacked: Stacked | None = None
 
 
 ALIGN = 64  # elements: where a shard is cut in pieces, so that both begin on a cache line
@@ -78,6 +81,7 @@ class Facts(NamedTuple):
     order: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     whole_shapes: tuple[tuple[int, ...], ...]
+    item_shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
     reduced: str
@@ -140,6 +144,7 @@ class Spec:
             order=self.order,
             shapes=self.shapes,
             whole_shapes=self.whole_shapes,
+            item_shapes=self.item_shapes,
             offsets=self.offsets,
             dtype=self.dtype,
             reduced=self.reduced,
@@ -161,6 +166,11 @@ class Spec:
                 whole[s.dims[i]] *= s.size
             found.append(tuple(whole))
         return tuple(found)
+
+    @cached_property
+    def item_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each leaf as a model has it: of one that is stacked by rank, without the ranks."""
+        return tuple([x[1:] for x in self.whole_shapes]) if any(s.stacked for s in self.split) else self.whole_shapes
 
     @property
     def split_ranks(self) -> int:

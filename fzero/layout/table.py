@@ -8,6 +8,8 @@ import torch
 from fzero import tree
 from fzero._notebook import as_text
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.layout.spec import Split
+from fzero.layout.stacked import item_of
 
 __all__ = ["Layouts", "LeafLayout", "layouts"]
 
@@ -66,7 +68,7 @@ def layouts(values: Any) -> Layouts:
         if isinstance(x, Shard):
             spec = x.spec
             axes = ", ".join([f"{name}={size}" for name, size in spec.mesh]) or "no axis"
-            parts = "".join([f", part of {s.axis}={s.size}" for s in spec.split])
+            parts = "".join([f", {_split(s, spec.paths[0])}" for s in spec.split])
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             where = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
             where += f", {host} of them on the host" if host else ""
@@ -79,6 +81,15 @@ def layouts(values: Any) -> Layouts:
         elif isinstance(x, torch.Tensor):
             found.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
     return Layouts(tuple(found))
+
+
+def _split(s: Split, path: str) -> str:
+    """Say what each rank has along an axis: a part of each leaf, or the leaves of an item of its own."""
+    item = item_of(path, "", s.stacked) if s.stacked else None
+    if item is None:
+        return f"part of {s.axis}={s.size}"
+    of_ranks = ["none" if n is None else f"{item.list}.{n}" for n in item.numbers]
+    return f"stacked over {s.axis}={s.size} ({', '.join(of_ranks)})"
 
 
 def _words(leaf: LeafLayout) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis
-from fzero.axes.rules import Rules
+from fzero.axes.rules import Rules, Stacked
 from fzero.axes.scope import axis_names, bound, lookup, rules_here
 from fzero.collectives.invariant import own_part
 from fzero.layout.boxes import Shard, Slot
@@ -110,7 +110,8 @@ def assign(
         members = {k: at for key, at in members.items() for k, at in _capped(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
-    units = {key: _unit(key, axes, paths, leaves, at, split, reduced) for key, at in members.items()}
+    stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
+    units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]
     return Assignment(entries, list(units.values()), structure)
@@ -195,7 +196,14 @@ def wanted_axes(
 
 
 def _unit(
-    key: _Key, axes: Sequence[Axis], paths: list[str], leaves: list[Any], at: list[int], split: Any, reduced: str
+    key: _Key,
+    axes: Sequence[Axis],
+    paths: list[str],
+    leaves: list[Any],
+    at: list[int],
+    split: Any,
+    stacks: Mapping[str, Stacked],
+    reduced: str,
 ) -> WholeUnit:
     parts = [leaves[i] for i in at]
     for name in key.split:
@@ -207,7 +215,12 @@ def _unit(
         tuple([tuple([int(d) for d in x.shape]) for x in parts]),
         key.dtype,
         reduced,
-        tuple([Split(name, lookup(name).size, tuple([split[i][name] for i in at])) for name in key.split]),
+        tuple(
+            [
+                Split(name, lookup(name).size, tuple([split[i][name] for i in at]), stacks.get(name))
+                for name in key.split
+            ]
+        ),
         axis_names(),
     )
     return WholeUnit(uid, parts, at[0])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import tree
 from fzero._tracebacks import door
 from fzero.axes.rules import SplitRules
 from fzero.nn._cut import cut
@@ -28,6 +29,20 @@ class Pipelined(NamedTuple):
     loss: Pipeline
     params: dict[str, Any]
     join: Callable[[Any], dict[str, Any]]
+
+    @property
+    def name(self) -> Callable[[str], str]:
+        """Give the names in the module by the paths in `params`: `name=` of `fzero.hf.read` and `fzero.hf.write`."""
+        names = {path: name for name, path in self.join(tree.map_with_path(lambda path, _: path, self.params)).items()}
+
+        def name(path: str) -> str:
+            if path not in names:
+                raise ValueError(
+                    f"leaf {path!r} is no parameter of the module: give a tree like `params`, and no other"
+                )
+            return names[path]
+
+        return name
 
 
 @door

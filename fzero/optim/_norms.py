@@ -21,7 +21,8 @@ def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 
     All shards over the same axes are summed over their ranks by one psum of a vector, which has a number for each leaf.
-    Replicated leaves need none, and padding does not count. Sums run in float32 at least.
+    Replicated leaves need none, and padding does not count. Of leaves that are stacked by rank, as a pipeline's blocks
+    are, each has a norm of its own. Sums run in float32 at least.
 
     Args:
         values: a tree, whole or cut; or several in a tuple, which then share the psum.
@@ -52,13 +53,15 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            sums.setdefault(facts(x.uid).varies, {})[position] = _sums_of_squares(x)
+            apart = [s.axis for s in facts(x.uid).split if s.stacked]  # along which each rank has leaves of its own
+            axes = tuple([name for name in facts(x.uid).varies if name not in apart])
+            sums.setdefault(axes, {})[position] = _sums_of_squares(x)
     out = list(entries)
     for axes, own in sums.items():
         totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
         for (position, s), total in zip(own.items(), totals, strict=True):
             x = entries[position]
-            n = facts(x.uid).split_ranks  # of whose ranks each has a part of the leaf
+            n = math.prod([s.size for s in facts(x.uid).split if not s.stacked])  # ranks that have parts of the leaf
             sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in facts(x.uid).shapes]
             squares = total.to(s.dtype) / torch.tensor(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])

@@ -89,6 +89,22 @@ class Model:
         weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
         return total, weight.detach()
 
+    def run_outputs(self, rest: Any, x: Any, call: "Call", blocks: int) -> Any:
+        """Run what comes after the blocks, and return what it gives for each example.
+
+        Raises:
+            TypeError: if that is no tree of tensors with dimensions.
+        """
+        out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
+        for path, v in zip(*tree.flatten_with_paths(out)[:2], strict=True):
+            if not isinstance(v, torch.Tensor) or not v.ndim:
+                given = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
+                raise TypeError(
+                    "fzero.pipeline: outputs asks last(rest, x, batch) for a tree of tensors [b, ...], of the b "
+                    f"examples of a micro-batch; {tree.place('what it returned', path)} is {given}"
+                )
+        return out
+
     @staticmethod
     def _seeded(f: Callable[..., Any], call: "Call", number: Number) -> Callable[..., Any]:
         if call.key is None:

@@ -1,20 +1,21 @@
 """pipeline: a model cut at its blocks as a loss function, on any mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 import torch
 
 from fzero._tracebacks import door
 from fzero.axes.rules import SplitRule, SplitRules, together
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
-from fzero.pipelines._checks import check_alike
+from fzero.pipelines._checks import blocks_of, check_alike, check_shared, map_blocks
 from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
 from fzero.pipelines._placement import Placement, even, placed
 from fzero.pipelines._split import PipelineSplit
 from fzero.pipelines._stages import Stages
-from fzero.pipelines._ways import run_all, run_on
+from fzero.pipelines._ticks import outputs_by_ticks
+from fzero.pipelines._ways import outputs_of_all, run_all, run_on
 from fzero.ranks.mesh import Mesh
 from fzero.schedules import Schedule, check
 from fzero.schedules import schedule as named
@@ -51,7 +52,7 @@ class Pipeline:
     @property
     def split(self) -> PipelineSplit:
         """The rule for `fzero.shard(..., split=)`: each rank along the axis has its own blocks."""
-        return PipelineSplit(self.axis, self.blocks, self.rule)
+        return PipelineSplit(self.axis, self.blocks, self._stacked, self.rule)
 
     def schedule(self, mesh: Mesh | int) -> Schedule:
         """Return the schedule on a mesh, or on so many ranks. `print` and `plot` it.
@@ -108,11 +109,12 @@ class Pipeline:
             raise ValueError(f"fzero.pipeline: depth={self.depth}, and the parameters have {depth} blocks")
         return counts
 
-    def stack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+    def stack(self, params: Any, mesh: Mesh | None = None) -> Any:
         """Stack the blocks of a model by rank: what a step's `init` takes.
 
         Args:
-            params: a dict of parameters, with a list of blocks of one structure.
+            params: a dict of parameters, with a list of blocks of one structure; or a tree that holds such dicts, as an
+                optimizer's state does.
             mesh: the ranks. Without one, or where it does not have the axis, parameters stay as they are.
 
         Returns:
@@ -121,23 +123,33 @@ class Pipeline:
         Raises:
             ValueError: if there are no blocks, or they differ in structure, shapes or dtypes. Names the block.
         """
-        blocks = self._blocks_of(params)
-        check_alike(blocks, self.blocks)
-        if mesh is None or self.axis not in mesh.axis_names:
-            return dict(params)
-        return {**params, self.blocks: self.placement(mesh, len(blocks)).stack(blocks)}
 
-    def unstack(self, params: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+        def stacked(blocks: Sequence[Any]) -> Sequence[Any]:
+            check_alike(blocks, self.blocks)
+            return self.placement(mesh, len(blocks)).stack(blocks) if self._is_on(mesh) else blocks
+
+        return map_blocks(stacked, params, self.blocks)
+
+    def unstack(self, params: Any, mesh: Mesh | None = None) -> Any:
         """Undo `stack`: a list of all blocks again, such as of what `step.gather` gave.
 
         Args:
-            params: a dict of whole parameters, whose blocks are stacked; or of a moment of an optimizer.
+            params: a dict of whole parameters, whose blocks are stacked; or a tree that holds such dicts, as an
+                optimizer's state does.
             mesh: that they were stacked for.
+
+        Raises:
+            ValueError: if there are no blocks, or they were stacked for another mesh.
         """
-        if mesh is None or self.axis not in mesh.axis_names:
-            return dict(params)
-        slots = self._blocks_of(params)
-        return {**params, self.blocks: self._stacked(mesh, len(slots)).unstack(slots)}
+
+        def unstacked(slots: Sequence[Any]) -> Sequence[Any]:
+            return self._stacked(mesh, len(slots)).unstack(slots) if self._is_on(mesh) else slots
+
+        return map_blocks(unstacked, params, self.blocks)
+
+    def _is_on(self, mesh: Mesh | None) -> TypeGuard[Mesh]:
+        """Return whether there are ranks along the pipeline's axis."""
+        return mesh is not None and self.axis in mesh.axis_names
 
     def _stacked(self, mesh: Mesh | int, slots: int) -> Placement:
         """Return where blocks lie of which a rank has so many slots."""
@@ -150,15 +162,6 @@ class Pipeline:
                 f"ranks take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
             )
         return placement
-
-    def _blocks_of(self, params: Mapping[str, Any]) -> Sequence[Any]:
-        blocks = params.get(self.blocks) if isinstance(params, Mapping) else None
-        if not isinstance(blocks, list | tuple) or not blocks:
-            raise ValueError(
-                f"fzero.pipeline: expected a dict of parameters with a list of blocks at {self.blocks!r}, and got "
-                f"{type(params).__name__}" + (f" of {sorted(params)}" if isinstance(params, Mapping) else "")
-            )
-        return blocks
 
     @door
     def __call__(
@@ -176,7 +179,50 @@ class Pipeline:
             `(total, weight)`, for `fzero.value_and_grad(loss, reduce="weighted")`. They are zero on all ranks along the
             axis but that of the last stage.
         """
-        slots = self._blocks_of(params)
+        return self._run(self.model, run_all, run_on, params, batch, key)
+
+    def outputs(self, last: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make the function that runs the model forward, and returns what `last` makes of each example.
+
+        It is what `fzero.evaluate` and `fzero.predict` take. It is not differentiated.
+
+        Args:
+            last: `(rest, x, batch) -> a tree of tensors [b, ...]`, of the b examples of a micro-batch; by default the
+                pipeline's own.
+
+        Returns:
+            `(params, batch, key=None) -> the tree`, of all micro-batches one after the other, on all ranks along the
+            axis.
+
+        Raises:
+            TypeError: if `last` is no function; when called, if it gives anything else.
+
+        Example:
+            >>> import fzero
+            >>> loss = fzero.pipeline(
+            ...     block=lambda p, x: x + p,
+            ...     first=lambda rest, batch: batch,
+            ...     last=lambda rest, x, batch: x.mean(),
+            ...     micro_batches=2,
+            ... )
+            >>> loss.outputs(lambda rest, x, batch: x)({"blocks": [torch.ones(1), torch.ones(1)]}, torch.arange(4.0))
+            tensor([2., 3., 4., 5.])
+        """
+        if last is not None and not callable(last):
+            raise TypeError(f"fzero.pipeline: outputs: last={last!r}: expected a function (rest, x, batch) -> a tree")
+        model = self.model if last is None else replace(self.model, last=last)
+
+        @door
+        def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
+            with torch.no_grad():
+                return self._run(model, outputs_of_all, outputs_by_ticks, params, batch, key)
+
+        return outputs
+
+    def _run(self, model: Model, alone: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
+        """Run a model on the ranks along the axis, or where there are none alone."""
+        params, batch, key = args
+        slots = blocks_of(params, self.blocks)
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
@@ -184,17 +230,17 @@ class Pipeline:
             return Call(micro_batch_of(batch, self.micro_batches, number, in_a_turn), outer + number, key)
 
         if self.axis not in axis_names():
-            return run_all(self.model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
+            return alone(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
         if self.axis not in [a.name for a in data_axes()]:
             mean = (*[a.name for a in data_axes()], self.axis)
             raise ValueError(
                 f"fzero.pipeline: the step averages over {mean[:-1]}, and ranks along {self.axis!r} share one loss: "
                 f"name it, too, fzero.shard(..., axis={mean})"
             )
-        axis = lookup(self.axis)
+        check_shared(batch, axis := lookup(self.axis))
         schedule, placement = self.schedule(axis.size), self._stacked(axis.size, len(slots))
-        stages = Stages(self.model, schedule, placement, axis, call_of, self._cache)
-        return without_axis(self.axis, run_on, stages, list(slots), rest)
+        stages = Stages(model, schedule, placement, axis, call_of, self._cache)
+        return without_axis(self.axis, on_ranks, stages, list(slots), rest)
 
 
 @door
@@ -253,7 +299,7 @@ def pipeline(
         >>> params = {"blocks": [{"w": torch.eye(3)} for _ in range(4)], "head": torch.ones(3, 1)}
         >>> batch = {"x": torch.ones(8, 3), "y": torch.ones(8, 1)}
         >>> fzero.value_and_grad(loss, reduce="weighted")(params, batch)[0]
-        tensor(0.6376)
+        tensor(0.2893)
         >>> mesh = fzero.mesh(dp=2, pp=2)
         >>> step = fzero.shard(
         ...     fzero.value_and_grad(loss, reduce="weighted"), stage=3, mesh=mesh, axis=("dp", "pp"), split=loss.split

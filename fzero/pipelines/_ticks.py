@@ -5,19 +5,20 @@ are a vmap, and is one graph on all ranks. In the backward pass the shifts' tran
 GPipe's, residuals of all micro-batches, and bubbles are computed: on what has no use, and is not counted.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero.axes.scope import axis_index
-from fzero.collectives.exchange import ppermute
+from fzero.collectives.exchange import broadcast, ppermute
 from fzero.pipelines._model import Call, Model
 from fzero.pipelines._placement import Placement
 from fzero.pipelines._stages import Stages
 from fzero.schedules import Schedule
 
-__all__ = ["run_ticks"]
+__all__ = ["outputs_by_ticks", "run_ticks"]
 
 
 def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,6 +32,27 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     Returns:
         The sum of the totals and of the weights, on the rank of the last stage; zeros on the others.
     """
+    here = axis_index(stages.axis.name) == stages.schedule.home[stages.last]
+    total = weight = torch.zeros(())
+    for call, x in _through(stages, blocks, rest):
+        a, w = call.run(stages.model.run_last, rest, x, call, stages.placement.depth)
+        total = total + torch.where(here, a, torch.zeros_like(a))
+        weight = weight + torch.where(here, w, torch.zeros_like(w))
+    return total, weight
+
+
+def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
+    """Run a model on all micro-batches, and return what `last` makes of each, one after the other, on all ranks."""
+    home = stages.schedule.home[stages.last]
+    parts = [
+        call.run(stages.model.run_outputs, rest, x, call, stages.placement.depth)
+        for call, x in _through(stages, blocks, rest)
+    ]
+    return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=home)
+
+
+def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Call, Any]]:
+    """Run all micro-batches through all stages; yields each with what the last block makes, on its rank."""
     model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
     call_of = stages.call_of
     count, last = schedule.micro_batches, schedule.stages - 1
@@ -40,7 +62,6 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     number = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
     index = [_of(column, me) for column in number]  # by slot, the block that it has there
     arrived: list[Any] = [None] * len(columns)
-    total = weight = torch.zeros(())
     for t in range(count + last):
         fresh = model_first(model, rest, call_of(min(t, count - 1)))
         made = []
@@ -53,17 +74,9 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
                 x = _where(index[slot] < 0, x, _block(model, blocks[slot], x, index[slot], call))
             made.append(x)
         if t >= last:
-            at = schedule.home[last]
-            k = placement.stage[at].index(last)
-            call = call_of(t - last)
-            a, w = call.run(model.run_last, rest, made[k], call, placement.depth)
-            total, weight = (
-                total + torch.where(me == at, a, torch.zeros_like(a)),
-                weight + torch.where(me == at, w, torch.zeros_like(w)),
-            )
+            yield call_of(t - last), made[placement.stage[schedule.home[last]].index(last)]
         if t < count + last - 1:
             arrived = _handed_on(made, schedule, placement, axis)
-    return total, weight
 
 
 def _of(column: list[int], me: torch.Tensor) -> torch.Tensor:

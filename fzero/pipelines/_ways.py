@@ -15,7 +15,7 @@ from fzero.pipelines._stages import Stages
 from fzero.pipelines._table import run_table
 from fzero.pipelines._ticks import run_ticks
 
-__all__ = ["run_all", "run_on"]
+__all__ = ["outputs_of_all", "run_all", "run_on"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,13 +24,27 @@ def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call
     """Run a whole model on micro-batches, one after the other, where there are no ranks to share it."""
 
     def run(call: Call) -> Pair:
-        x = model.run_first(rest, call)
-        for index, p in enumerate(blocks):
-            x = model.run_block(p, x, index, call, stacked=False)
-        return model.run_last(rest, x, call, len(blocks))
+        return model.run_last(rest, _through(model, blocks, rest, call), call, len(blocks))
 
     totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
     return torch.stack(totals).sum(), torch.stack(weights).sum()
+
+
+def outputs_of_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call]) -> Any:
+    """Run a whole model on micro-batches, and return what `last` makes of each, one after the other."""
+
+    def run(call: Call) -> Any:
+        return model.run_outputs(rest, _through(model, blocks, rest, call), call, len(blocks))
+
+    return tree.map(lambda *xs: torch.cat(xs), *[call.run(run, call) for call in calls])
+
+
+def _through(model: Model, blocks: Sequence[Any], rest: Any, call: Call) -> Any:
+    """Run all blocks, and what comes before them."""
+    x = model.run_first(rest, call)
+    for index, p in enumerate(blocks):
+        x = model.run_block(p, x, index, call, stacked=False)
+    return x
 
 
 def run_on(stages: Stages, slots: list[Any], rest: Any) -> Pair:

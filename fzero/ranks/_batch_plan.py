@@ -1,5 +1,6 @@
 """Batch arithmetic: global batch = micro-batch x accumulation x data-parallel ranks."""
 
+import math
 from typing import Any, NamedTuple
 
 from fzero.axes.axis import AxisName
@@ -14,8 +15,8 @@ class BatchPlan(NamedTuple):
     Attributes:
         global_batch: samples of one step, over all ranks.
         micro_batch: samples that a rank differentiates at once.
-        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`.
-        ranks: data-parallel ranks.
+        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of a pipeline.
+        ranks: data-parallel ranks: those that have batches of their own.
     """
 
     global_batch: int
@@ -36,39 +37,39 @@ def batch_plan(
     accumulation: int | None = None,
     mesh: Mesh,
     axis: AxisName = None,
+    apart: AxisName = None,
 ) -> BatchPlan:
     """Derive the third of global batch, micro-batch and accumulation from the other two.
+
+    Ranks along an axis of tensor parallelism, or of a pipeline, share a batch. So the batch grows with the
+    data-parallel ranks, and not with the world.
 
     Args:
         global_batch: samples of one step, over all ranks.
         micro_batch: samples that a rank differentiates at once.
         accumulation: micro-batches of a rank in one step.
         mesh: the ranks.
-        axis: the data-parallel axes, as `fzero.shard` takes them; needed if the mesh has several: ranks along a
-            tensor-parallel axis share a batch.
+        axis: the data-parallel axes, as `fzero.shard` takes them, with a pipeline's or without. Needed if the mesh has
+            several besides those of `apart`.
+        apart: the axes whose ranks share a batch; by default "pp", and "tp" unless `axis` names it.
 
     Returns:
         A `BatchPlan`.
 
     Raises:
         ValueError: if fewer than two are given, one is not a positive int, they contradict one another, or nothing
-            divides. Names all the numbers.
+            divides. Names all the numbers. Also if it is not clear which axes are data-parallel.
 
     Example:
         >>> import fzero
         >>> fzero.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8))
         BatchPlan(global_batch=512, micro_batch=4, accumulation=16, ranks=8)
+        >>> fzero.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8, pp=4, tp=2)).accumulation
+        16
     """
     given = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
-    names = mesh.names(axis)
-    if len(set(names)) != len(names):
-        raise ValueError(f"axis={axis!r}: an axis stands twice")
-    if axis is None and len(names) > 1:
-        raise ValueError(f"the mesh has the axes {names}: say which are data-parallel, axis={names[0]!r}")
     sizes = dict(mesh.shape)
-    ranks = 1
-    for name in names:
-        ranks *= sizes[name]
+    ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, apart)])
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: expected an int, at least 1")
@@ -76,6 +77,20 @@ def batch_plan(
     if len(known) < 2:
         raise ValueError(f"given {known or 'nothing'} and {ranks} ranks: expected two of {', '.join(given)}")
     return _solved(known, ranks)
+
+
+def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
+    """List the axes whose ranks have batches of their own."""
+    names, shared = mesh.names(axis), ["pp", *(["tp"] if axis is None else [])]
+    shared = shared if apart is None else [] if apart == () else list(mesh.names(apart))
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis={axis!r}: an axis stands twice")
+    found = [name for name in names if name not in shared]
+    if axis is None and len(found) > 1:
+        raise ValueError(
+            f"the mesh has the axes {tuple(found)}: say which are data-parallel, axis={found[0]!r} or {tuple(found)}"
+        )
+    return found
 
 
 def _solved(known: dict[str, Any], ranks: int) -> BatchPlan:

@@ -4,6 +4,7 @@ All ranks send, receive and wait in one order of the whole pipeline. So none wai
 where a message leaves only when its receiver asks for it.
 """
 
+import functools
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,7 @@ class Deed:
     of: Action | Message
 
 
+@functools.lru_cache(maxsize=64)
 def programs(schedule: Schedule) -> tuple[tuple[Deed, ...], ...]:
     """Return each rank's deeds, for a schedule that can be run.
 

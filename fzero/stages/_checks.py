@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.axes.rules import Rules
+from fzero.axes.rules import DEFAULT_RULES, Rules, Stacked
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.segments import abstract
@@ -35,27 +35,49 @@ def check_tree(values: Any, mesh: Mesh) -> None:
 
 
 def check_arguments(
-    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], apart: Sequence[str] = ()
+    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], rules: Rules = DEFAULT_RULES
 ) -> None:
-    """Check that boxes were cut for this mesh, and note it when no argument differs by rank.
+    """Check that boxes were cut for this step, and note it when no argument differs by rank.
 
     Args:
         call: the arguments.
         mesh: the ranks.
         averaged: the axes that the step averages over.
-        apart: those of them along which ranks have work of their own.
+        rules: how it cuts trees.
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            check_cut_for(x.uid, tree.place("argument", path.split(".", 1)[1]), mesh.shape)
-    check_means(entries, [name for name in averaged if name not in apart])
-    ranks = math.prod([size for name, size in mesh.shape if name not in apart])
+            where = tree.place("argument", path.split(".", 1)[1])
+            check_cut_for(x.uid, where, mesh.shape)
+            _check_stacked(where, x, mesh, rules)
+    check_means(entries, [name for name in averaged if name not in rules.apart])
+    ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
             "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
             "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"
         )
+
+
+def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: Rules) -> None:
+    """Check that each rank has the items of a stacked list that this step's rules give it."""
+    for s in facts(x.uid).split:
+        if s.stacked is None or not rules.stacks:
+            continue
+        places = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
+        wanted = rules.stacked(places, dict(mesh.shape)).get(s.axis)
+        if wanted != s.stacked:
+            raise ValueError(
+                f"{where} is of the list {s.stacked.key!r}, which was stacked with the items {_rows(s.stacked)} on the "
+                f"ranks along {s.axis!r}, and this step has there {_rows(wanted)}: unstack it with the loss that "
+                "stacked it, or save it and load it into a state of this step"
+            )
+
+
+def _rows(stacked: Stacked | None) -> str:
+    """Show which items each rank has."""
+    return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 
 
 def check_means(entries: Sequence[Any], averaged: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from fzero._tracebacks import door
 from fzero.axes.scope import axis_index
 from fzero.collectives.invariant import all_gather_invariant
 from fzero.collectives.sums import psum
+from fzero.pipelines import Pipeline
 from fzero.stages._sharded_step import ShardedStep
 from fzero.stages._values import as_value
 from fzero.transforms._gather import gather as gather_boxes
@@ -59,11 +60,11 @@ def evaluate(
         out = f(*_whole(trees, gather), batch)
         values, weights = out if weighted else (out, None)
         b = _examples("evaluate", f, values if weights is None else (values, weights))
-        here = torch.arange(b, device=rows.device) + axis_index(step.axis) * b
+        here = torch.arange(b, device=rows.device) + axis_index(step.data_axes) * b
         real = here < rows
         weight = real if weights is None else torch.where(real, weights, 0)
         sums = tree.map(lambda x: _sum(torch.where(real, x, 0)), values)
-        return psum((sums, _sum(weight)), step.axis)
+        return psum((sums, _sum(weight)), step.data_axes)
 
     return _named(step, f, totals)
 
@@ -100,7 +101,7 @@ def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) ->
         *trees, batch = args
         out = f(*_whole(trees, gather), batch)
         _examples("predict", f, out)
-        return tree.map(lambda x: all_gather_invariant(x, step.axis), out)
+        return tree.map(lambda x: all_gather_invariant(x, step.data_axes), out)
 
     return _named(step, f, gathered)
 
@@ -124,6 +125,7 @@ def _examples(what: str, f: Any, values: Any) -> int:
         most = 1 if what == "evaluate" else math.inf
         if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= most or x.shape[0] != leaves[0].shape[0]:
             wanted = "a tensor [examples], one value an example" if what == "evaluate" else "a tensor [examples, ...]"
+            wanted += "; of a pipelined loss give loss.outputs(last)" if isinstance(f, Pipeline) else ""
             raise ValueError(
                 f"fzero.{what}: {_name(f)} returns {tree.place('value', path)} as {tree.show(x)}: expected {wanted}"
             )

@@ -40,7 +40,7 @@ class ShardedStep:
         train_step: the unsharded step.
         stage: 0 to 3.
         mesh: the ranks.
-        axis: the data-parallel axes: those of the batch, of means, and of shards.
+        axis: the data-parallel axes: those of means and of shards, and but for a pipeline's of the batch.
         params: the positions of the parameters.
         rules: how trees are cut: the rules given as `units`, `over` and `split`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
@@ -61,6 +61,11 @@ class ShardedStep:
         return STAGES[self.stage]
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that a batch is split over: those of `axis`, but for a pipeline's, whose ranks share one."""
+        return tuple([name for name in self.axis if name not in self.rules.apart])
+
+    @property
     def name(self) -> str:
         """The name of the unsharded step's function."""
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
@@ -71,13 +76,12 @@ class ShardedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
 
-        Parameters that require grad by themselves, as those of a module do, are taken as plain values. Otherwise
-        torch would record each step, and keep all of them. To differentiate through a step use `torch.func`, or let
-        an argument that is no parameter require grad.
+        Parameters that require grad by themselves, as those of a module do, are taken as plain values: else torch would
+        record each step. To differentiate a step use `torch.func`, or let another argument require grad.
 
         Args:
-            *args: what `train_step` takes: parameters and optimizer state as `init` gave them or the last call
-                returned them, the batch as `mesh.split` or `mesh.local` gave it, other values plain (replicated).
+            *args: what `train_step` takes: parameters and optimizer state as `init` or the last call gave them, the
+                batch as `mesh.split` or `mesh.local` did, other values plain (replicated).
             **kwargs: likewise.
 
         Returns:
@@ -85,10 +89,9 @@ class ShardedStep:
 
         Raises:
             ValueError: if the parameters have not the stage's layout, or a box was cut for another mesh. Also if a
-                plain result differs by rank (simulation, or with `check`), or the new parameters have another
-                structure, shape or dtype than the old. Names the argument or result and the path.
-            RuntimeError: if the step returns parameters that it wrote through `.data`, which torch does not count, at
-                stages 1 and 2. Other in-place writes give the unsharded numbers; a jitted step refuses all.
+                plain result differs by rank (simulation, or with `check`), or new parameters are not like the old.
+            RuntimeError: if a step of stage 1 or 2 returns parameters that it wrote through `.data`, which torch does
+                not count. Other in-place writes give the unsharded numbers; a jitted step refuses all.
         """
         if is_tracing():
             return self._run(*args, **kwargs)
@@ -103,7 +106,7 @@ class ShardedStep:
             return self._checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        check_arguments((args, kwargs), self.mesh, self.axis, self.rules.apart)
+        check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
         check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
         args = tuple([tree.map(as_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
@@ -137,7 +140,7 @@ class ShardedStep:
         return self.check != "first" and bool(self.check)
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Run a rank program of your own on the step's mesh, with its axes and unit rule as the defaults."""
+        """Run a rank program of your own on the step's mesh, with its axes and rules as the defaults."""
         return Spmd(self.mesh, f, self.axis, self.rules)
 
     def _on(self, mesh: Mesh) -> "ShardedStep":
@@ -167,8 +170,7 @@ class ShardedStep:
         At stage 3 each leaf of a function, or of a module on the meta device, is made, cut and forgotten. So no rank
         ever holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters anyway; from a
         function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 and 2 the
-        leaves of a unit lie side by side in one buffer, so that a rank's part of it is a slice. At stages 1 to 3 the
-        optimizer's state is made for a rank's shards alone.
+        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards alone.
 
         Args:
             params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or what
@@ -252,10 +254,9 @@ class ShardedStep:
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
         """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
 
-        A tree like the parameters, such as frozen ones, needs no `like`: the step's rules cut it as `init` does. Stages
-        0 to 2 hold it whole, and stage 3 in shards. For any other tree, such as the optimizer's state, of which only
-        some leaves are cut, give `like`, a tree in the layout that the result is to have. One without memory will do:
-        `_, like = step.init(meta_params, opt)`.
+        A tree like the parameters, such as frozen ones, needs no `like`: the step's rules cut it as `init` does, at
+        stage 3 in shards. For any other tree, such as the optimizer's state, of which only some leaves are cut, give
+        `like`, a tree in the layout of the result. One without memory will do: `_, like = step.init(meta, opt)`.
 
         Args:
             values: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run). Without
@@ -302,8 +303,8 @@ class ShardedStep:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
 
         Returns:
-            The tree with plain tensors, in memory of their own, on every rank; `PerRank` values stay as they are. In a
-            distributed run all ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
+            The tree with plain tensors, in memory of their own, on every rank; `PerRank` values stay as they are. All
+            ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
 
         Raises:
             ValueError: if a box was cut for another mesh.

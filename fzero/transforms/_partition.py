@@ -68,7 +68,8 @@ def partition(
     axes = resolve(axis)
     check_unsharded(params)
     given, around = given_rules(units, over, split), rules_here()
-    rules = Rules(given.units or around.units, given.over or around.over, given.split or around.split, around.dtype)
+    rules = around._replace(units=given.units or around.units, over=given.over or around.over)
+    rules = rules._replace(split=given.split, stacks=given.stacks) if given.split else rules
     assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
     return assignment.with_shards([_own_shard(unit.uid, unit.leaves) for unit in assignment.units])
 

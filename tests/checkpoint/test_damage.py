@@ -176,8 +176,8 @@ def test_nothing_is_allocated_from_what_a_manifest_says(saved, tmp_path, use):
 
 def test_a_later_version_is_no_damage(saved, tmp_path):
     damaged = copied(saved[0], tmp_path)
-    write_manifest(damaged, {**body_of(damaged), "version": 2})
-    with pytest.raises(fzero.CheckpointError, match=r"version 2 is not known to this fzero, which reads 1"):
+    write_manifest(damaged, {**body_of(damaged), "version": 3})
+    with pytest.raises(fzero.CheckpointError, match=r"version 3 is not known to this fzero, which reads up to 2"):
         load(damaged)
 
 

@@ -3,15 +3,20 @@
 import time
 from typing import Any
 
+import pytest
 import torch
 
 import fzero
-from fzero import moe, optim
+from fzero import moe, optim, tree
+from fzero.checkpoint import _files
+from fzero.checkpoint._manifest import BLOCK
 from fzero.testing import assert_trees_close
+from tests.checkpoint.states import same_bits
+from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
 from tests.memory import peak_bytes
 from tests.pipelines import test_axes as axes_tests
-from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of, trained, trained_on
+from tests.pipelines.model import OPT, batch_of, block, filled, loss_of, params_of, step_of, trained, trained_on
 from tests.tiny_gpt import gpt_block, gpt_params
 
 CASES: Cases = {}
@@ -122,6 +127,101 @@ def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.Mesh) -> None:
         assert planned == peak_bytes(train), (schedule, micro_batches, world.rank)
         peaks[schedule, micro_batches] = planned
     assert peaks["1f1b", 4] == peaks["1f1b", 8] < peaks["gpipe", 8]
+
+
+@case
+def what_one_pipeline_saves_another_loads(world: fzero.Mesh) -> None:
+    """Each rank writes and reads its own blocks, and any simulation reads them."""
+    with folder(world) as path:
+        dense = filled({"params": params_of(5), "opt_state": OPT.init(params_of(5))})
+        if world.rank == 0:
+            fzero.save(path / "dense", dense)
+        torch.distributed.barrier()
+        before = "dense"
+        for i, (pp, name, stage) in enumerate(((2, "1f1b", 3), (2, "interleaved", 1), (1, "zb", 0))):
+            loss = loss_of(4, schedule=name, stages=NAMED[name], depth=5)
+            mesh = fzero.mesh(dp=-1, pp=pp)
+            step = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
+            like = dict(zip(("params", "opt_state"), step.init(loss.stack(params_of(5), mesh), OPT), strict=True))
+            loaded = fzero.load(path / before, like, mesh)
+            for part in ("params", "opt_state"):
+                assert same_bits(loss.unstack(step.gather(loaded[part]), mesh), dense[part])
+            fzero.save(path / str(i), loaded, mesh)
+            before = str(i)
+            zeros = tree.map(torch.zeros_like, dense)
+            assert same_bits(fzero.load(path / before, like=zeros), dense)
+
+
+@case
+def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
+    moved = {"read": 0, "written": 0}
+
+    def reading(files: Any, name: str, at: int, views: Any, read: Any = _files.Local.read_into) -> None:
+        moved["read"] += sum(len(v) for v in views)
+        read(files, name, at, views)
+
+    def writing(files: Any, name: str, parts: Any, write: Any = _files.Local.write) -> None:
+        def tell() -> Any:
+            for part in parts:
+                moved["written"] += sum(len(v) for v in part)
+                yield part
+
+        write(files, name, tell())
+
+    with folder(world) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_files.Local, "read_into", reading)
+        patch.setattr(_files.Local, "write", writing)
+        loss, mesh = loss_of(4), fzero.mesh(dp=-1, pp=2)
+        step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+        params = {"blocks": [{"w": torch.ones(1 << 20)} for _ in range(8)], "table": torch.ones(2)}
+        state = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        fzero.save(path, state, mesh)
+        fzero.load(path, state, mesh)
+        own = step.state_bytes(*state)
+        assert own - 8 <= moved["written"] < own + 8192
+        assert moved["read"] <= moved["written"] + BLOCK, "its own file, and a block of another with the table"
+
+
+@case
+def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
+    """What is not finite is named by the block's number; a profile, metrics, and a checkpoint in memory."""
+
+    def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+        return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
+
+    mesh, params = mesh_of(world), params_of(5)
+    batch = mesh.split(batch_of(8 * dict(mesh.shape)["dp"]), "dp")
+    broken = loss_of(4, depth=5, block=breaks)
+    step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
+    found = fzero.debug.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
+    assert found.origin is not None and found.origin.operation == "log" and found.rank == 0  # of the first stage
+    params["blocks"][3]["w"][2, 2] = float("nan")
+    loss = loss_of(4, depth=5)
+    step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+    found = fzero.debug.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
+    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.3.w'" and found.rank == 1
+
+    params = params_of(5)
+    for program in (step, fzero.jit(step, backend="fx")):
+        state = step.init(loss.stack(params, mesh), OPT)
+        profile = fzero.profile(program, *state, batch)
+        assert profile.seconds > 0
+        rows: list[Any] = []
+        with folder(world) as path, fzero.metrics.log(rows.append, every=2, mesh=mesh) as log:
+            runs = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory"))
+            for i in range(4):
+                *state, value = program(*state, batch)
+                log(i, {"loss": value})
+                runs.remember(i, tuple(state))
+            runs.wait()
+            torch.distributed.barrier()
+            other = loss_of(4, schedule="interleaved", stages=2, depth=5)
+            to = fzero.shard(step_of(other), 1, mesh, split=other.split)
+            like = tuple(to.init(other.stack(params, mesh), OPT))
+            restored = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)
+            for one, two in zip(restored, state, strict=True):
+                assert same_bits(other.unstack(to.gather(one), mesh), loss.unstack(step.gather(two), mesh))
+        assert len(rows) == (2 if mesh.rank == 0 else 0)
 
 
 class Sleeps(torch.autograd.Function):

@@ -5,7 +5,10 @@ and what goes with it, `moe_cases.py` experts, `pipeline_cases.py` stages, `tp_c
 import time
 
 import pytest
+import torch
 
+import fzero
+from fzero.testing import assert_trees_close
 from tests.distributed import (
     axes_cases,
     cases,
@@ -13,10 +16,12 @@ from tests.distributed import (
     jit_cases,
     moe_cases,
     pipeline_cases,
+    resumed,
     tp_cases,
     training_cases,
 )
 from tests.distributed.launch import python, torchrun, world
+from tests.pipelines.model import loss_of, params_of, trained
 
 MODULES = {
     "core": cases,
@@ -69,6 +74,20 @@ def test_a_rank_that_raises_in_its_stage_ends_the_others_in_time():
     assert done.returncode != 0 and time.monotonic() - begin < 60
     assert "planted in a stage" in done.stderr.split("rank 1 ended with 1:\n")[1]
     assert "rank 0 ended with 1" in done.stderr
+
+
+def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
+    """On other ranks along its axis, by another schedule, at another stage, and with the numbers of no pipeline."""
+    runs = ((6, 2, "1f1b", 2, 3), (5, 2, "interleaved", 3, -1), (6, 1, "gpipe", 1, -1))
+    for begins, (steps, pp, schedule, stage, killed) in zip((0, 3, 5), runs, strict=True):
+        words = map(str, (tmp_path, steps, pp, schedule, stage, killed))
+        done = world(2, "-m", resumed.__name__, *words, timeout=100)
+        assert (done.returncode != 0) == (killed >= 0), done.stderr[-4000:]
+        assert all(f"rank {rank}: begins at {begins}" in done.stdout for rank in range(2)), done.stdout
+    expected, _ = trained(loss_of(4), params_of(resumed.DEPTH), resumed.BATCH, steps=6)
+    like = fzero.tree.map(torch.zeros_like, {"params": expected})
+    found = fzero.load(tmp_path / "step-00000006", like=like, partial=True)
+    assert_trees_close(found["params"], expected, 1e-9)
 
 
 # ---------------------------------------------------------------- the harness itself

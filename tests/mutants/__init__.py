@@ -20,6 +20,7 @@ from tests.mutants import (
     ranks,
     road,
     schedules,
+    stacked,
     stages,
     tp,
     transforms,
@@ -54,6 +55,7 @@ TABLES = (
     profiling,
     schedules,
     pipelines,
+    stacked,
     others,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]

@@ -54,7 +54,7 @@ MUTANTS = [
         SHARING,
     ),
     Mutant("meta leaves are saved", "checkpoint/_save.py", "_check_values(held[0])", "pass", INPUT),
-    Mutant("paths in boxes need no check", "checkpoint/_holdings.py", "if path in self.paths:", "if False:", INPUT),
+    Mutant("paths in boxes need no check", "checkpoint/_holdings.py", "if path in self.origins:", "if False:", INPUT),
     Mutant(
         "one node without names takes all names",
         "tree.py",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant("padding is stored", "checkpoint/_cut.py", "min(start + group.shard, end)", "start + group.shard", LAWS),
     Mutant("a tied leaf is stored twice", "checkpoint/_holdings.py", "if id(x) in self.own:", "if False:", LAWS),
-    Mutant("a tied leaf of a unit is stored twice", "checkpoint/_holdings.py", "if index in at:", "if False:", LAWS),
+    Mutant("a tied leaf of a unit is stored twice", "checkpoint/_holdings.py", "if m.index in at:", "if False:", LAWS),
     Mutant(
         "parts of split leaves are all the first",
         "checkpoint/_cut.py",

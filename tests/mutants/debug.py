@@ -21,7 +21,13 @@ MUTANTS = [
     ),
     Mutant("tensors are kept alive", "debug/_watch.py", "Operation(operation.name, [], [], [])", "operation", DEBUG),
     Mutant("padding is a result", "debug/_leaves.py", "x = x[..., : max(known.numel - start, 0)]", "pass", DEBUG),
-    Mutant("the first leaf of a unit is named", "debug/_leaves.py", "+ paths[index]", "+ paths[0]", DEBUG),
+    Mutant(
+        "the first leaf of a unit is named",
+        "debug/_leaves.py",
+        "own_path(box.spec, index, ",
+        "own_path(box.spec, 0, ",
+        DEBUG,
+    ),
     Mutant(
         "all parts are rank 0's",
         "debug/_leaves.py",

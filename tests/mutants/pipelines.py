@@ -44,13 +44,11 @@ MUTANTS = [
     Mutant(
         "the loss counts on all ranks",
         "pipelines/_ticks.py",
-        "torch.where(me == at, a, torch.zeros_like(a))",
+        "torch.where(here, a, torch.zeros_like(a))",
         "a",
         LAWS,
     ),
-    Mutant(
-        "weights count on all ranks", "pipelines/_ticks.py", "torch.where(me == at, w, torch.zeros_like(w))", "w", LAWS
-    ),
+    Mutant("weights count on all ranks", "pipelines/_ticks.py", "torch.where(here, w, torch.zeros_like(w))", "w", LAWS),
     Mutant(
         "bubbles take what arrived", "pipelines/_ticks.py", "(stage[k] <= 0) | (m < 0) | (m >= count)", "m < 0", LAWS
     ),

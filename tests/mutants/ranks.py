@@ -35,10 +35,13 @@ MUTANTS = [
     Mutant(
         "the world for the data-parallel ranks",
         "ranks/_batch_plan.py",
-        "names = mesh.names(axis)",
-        "names = mesh.axis_names",
+        "names, shared = mesh.names(axis), ",
+        "names, shared = mesh.axis_names, ",
         HALF,
     ),
+    Mutant("stages have batches", "ranks/_batch_plan.py", "if name not in shared]", "]", HALF),
+    Mutant("tp never counts", "ranks/_batch_plan.py", '*(["tp"] if axis is None else [])', '"tp"', HALF),
+    Mutant("axes apart have one name", "ranks/_batch_plan.py", "list(mesh.names(apart))", "shared", HALF),
     Mutant(
         "results are not compared", "ranks/spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
     ),

@@ -25,7 +25,7 @@ MUTANTS = [
         DATA,
     ),
     Mutant("what fills up counts", "data/_once.py", "min(global_batch, length - start)", "global_batch", DATA),
-    Mutant("all ranks are the first", "stages/_evaluate.py", " + axis_index(step.axis) * b", "", DATA),
+    Mutant("all ranks are the first", "stages/_evaluate.py", " + axis_index(step.data_axes) * b", "", DATA),
     Mutant("filled rows are measured", "stages/_evaluate.py", "torch.where(real, x, 0)", "x", DATA),
     Mutant("filled rows have weight", "stages/_evaluate.py", "torch.where(real, weights, 0)", "weights", DATA),
     Mutant("sums are in half precision", "stages/_evaluate.py", "x.sum(dtype=wide)", "x.sum()", DATA),

@@ -97,6 +97,50 @@ def test_a_rank_holds_its_blocks_and_its_part_of_the_rest():
     assert whole / 4 <= held <= 1.05 * whole / 4
 
 
+def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_path):
+    """Straight from the shards of a pipeline: each rank its own blocks."""
+    model, other = built("llama"), built("llama")
+    for p in other.parameters():
+        torch.nn.init.normal_(p)
+    other.save_pretrained(tmp_path / "start")
+    piped = pipeline(model, losses, inputs=inputs, micro_batches=2, schedule="interleaved", stages=2)
+    loss, params, join = piped
+    mesh = fzero.mesh(dp=2, pp=2)
+    step = fzero.shard(lambda p, s, b: (p, s), 3, mesh, split=loss.split)
+    meta = fzero.tree.map(lambda x: x.to("meta"), params)
+    like = step.partition(loss.stack(meta, mesh))
+    read = fzero.hf.read(tmp_path / "start", like, mesh, name=piped.name)
+    found = join(loss.unstack(step.gather(read), mesh))
+    for name, p in other.named_parameters():
+        assert torch.equal(found[name], p), name
+    fzero.hf.write(tmp_path / "tuned", read, mesh, name=piped.name)
+    model.config.save_pretrained(tmp_path / "tuned")
+    again = type(model).from_pretrained(tmp_path / "tuned")
+    for name, p in other.named_parameters():
+        assert torch.equal(dict(again.named_parameters())[name], p), name
+    with pytest.raises(ValueError, match=r"leaf 'params.blocks.0..*' is no parameter of the module"):
+        fzero.hf.write(tmp_path / "tuned", {"params": read}, mesh, name=piped.name)
+
+
+def test_examples_are_evaluated_by_a_function_of_the_output():
+    model = built("gpt2").eval()
+    batch = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in batch_for("gpt2").items()}
+
+    def each(output: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(output.logits.movedim(-1, 1), batch["labels"], reduction="none").mean(
+            1
+        )
+
+    with torch.no_grad():
+        expected = each(model(**inputs(batch)), batch)
+    loss, params, _ = pipeline(model, each, inputs=inputs, micro_batches=2)
+    mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
+    step = fzero.shard(lambda p, s, b: (p, s), 3, mesh, split=loss.split)
+    program = fzero.predict(step, loss.outputs())
+    found = program(step.partition(loss.stack(params, mesh)), mesh.split(batch, step.data_axes))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_without_a_mesh_it_is_the_ordinary_loss():
     model, batch = built("bert"), batch_for("bert")
     loss, params, join = pipeline(model, losses, inputs=inputs, micro_batches=2)

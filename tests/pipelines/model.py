@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero
-from fzero import optim
+from fzero import optim, tree
 
 OPT = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
 WIDTH = 5
@@ -23,6 +23,18 @@ def params_of(depth: int, dtype: torch.dtype = torch.float64, tied: bool = True)
     blocks = [{"w": normal(WIDTH, WIDTH), "b": normal(WIDTH)} for _ in range(depth)]
     params = {"blocks": blocks, "table": normal(7, WIDTH), "scale": normal()}
     return params if tied else {**params, "head": normal(7, WIDTH)}
+
+
+def filled(values: Any) -> Any:
+    """The same tree with numbers that are all different, ties kept."""
+    count = iter(range(1 << 20))
+
+    def numbers(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        return torch.tensor([next(count) for _ in range(x.numel())]).to(x.dtype).view(x.shape)
+
+    return tree.map(numbers, values)
 
 
 def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

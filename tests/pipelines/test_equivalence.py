@@ -11,7 +11,6 @@ import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
 from tests.pipelines.model import (
-    OPT,
     WIDTH,
     batch_of,
     block,
@@ -291,8 +290,23 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
             assert found <= schedule.in_flight(rank) if halves else found == schedule.in_flight(rank)
 
 
-def test_the_optimizer_is_dense_trainings_in_leafwise_norms():
-    """A stacked leaf stands for the blocks of all ranks: what is pointwise or by the global norm is exact."""
-    for opt in (optim.sgd(0.1, momentum=0.9), optim.lion(1e-2), OPT):
-        loss, params = loss_of(2), params_of(4)
-        close(trained_on(fzero.mesh(dp=2, pp=2), 3, loss, params, 8, opt=opt), trained(loss, params, 8, opt=opt))
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_optimizers_see_each_block_by_itself(simulate):
+    """Its norms, its matrices and vectors: a stacked leaf stands for as many leaves as there are ranks."""
+
+    def matrices(params: Any) -> Any:
+        return fzero.tree.map(lambda p: p.ndim >= 2, params)
+
+    for stage, opt in (
+        (0, optim.sgd(0.1, momentum=0.9)),
+        (1, optim.lion(1e-2)),
+        (3, optim.adamw(1e-2, weight_decay=0.5, mask=matrices)),  # which would decay stacked vectors
+        (2, optim.lamb(1e-2)),
+        (3, optim.chain(optim.clip_by_block_rms(1e-3), optim.sgd(0.1))),
+        (0, optim.masked(optim.sgd(0.1), lambda params: fzero.tree.map(lambda p: p.ndim == 1, params))),
+        (3, optim.muon(0.1, others=optim.sgd(0.1), ns_dtype=None)),
+        (1, optim.muon(0.1, others=optim.sgd(0.1), ns_dtype=None)),
+    ):
+        loss, params = loss_of(2, depth=5), params_of(5)
+        found = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
+        close(found, trained(loss, params, 8, opt=opt))

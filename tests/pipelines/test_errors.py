@@ -84,6 +84,55 @@ def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
         step(wrong, batch_of(4))
 
 
+def test_parameters_that_are_not_stacked_at_all():
+    loss, mesh = loss_of(2), fzero.mesh(pp=2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
+    with raises(
+        ValueError, "leaf 'blocks.0.w' is torch.float64 [5, 5], and blocks are stacked by rank, [2, ...]: give"
+    ):
+        step.init(params_of(4), optim.sgd(0.1))
+    with raises(ValueError, "they were stacked for another mesh, or not at all"):
+        other = loss_of(2, depth=6)
+        fzero.shard(step.train_step, 0, mesh, split=other.split).init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_were_stacked_for_another_schedule(stage):
+    """Their shapes are the same, and a step would train the blocks in another order."""
+    mesh = fzero.mesh(dp=2, pp=2)
+    steps = [
+        fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, split=loss.split)
+        for loss in (loss_of(2), loss_of(2, schedule="interleaved", stages=2))
+    ]
+    params, state = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.sgd(0.1))
+    said = (
+        "the list 'blocks', which was stacked with the items [[0, 1], [2, 3]] on the ranks along 'pp', and this step "
+    )
+    with raises(ValueError, said + "has there [[0, 2], [1, 3]]: unstack it with the loss that stacked it"):
+        steps[1](params, mesh.split(batch_of(8), "dp"))
+    with raises(ValueError, "argument 1, leaf 'mu.blocks.0.w' is of the list 'blocks'"):
+        mine, _ = steps[1].init(loss_of(2, schedule="interleaved", stages=2).stack(params_of(4), mesh), optim.sgd(0.1))
+        _, moments = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.adam(0.1))
+        steps[1](mine, moments)
+    assert state is not None
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_batch_that_differs_between_stages(simulate):
+    """The first stage would see tokens of one batch, and the last one targets of another."""
+    mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+    said = "the batch, leaf 'tokens' differs by rank along 'pp', whose ranks work on one batch: "
+    with raises(ValueError, said + "split it over the others, mesh.split(batch, ('dp',))"):
+        step(params, mesh.split(batch_of(16)))
+    alone = fzero.mesh(pp=2, simulate=simulate)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, alone, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), alone), optim.sgd(0.1))
+    with raises(ValueError, said + "give it as it is"):
+        step(params, alone.split(batch_of(16)))
+
+
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_a_batch_that_does_not_divide(simulate):
     with raises(

@@ -21,12 +21,14 @@ from fzero.graph.ir import (
 )
 from fzero.graph.ops import is_view, leaves_memory_as_it_is
 from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.phases import BEGINS
 from fzero.graph.spaces import is_move
 
 __all__ = ["recompute"]
 
 LEAST = 1 << 14  # bytes of a value from which on another operation is worth its memory
 APART = 4  # two uses are apart if more than so many times the value's bytes are computed between them
+ELSEWHERE = 1 << 60  # bytes: of the other micro-batches that a pipeline runs between two passes of one
 DEPTH = 4  # how many operations, one on the other, are done again
 
 
@@ -87,6 +89,8 @@ def _late_uses(
 
 
 def _bytes_made(node: Node) -> int:
+    if node.target is BEGINS:
+        return ELSEWHERE
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
 
 

@@ -53,11 +53,12 @@ def one_by_one(graph: Graph, owned: Sequence[int] = ()) -> Executable:
         graph: a scheduled graph.
         owned: the positions of the arguments that are freed after their last use, too.
     """
-    source, graph = graph, copied(graph)
+    source = copied(graph)
+    _take(source, owned)
+    graph = copied(source)
     for node in graph.nodes:
         loop = loop_of(node)
         node.target = _running(loop) if loop else INSTEAD.get(node.target, node.target)
-    _take(graph, owned)
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
