@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _kept, _search
 from fzero.tuning._search import in_order, rows_of
-from fzero.tuning._space import REMATS, space_of
+from fzero.tuning._space import REMATS, Dimensions, space_of
 from tests.tuning.spaces import planned
 
-SPACE = space_of(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0), (1,), None)
+SPACE = space_of(Dimensions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
 
 def row(config: Configuration) -> Row:
