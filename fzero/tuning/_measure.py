@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fzero.graph._collector import paused_collector
 from fzero.graph.plan._plan import Plan, Settings
 from fzero.ranks.mesh import Mesh
 from fzero.schedules import schedule
@@ -14,9 +15,10 @@ from fzero.tuning._space import Configuration
 
 __all__ = ["Measure", "check_mesh", "fullest_of"]
 
-# Numbers of blocks from which more are told. With fewer, what starts ahead has not all begun. They are odd for odd
-# depths, and even for even ones, since every second block may be of another kind.
+# Numbers of blocks from which more are told. With fewer, what starts ahead has not all begun. Where every second block
+# may be of another kind, they are odd for odd depths, and even for even ones.
 SHALLOW = {1: (3, 5), 0: (4, 6)}
+ALIKE = (4, 5)
 
 Digests = Mapping[int, Digest]  # by rank along the pipeline; 0 where there is none
 
@@ -40,61 +42,68 @@ class Measure:
         known = None if self.kept is None else self.kept.read(asked)
         if known is not None:
             return known
-        row = self._in_full(asked) if isinstance(asked, Row) else self._row(asked)
+        with paused_collector():  # plans hold many small objects, and none of them goes before its row is made
+            row = self._in_full(asked) if isinstance(asked, Row) else self._row(asked)
         if self.kept is not None:
             self.kept.write(asked, row)
         return row
 
     def _row(self, config: Configuration) -> Row:
-        shallow = depths_of(config)
+        shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
         found = None if shallow is None else self._by_two(config, shallow)
         in_full = found is None
         return row_of(config, self._planned(config) if found is None else found, in_full)
 
     def _in_full(self, row: Row) -> Row:
-        return row_of(row.config, self._planned(row.config, {row.rank: row.settings}), in_full=True)
+        known = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
+        return row_of(row.config, self._planned(row.config, known), in_full=True)
 
     def _by_two(self, config: Configuration, shallow: tuple[int, int]) -> Digests | None:
         """Extrapolate all schedules, and say what that one holds which fzero.jit would keep; None if there is none."""
         assert config.depth is not None
-        few, more = (self._planned(replace(config, depth=n)) for n in shallow)
-        found = _deeper(few, more, shallow, config.depth)
+        plans = {n: self._planned(replace(config, depth=n)) for n in shallow}
+        found = _deeper(plans, config.depth)
         if not all(digest.ways for digest in found.values()):
             return None
         kept = {rank: dict(digest.fastest) for rank, digest in found.items()}
-        if all(dict(at[rank].settings) == kept[rank] for rank in kept for at in (few, more)):
-            return found
-        few, more = (self._planned(replace(config, depth=n), kept) for n in shallow)
-        found = _deeper(few, more, shallow, config.depth)
+        for n, plan in plans.items():
+            others = {rank: settings for rank, settings in kept.items() if dict(plan[rank].settings) != settings}
+            if others:
+                plans[n] = {**plan, **self._planned(replace(config, depth=n), others)}
+        found = _deeper(plans, config.depth)
         return found if all(digest.ways for digest in found.values()) else None
 
-    def _planned(self, config: Configuration, settings: Mapping[int, Settings] | None = None) -> Digests:
-        """Plan a configuration on each rank that may be the fullest, or the slowest."""
-        known = settings or {}
+    def _planned(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
+        """Plan a configuration on each rank that may be the fullest, or the slowest; on some, by known schedules."""
+        known = settings or dict.fromkeys(fullest_of(config))
         try:
             made = made_at(self.make_step, config)
             if isinstance(made, Plan):
                 return {0: digest_of(made)}
             check_mesh(made, config)
             device = self.machine.as_device()
-            places = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in fullest_of(config)}
-            plans = {r: planned(made, config.world, device, known.get(r), at) for r, at in places.items()}
+            places = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in known}
+            plans = {r: planned(made, config.world, device, known[r], at) for r, at in places.items()}
             return {rank: digest_of(plan) for rank, plan in plans.items()}
         except Exception as error:
             error.add_note(f"fzero.tune: while it planned {config}")
             raise
 
 
-def depths_of(config: Configuration) -> tuple[int, int] | None:
+def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | None:
     """Return two numbers of blocks that say what the configuration's takes; None where it has few itself.
 
     Those of a pipeline give each of its stages as many more, and leave equally many over.
+
+    Args:
+        config: the configuration.
+        alike: whether all blocks are, and not only every second one.
     """
     if config.depth is None:
         return None
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     each, left = divmod(config.depth, stages)
-    few, more = SHALLOW[each % 2]
+    few, more = ALIKE if alike else SHALLOW[each % 2]
     return (few * stages + left, more * stages + left) if each > more else None
 
 
@@ -129,5 +138,7 @@ def check_mesh(made: Made, config: Configuration) -> None:
         )
 
 
-def _deeper(few: Digests, more: Digests, shallow: tuple[int, int], depth: int) -> Digests:
-    return {rank: deeper((shallow[0], few[rank]), (shallow[1], more[rank]), depth) for rank in few}
+def _deeper(plans: Mapping[int, Digests], depth: int) -> Digests:
+    """Extrapolate each rank's plan from two, by their numbers of blocks."""
+    (few, one), (more, two) = plans.items()
+    return {rank: deeper((few, one[rank]), (more, two[rank]), depth) for rank in one}

@@ -78,7 +78,8 @@ def planned(
     step, *args = made
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
-        knobs: dict[str, Any] = {name: value for name, value in settings.items() if name in Knobs._fields}
+        told = {"recast": False, "across_turns": False, **settings}  # settings tell these where they are True
+        knobs: dict[str, Any] = {name: value for name, value in told.items() if name in Knobs._fields}
         step = replace(step, knobs=Knobs(**knobs).checked(), _entries={})
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # then it may have several axes

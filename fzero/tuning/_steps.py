@@ -71,6 +71,11 @@ class ModelStep:
     explicit: bool
 
     @property
+    def blocks_alike(self) -> bool:
+        """That all blocks are: `fzero.tune` then plans fewer of them."""
+        return True
+
+    @property
     def cache_key(self) -> str:
         """All that the steps depend on beside the configuration: `fzero.tune` keeps rows by it."""
         return repr(self)

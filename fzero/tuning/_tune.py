@@ -71,7 +71,8 @@ def tune(
         schedule: of pipelines, by name: "gpipe", "1f1b", "interleaved", "zb", "zbv".
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
-        depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
+        depth: the number of blocks. Then `make_step` must build as many as `config.depth` says. Every second one may be
+            of another kind; none is if `make_step` has a true attribute `blocks_alike`, and then rows take less time.
         seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are taken from the user's cache folder, and kept there. They are if `make_step` has an
             attribute `cache_key`, a string that says all that its steps depend on, as that of `model_step` does.
