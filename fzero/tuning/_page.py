@@ -61,6 +61,7 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "peak": row.peak_bytes,
         "seconds": row.seconds,
         "moved": sum(row.moved.values()),
+        "along": row.moved,
         "host": row.host_bytes,
         "over": max(row.peak_bytes - budget, 0),
         "rough": not row.in_full,

@@ -56,7 +56,8 @@ def _cut(c: Configuration) -> list[str]:
         *lines,
         "# or, of a model of transformers: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
         "loss_fn = fzero.pipeline(",
-        f"    first=first, block=block, last=last, micro_batches={c.accumulation}, schedule={_quoted(c.schedule)}{more}",
+        "    first=first, block=block, last=last,",
+        f"    micro_batches={c.accumulation}, schedule={_quoted(c.schedule)}{more},",
         ")",
     ]
 

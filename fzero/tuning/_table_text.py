@@ -10,7 +10,18 @@ if TYPE_CHECKING:
     from fzero.tuning._space import Configuration
     from fzero.tuning._table import Table
 
-__all__ = ["axes_shown", "axis_of", "cells", "compared", "duration", "notes", "rendered", "text"]
+__all__ = [
+    "axes_shown",
+    "axis_of",
+    "cells",
+    "compared",
+    "duration",
+    "headline",
+    "moved_shown",
+    "notes",
+    "rendered",
+    "text",
+]
 
 SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
 PARTS = {
@@ -68,8 +79,9 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as Drawn
 
     drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    axes = axes_shown(table)
-    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, "moved", "seconds", ""]
+    axes, ways = axes_shown(table), moved_shown(table)
+    moved = ["moved", *[f"over {way}" for way in ways]]
+    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, *moved, "seconds", ""]
     for name in columns:
         left = name in ("remat", "precision", "schedule", "")
         drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
@@ -79,8 +91,10 @@ def _rows(table: "Table") -> Any:
         said = f"{size(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         shown = cells(row)
-        settings, numbers = shown[:5], shown[5:]
-        drawn.add_row(*settings, *[axis_of(row.config, name) for name in axes], *numbers, said, style=style)
+        settings, numbers, seconds = shown[:5], shown[5:-1], shown[-1]
+        along = [size(n) if (n := row.moved.get(way, 0)) else "-" for way in ways]
+        places = [axis_of(row.config, name) for name in axes]
+        drawn.add_row(*settings, *places, *numbers, *along, seconds, said, style=style)
     hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
     if any(hidden):
         drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
@@ -92,6 +106,16 @@ def axes_shown(table: "Table") -> list[str]:
     configs = [r.config for r in table.rows]
     axes = [name for name in ("ep", "tp", "pp") if any(getattr(c, name) > 1 for c in configs)]
     return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
+
+
+def moved_shown(table: "Table") -> list[str]:
+    """List the axes whose bytes have a column: those of more than a thousandth in a row, if they are several."""
+    found: dict[str, None] = {}
+    for row in table.rows:
+        least = sum(row.moved.values()) / 1000
+        found |= dict.fromkeys([axes for axes, n in row.moved.items() if n > least])
+    order = {"dp": 0, "dp,ep": 1, "ep": 2, "tp": 4, "pp": 5}
+    return sorted(found, key=lambda axes: (order.get(axes, 3), axes)) if len(found) > 1 else []
 
 
 def axis_of(config: "Configuration", name: str) -> str:

@@ -51,7 +51,9 @@ def make_step(config: Configuration) -> Any:
     pair = optim.master_weights(optim.adamw(1e-3), config.policy)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.offload(pair, config.offload))
     loss = loss_fn(config)
-    more: Any = {"reduce": "weighted"} if config.pp > 1 else {"micro_batches": config.accumulation, "gather": not config.remat}
+    more: Any = (
+        {"reduce": "weighted"} if config.pp > 1 else {"micro_batches": config.accumulation, "gather": not config.remat}
+    )
     take = fzero.value_and_grad(loss, precision=config.policy, **more)
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
