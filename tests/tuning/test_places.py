@@ -173,6 +173,11 @@ def test_few_blocks_say_what_many_take(places):
     check_few_blocks(make_step, Configuration(3, 8, 4, ranks=2, depth=14, **places))
 
 
+def test_few_blocks_know_whether_a_loop_goes_on_across_turns():
+    """With few blocks that takes more than 3% of the peak, and with many it does not."""
+    check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=14))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("places", MANY, ids=str)
 def test_few_blocks_of_a_model_say_what_many_take(places, monkeypatch):
