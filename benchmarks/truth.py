@@ -3,9 +3,10 @@
 python benchmarks/truth.py [--write]
 
 The plan is that of `fzero.plan` on meta tensors, by the steps of `fzero.tuning.model_step`: GPT, Llama, ViT and a
-mixture of experts, of some megabytes. The same steps then train on gloo. Measured: the arguments, and the most that a counting
-allocator (benchmarks/allocator.py) holds above them while a step runs, of the fullest rank, of 5 steps the least.
-gloo's threads sometimes keep a collective's copy a moment longer than its wait. `--write` keeps the table in truth.md.
+mixture of experts, of some megabytes. The same steps then train on gloo. Measured: the arguments, and the most that a
+counting allocator (benchmarks/allocator.py) holds above them while a step runs, of the fullest rank, of 5 steps the
+least. gloo's threads sometimes keep a collective's copy a moment longer than its wait. `--write` keeps the table in
+truth.md.
 """
 
 import json
@@ -117,7 +118,8 @@ def report(found: dict[int, Measured], write: bool) -> None:
         rows.append([name, config.world, str(config), *sizes, f"{off:+.4%}", "met" if abs(off) <= GOAL else "missed"])
     parts = [
         "Plans of meta tensors beside an allocator's count, in MB (1e6 bytes), of the rank that holds most. Steps "
-        "are AdamW behind a clip by the global norm; with bfloat16 the optimizer keeps float32 masters. The goal: to 1%.",
+        "are AdamW behind a clip by the global norm; with bfloat16 the optimizer keeps float32 masters. The "
+        "goal: to 1%.",
         table(["model", "ranks", "configuration", "plan", "allocator", "off by", "goal"], rows),
     ]
     publish(__file__, "python benchmarks/truth.py", parts, write)

@@ -15,7 +15,8 @@ def mark_fused(graph: Graph) -> Graph:
         graph: a flat graph.
 
     Returns:
-        The same graph, with marks, also of all loops. Whether a marked value is stored depends on the order too: `never_stored`.
+        The same graph, with marks, also of all loops. Whether a marked value is stored depends on the order too:
+        `never_stored`.
     """
     graph = copied(graph)
     for node in graph.nodes:
