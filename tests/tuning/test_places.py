@@ -1,5 +1,6 @@
 """Tensor and pipeline parallelism in the planner: rows are those of the fullest rank, and what is pasted runs."""
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,7 @@ def table() -> Table:
     return fzero.tune(make_step, **FEW, memory=1e12)
 
 
+@functools.cache
 def ranks_of(config: Configuration) -> list[fzero.Plan]:
     """Plan a configuration on each rank along its pipeline."""
     step, *args = make_step(config)
