@@ -89,7 +89,8 @@ class ModelStep:
         """
         shape, depth = self.shape.padded(config.tp), config.depth or self.shape.depth
         self._check(config, depth)
-        ranks = mesh(**config.axes)
+        axes: dict[str, Any] = {**config.axes}
+        ranks = mesh(**axes)
         pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config)), config.policy)
         pair = optim.offload(pair, config.offload) if config.offload else pair
         opt = optim.chain(optim.clip_by_global_norm(1.0), pair)
