@@ -46,7 +46,7 @@ class Kept:
 
     def _path(self, asked: Configuration | Row) -> pathlib.Path:
         what = asked.record() if isinstance(asked, Row) else asdict(asked)
-        told = [self.key, asdict(self.machine), what, _source(), torch.__version__, platform.python_version()]
+        told = [self.key, asdict(self.machine), what, _source(), torch.version.__version__, platform.python_version()]
         name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         return cache_folder() / "rows" / f"{name}.json"
 

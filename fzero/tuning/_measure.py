@@ -110,9 +110,9 @@ def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | N
 def fullest_of(config: Configuration) -> tuple[int, ...]:
     """List the ranks along the pipeline of which one holds most, and one takes longest.
 
-    The first has the embedding and most micro-batches in flight, the last the head. Of those between, which are alike
-    but for what is in flight, the one with most of it may be fuller than the first: messages come to it from both
-    sides.
+    The first has the embedding and most micro-batches in flight, the last the head. Those between
+    are alike but for what is in flight. The one with most of it may be fuller than the first, since messages come to it
+    from both sides.
     """
     if config.pp == 1:
         return (0,)

@@ -140,7 +140,7 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     elif what == "the code of fzero":
         monkeypatch.setattr(_kept, "_source", lambda: "changed")
     elif what == "torch":
-        monkeypatch.setattr("torch.__version__", "9.0")
+        monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
         for path in (cache / "fzero" / "rows").iterdir():
             path.write_text(path.read_text()[:50])
