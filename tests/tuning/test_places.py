@@ -16,6 +16,7 @@ from fzero.tuning._measure import Measure, depths_of, fullest_of
 from fzero.tuning._page import page
 from fzero.tuning._presets import PRESETS
 from fzero.tuning._recipe import recipe
+from fzero.tuning._row import Digest, Way, row_of
 from fzero.tuning._space import Dimensions, space_of
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 from tests.tuning.test_models import TINY
@@ -132,6 +133,14 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
         assert {0, pp - 1} <= {*ranks} and [*ranks] == sorted({*ranks})
         assert [made.in_flight(r) for r in ranks[1:-1]] == ([max(between)] if between else [])
     assert fullest_of(Configuration(1, 1, 1)) == (0,)
+
+
+def test_a_row_takes_what_the_slowest_rank_does():
+    def digest(peak: float, seconds: float) -> Digest:
+        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): Way(peak, seconds)})
+
+    row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
+    assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
 
 
 @pytest.mark.slow
