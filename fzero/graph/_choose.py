@@ -69,9 +69,10 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
     across = [
         _rated(passes, c.choice._replace(across_turns=True), ratings)
         for c in first + later
-        if c.choice.in_flight and c.peak_bytes <= limit
+        if c.choice.in_flight and c.peak_bytes <= limit and knobs.across_turns is not False
     ]
-    found = first + later + [c for c in across if _carries(c.graph)]
+    across = [c for c in across if _carries(c.graph)]
+    found = across if across and knobs.across_turns is True else first + later + across
     return [c for c in found if knobs.prefetch in ("auto", c.choice.prefetch)] or first
 
 

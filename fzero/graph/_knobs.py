@@ -21,6 +21,7 @@ class Knobs(NamedTuple):
     memory_budget: float | None = None
     recompute: bool | str = AUTO
     recast: bool | str = AUTO
+    across_turns: bool | str = AUTO  # no argument of fzero.jit: asked for where a known schedule is made again
 
     def checked(self) -> "Knobs":
         """Return the knobs as plain numbers of Python.
@@ -69,4 +70,5 @@ TAKES = {
     "memory_budget": _Takes((None,), AMOUNT),
     "recompute": _Takes((True, False, AUTO), ""),
     "recast": _Takes((True, False, AUTO), ""),
+    "across_turns": _Takes((True, False, AUTO), ""),
 }

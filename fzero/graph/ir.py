@@ -4,7 +4,7 @@ The graphs here are functional: no operation writes. The exceptions are `copy_`s
 donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
 memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's name, and
 `meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can be. One with
-`meta[FUSED]` is computed by whatever compiled loop reads it.
+`meta[FUSED]` is computed by whatever compiled loop reads it, and one with `meta[COMPILED]` is such a loop itself.
 """
 
 import functools
@@ -34,7 +34,7 @@ __all__ = [
 
 aten: Any = torch.ops.aten
 
-LATE, FUSED = "late", "fused"
+LATE, FUSED, COMPILED = "late", "fused", "compiled"
 # a CPU's attention, which torch does not count, and the operation of a GPU that does the same work
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,

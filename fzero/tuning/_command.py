@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
     )
-    plan.add_argument("--world", type=int, help="data-parallel ranks")
+    plan.add_argument("--world", type=int, help="all ranks")
     plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
     plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
     plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--precision", type=_listed(str), default=("bfloat16",), metavar="bfloat16,float32")
     plan.add_argument("--offload", type=_listed(float), default=(0.0,), metavar="0,0.5,1", help="of the state")
     plan.add_argument("--ep", type=_listed(int), metavar="1,8", help="ranks that experts are split over; 1 and up to 8")
+    plan.add_argument("--tp", type=_listed(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
+    plan.add_argument("--pp", type=_listed(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
+    plan.add_argument("--schedule", type=_listed(str), default=("1f1b",), metavar="1f1b,zb", help="of the pipeline")
     plan.add_argument("--depth", type=int, help="blocks; of module:make_step, which must then build config.depth")
     plan.add_argument(
         "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
@@ -194,6 +197,9 @@ def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int 
             precision=asked.precision,
             offload=asked.offload,
             ep=asked.ep,
+            tp=asked.tp,
+            pp=asked.pp,
+            schedule=asked.schedule,
             links=asked.links,
             depth=depth,
             workers=asked.workers,

@@ -1,20 +1,20 @@
-"""Transformers by their sizes: parameters without memory, and the forward pass, as ordinary functional models."""
+"""Transformers by their sizes: parameters without memory, a batch, and how parameters are cut over ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
-from fzero import moe
-from fzero.transforms import gather
-
-__all__ = ["Shape", "batch_of", "init", "loss_of"]
+__all__ = ["TENSOR", "Params", "Shape", "batch_of", "init"]
 
 Params = dict[str, Any]
-Turns = tuple[torch.Tensor, torch.Tensor]  # by how much each position turns a query or key: cosines and sines
+
+# the names of leaves of which each rank along "tp" has a part, and the dimension: heads, hidden units, the vocabulary
+TENSOR = {
+    **dict.fromkeys(("q.w", "k.w", "v.w", "up.w", "gate.w", "q.b", "k.b", "v.b", "up.b", "head.w", "head.b"), -1),
+    **dict.fromkeys(("o.w", "down.w"), -2),
+    **dict.fromkeys(("tokens", "bias"), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Shape:
     def head_width(self) -> int:
         """The width of a head."""
         return self.head or self.width // self.heads
+
+    def padded(self, tp: int) -> "Shape":
+        """Return the sizes with a vocabulary that divides over so many ranks, as those who train so pad it."""
+        return replace(self, vocab=-(-self.vocab // tp) * tp)
 
 
 def init(shape: Shape, depth: int) -> Params:
@@ -123,119 +127,3 @@ def batch_of(shape: Shape, samples: int, length: int) -> tuple[torch.Tensor, tor
         return torch.empty(samples, 3, length, length, device="meta"), kinds
     tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
     return tokens, torch.empty_like(tokens)
-
-
-def loss_of(shape: Shape, explicit: bool, run: Callable[..., Any], params: Params, batch: Any) -> torch.Tensor:
-    """Compute the loss of a batch. What is not in a block is gathered where it is used.
-
-    Args:
-        shape: of the model.
-        explicit: whether attention is written out, so that its weights are kept, as before flash attention.
-        run: wraps a block, as `fzero.remat` does.
-        params: the parameters, or their boxes.
-        batch: as `batch_of` makes it.
-    """
-    block = run(partial(_apply_block, shape, explicit))
-    x = _embedded(shape, params, batch[0])
-    turns = _turns(shape, x) if shape.task == "causal" and not shape.positions else None
-    for p in params["blocks"]:
-        x = block(p, x, turns)
-    x = _normed(shape, gather(params["norm"]), x)
-    if shape.task == "image":
-        x = x[:, 0]
-    if shape.task == "masked":
-        x = F.gelu(_applied(gather(params["last"]), x))
-    logits = x @ gather(params["tokens"]).T if shape.tied else _applied(gather(params["head"]), x)
-    logits = logits + gather(params["bias"]) if "bias" in params else logits
-    return F.cross_entropy(logits.flatten(0, -2).float(), batch[1].flatten())
-
-
-def _embedded(shape: Shape, params: Params, given: torch.Tensor) -> torch.Tensor:
-    if shape.task == "image":
-        n, p = len(given), shape.patch
-        weights = gather(params["patches"])
-        cut = given.to(weights["w"].dtype).unfold(2, p, p).unfold(3, p, p)
-        x = _applied(weights, cut.permute(0, 2, 3, 1, 4, 5).reshape(n, -1, 3 * p * p))
-        x = torch.cat([gather(params["first"]).expand(n, 1, -1), x], 1)
-    else:
-        x = F.embedding(given, gather(params["tokens"]))
-    if shape.positions:
-        x = x + gather(params["positions"])[: x.shape[1]]
-    if shape.task == "masked":
-        x = _normed(shape, gather(params["norm0"]), x + gather(params["segments"])[0])
-    return x
-
-
-def _applied(p: Params, x: torch.Tensor) -> torch.Tensor:
-    return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
-
-
-def _normed(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
-    size = p["w"].shape
-    return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
-
-
-def _apply_block(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-    """Apply a block; BERT's norms follow its parts, all others precede theirs."""
-    if shape.task == "masked":
-        x = _normed(shape, p["norm1"], x + _attended(shape, explicit, p, x, turns))
-        return _normed(shape, p["norm2"], x + _fed(shape, p["mlp"], x))
-    x = x + _attended(shape, explicit, p, _normed(shape, p["norm1"], x), turns)
-    h = _normed(shape, p["norm2"], x)
-    if "experts" not in p:
-        return x + _fed(shape, p["mlp"], h)
-    routing = moe.route(_applied(p["router"], h).float(), k=shape.experts[1], normalise=True)
-    return x + moe.layer(partial(_fed_rows, shape), p["experts"], h, routing, capacity=CAPACITY)
-
-
-CAPACITY = 1.25  # seats of an expert, by even routing
-
-
-def _fed(shape: Shape, p: Params, x: torch.Tensor) -> torch.Tensor:
-    up = _applied(p["up"], x)
-    return _applied(p["down"], F.silu(_applied(p["gate"], x)) * up if shape.gated else F.gelu(up))
-
-
-def _fed_rows(shape: Shape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
-    up = linear(rows, p["up"]["w"])
-    return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
-
-
-def _attended(shape: Shape, explicit: bool, p: Params, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-    n, t, _ = x.shape
-    q, k, v = (_applied(p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
-    if shape.head_norm:
-        q, k = _normed(shape, p["q_norm"], q), _normed(shape, p["k_norm"], k)
-    if turns is not None:
-        q, k = _turned(q, turns), _turned(k, turns)
-    attend = _explicit if explicit else _fused
-    return _applied(p["o"], attend(q, k, v, shape.task == "causal").transpose(1, 2).reshape(n, t, -1))
-
-
-def _turns(shape: Shape, x: torch.Tensor) -> Turns:
-    """Say how far the positions turn queries and keys, once for all blocks."""
-    t, width = x.shape[1], shape.head_width
-    speeds = torch.logspace(0, -1, width // 2, base=500_000.0, device=x.device)
-    angles = torch.arange(t, device=x.device)[:, None] * speeds
-    cos, sin = (f(torch.cat([angles, angles], -1)).to(x.dtype) for f in (torch.cos, torch.sin))
-    return cos, sin
-
-
-def _turned(x: torch.Tensor, turns: Turns) -> torch.Tensor:
-    """Turn queries or keys by their positions."""
-    cos, sin = turns
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
-
-
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if causal:
-        t = q.shape[-2]
-        scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    return scores.softmax(-1) @ v

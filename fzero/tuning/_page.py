@@ -10,10 +10,10 @@ from typing import Any
 from fzero.graph.plan._liveness import KINDS
 from fzero.graph.plan._picture import spans
 from fzero.graph.plan._plan import Plan
-from fzero.tuning._planned import planned_at
+from fzero.tuning._planned import made_at, planned
 from fzero.tuning._recipe import recipe, warnings_of
 from fzero.tuning._table import Table
-from fzero.tuning._table_text import headline, notes
+from fzero.tuning._table_text import axes_shown, axis_of, headline, notes
 
 __all__ = ["page"]
 
@@ -37,6 +37,7 @@ def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -
         "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
         "budget": table.budget,
         "kinds": KINDS,
+        "axes": axes_shown(table),
         "rows": [_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
         "timeline": _timeline(table, make_step) if best and make_step else None,
     }
@@ -55,10 +56,12 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
         "remat": remat,
         "precision": c.precision,
         "offload": c.offload,
-        "ep": c.ep,
+        **{name: getattr(c, name) for name in ("ep", "tp", "pp")},
+        "schedule": axis_of(c, "schedule"),
         "peak": row.peak_bytes,
         "seconds": row.seconds,
         "moved": sum(row.moved.values()),
+        "along": row.moved,
         "host": row.host_bytes,
         "over": max(row.peak_bytes - budget, 0),
         "rough": not row.in_full,
@@ -69,7 +72,10 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
 def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
     """Plan the best again, and say what is alive at some points of its step: at each the most since the one before."""
     row = table.fitting[0]
-    plan: Plan = planned_at(make_step, row.config, row.config.ranks, table.machine.as_device(), row.settings)
+    made = made_at(make_step, row.config)
+    at = {"pp": row.rank} if row.config.pp > 1 else 0
+    device = table.machine.as_device()
+    plan = made if isinstance(made, Plan) else planned(made, row.config.world, device, row.settings, at)
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)

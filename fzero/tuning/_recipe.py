@@ -9,28 +9,91 @@ __all__ = ["recipe", "warnings_of"]
 def recipe(config: Configuration) -> str:
     """Write the lines of a train step in a configuration."""
     c = config
-    keep = "" if c.remat is True else f", save={c.remat!r}"
     pair = "optim.master_weights(optim.adamw(3e-4), precision)"
     pair = f"optim.offload({pair}, {c.offload:g})" if c.offload else pair
-    split = ', split=fzero.moe.split("experts")' if c.ep > 1 else ""
-    mesh = f"fzero.mesh(dp=-1, ep={c.ep})" if c.ep > 1 else "fzero.mesh(dp=-1)"
     lines = [
-        f"# {c}: {c.global_batch} samples a step on {c.ranks} ranks",
+        f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
         f"precision = fzero.Precision(param=torch.{c.precision})",
         f"opt = optim.chain(optim.clip_by_global_norm(1.0), {pair})",
-        *([f"block = fzero.remat(block{keep})"] if c.remat else []),
+        *_cut(c),
         "",
         "def train_step(params, opt_state, batch):",
-        "    take = fzero.value_and_grad(loss_fn, precision=precision"
-        + (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "")
-        + (", gather=False)" if c.remat else ")"),
+        f"    take = fzero.value_and_grad(loss_fn, precision=precision{_taken(c)})",
         "    loss, grads = take(params, batch)",
         "    updates, opt_state = opt.update(grads, opt_state, params)",
         "    return optim.apply_updates(params, updates), opt_state, loss",
         "",
-        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh={mesh}{split}))",
+        *_sharded(c),
     ]
     return "\n".join(lines)
+
+
+def _rules(c: Configuration) -> list[str]:
+    """List the rules that split leaves over axes of their own."""
+    return [
+        *(["fzero.tp.split(cut)"] if c.tp > 1 else []),
+        *(['fzero.moe.split("experts")'] if c.ep > 1 else []),
+    ]
+
+
+def _cut(c: Configuration) -> list[str]:
+    """Write how blocks run, and which ranks have what of the model."""
+    rules, keep = _rules(c), "" if c.remat is True else f", save={_quoted(c.remat)}"
+    lines = []
+    if c.tp > 1:
+        lines += [
+            "# names of leaves, and the dimension that is cut; or, of a model of transformers, the rule",
+            "# layers.split of layers = fzero.tp.layers(model), and fzero.nn.functional(model, tp=layers)",
+            'cut = {"up": -1, "down": 0}',
+        ]
+    if c.pp == 1:
+        return [*lines, *([f"block = fzero.remat(block{keep})"] if c.remat else [])]
+    more = f", stages={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
+    more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
+    more += f", remat={_quoted(c.remat)}" if c.remat else ""
+    more += f", split={_joined(rules)}" if rules else ""
+    return [
+        *lines,
+        "# or, of a model of transformers: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
+        "loss_fn = fzero.pipeline(",
+        "    first=first, block=block, last=last,",
+        f"    micro_batches={c.accumulation}, schedule={_quoted(c.schedule)}{more},",
+        ")",
+    ]
+
+
+def _taken(c: Configuration) -> str:
+    """Write what `value_and_grad` is given besides."""
+    if c.pp > 1:
+        return ', reduce="weighted"'
+    return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
+
+
+def _sharded(c: Configuration) -> list[str]:
+    """Write the mesh, and the step on it."""
+    sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
+    rules = _rules(c)
+    split = "loss_fn.split" if c.pp > 1 else _joined(rules)
+    axis = f", axis={_joined([*map(_quoted, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
+    more = axis + (f", split={split}" if split else "")
+    if not more:
+        return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
+    lines = [
+        f"mesh = fzero.mesh({sizes})",
+        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{more}))",
+    ]
+    if c.pp > 1:
+        lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
+    data = _joined([_quoted(name) for name in c.mean if name != "pp"])
+    return [*lines, f"# give each step mesh.split(batch, {data})"] if axis else lines
+
+
+def _quoted(word: object) -> str:
+    return f'"{word}"' if isinstance(word, str) else str(word)
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
 
 
 def warnings_of(table: Table) -> list[str]:

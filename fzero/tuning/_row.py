@@ -63,17 +63,18 @@ class Digest:
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank takes of a configuration, as its plan says.
+    """What one rank takes of a configuration, as its plan says. In a pipeline that is the fullest rank.
 
     Attributes:
         config: the configuration.
         held: bytes of the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
-        moved: bytes that collectives move in a step, by axis.
-        seconds: of a step, by the cost model.
+        moved: bytes that collectives move in a step, and messages of a pipeline, by axis.
+        seconds: of a step, by the cost model, of the slowest rank.
         host_bytes: of the host at the peak.
         flops: of a step, for this rank.
         in_full: whether the step was planned as it is; else from two of fewer blocks.
         settings: of the schedule that fzero.jit keeps, as `Plan.settings`.
+        rank: which rank along the pipeline it is.
     """
 
     config: Configuration
@@ -84,6 +85,7 @@ class Row:
     flops: float
     in_full: bool
     settings: Settings
+    rank: int = 0
 
     @property
     def peak_bytes(self) -> float:
@@ -108,6 +110,8 @@ def digest_of(plan: Plan) -> Digest:
     moved: Counter[str] = Counter()
     for c in plan.collectives:
         moved[c.axis] += c.bytes * c.times
+    for m in plan.messages:
+        moved[m.axis] += m.bytes * m.times
     ways = {tuple(plan.settings.items()): Way(plan.peak_bytes, plan.seconds)}
     ways |= {tuple(r.settings.items()): Way(r.peak_bytes, r.seconds) for r in plan.rejected}
     return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, ways)
@@ -151,11 +155,14 @@ def deeper(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) ->
     return Digest(held, each(one.moved, two.moved), at(one.host, two.host), at(one.flops, two.flops), ways)
 
 
-def row_of(config: Configuration, digest: Digest, in_full: bool) -> Row:
-    """Make a row of what a plan says."""
+def row_of(config: Configuration, digests: Mapping[int, Digest], in_full: bool) -> Row:
+    """Make a row of what the plans of some ranks say: of the fullest, but for the seconds, which are the slowest's."""
+    rank = max(digests, key=lambda r: sum(digests[r].at_peak.values()))
+    digest = digests[rank]
     held = {kind: n for kind, n in digest.at_peak.items() if n}
-    seconds = digest.ways[digest.settings].seconds
-    return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, dict(digest.settings))
+    seconds = max([d.ways[d.settings].seconds for d in digests.values()])
+    settings = dict(digest.settings)
+    return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, settings, rank)
 
 
 def row_from(record: Mapping[str, Any]) -> Row:

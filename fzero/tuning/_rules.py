@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fzero.graph.plan._text import size
+from fzero.schedules import schedule
 from fzero.tuning._row import Row
 from fzero.tuning._space import REMATS, Configuration
 
 __all__ = ["RULES", "Asked", "Rule", "Verdict", "verdicts"]
 
 ALIKE = 0.01  # what share of a step's seconds such a model cannot tell
+CHUNKS = 8  # micro-batches of a pipeline's rank: then it idles for less than a ninth of the time
+LAYOUT = ("tp", "pp", "ranks", "schedule", "accumulation")  # what changes where ranks are laid out in another way
 
 
 class Asked(NamedTuple):
@@ -135,13 +138,53 @@ def _experts(asked: Asked) -> list[Row] | None:
     return sorted(found, key=lambda r: (r.config.ep > asked.near, -r.config.ep))
 
 
-# in the order in which experts go; what a mesh's further axes ask for belongs behind the experts' row
+def _model_ranks(asked: Asked) -> list[Row] | None:
+    """Spread a model over as few ranks as hold it, and be data-parallel with the rest."""
+    found = _others(asked, *LAYOUT)
+    if len({_spread(r) for r in found}) < 2:
+        return None
+    return sorted(found, key=lambda r: (_spread(r), *_within(asked, r)))
+
+
+def _machine_first(asked: Asked) -> list[Row] | None:
+    """Split matrices over a machine's devices, and lay a pipeline across machines."""
+    found = [r for r in _others(asked, *LAYOUT) if _spread(r) == _spread(asked.best)]
+    return sorted(found, key=lambda r: _within(asked, r)) if len({r.config.tp for r in found}) > 1 else None
+
+
+def _in_turn(asked: Asked) -> list[Row] | None:
+    """Cut the batch so small that a pipeline is full most of the time, and no smaller."""
+    found = _others(asked, "micro_batch", "accumulation")
+    if asked.best.config.pp == 1 or len(found) < 2:
+        return None
+    enough = CHUNKS * asked.best.config.pp
+
+    def cut(row: Row) -> tuple[bool, int]:
+        n = row.config.accumulation
+        return n < enough, n if n >= enough else -n
+
+    return sorted(found, key=cut)
+
+
+def _spread(row: Row) -> int:
+    return row.config.tp * row.config.pp
+
+
+def _within(asked: Asked, row: Row) -> tuple[bool, int]:
+    """Order rows by tp: the most ranks that a machine has first, then what would leave it."""
+    return row.config.tp > asked.near, -row.config.tp
+
+
+# in the order in which experts go
 RULES = (
     Rule("choose all else at the smallest micro-batch that was asked for", _settings_first),
     Rule("the lowest stage that fits", _stage),
     Rule("no more remat than memory asks for", _remat),
     Rule("no more offload than memory asks for", _offload),
     Rule("experts split over a machine's devices, not over more", _experts),
+    Rule("a model over as few ranks, tp times pp, as hold it", _model_ranks),
+    Rule("tensor parallelism within a machine, a pipeline across machines", _machine_first),
+    Rule(f"{CHUNKS} micro-batches for each rank of a pipeline", _in_turn),
     Rule("then accumulation up to the global batch", _accumulation),
     Rule("then the largest micro-batch that fits", _micro_batch),
 )
@@ -162,10 +205,18 @@ def _why(best: Row, other: Row) -> str:
         reasons.append(f"it computes {other.flops / best.flops - 1:.0%} more")
     if other.config.accumulation > best.config.accumulation:
         reasons.append(f"it starts its operations {other.config.accumulation} times and not {best.config.accumulation}")
+    if (idle := _idle(other)) > _idle(best) + ALIKE:
+        reasons.append(f"its pipeline is idle for {idle:.0%} of the time")
     if other.host_bytes > best.host_bytes:
         reasons.append("it waits for the host")
     said = " and ".join(reasons) or "its collectives are less hidden"
     return f"{other.config} takes {more:.0%} more: {said}"
+
+
+def _idle(row: Row) -> float:
+    """Return the share of the time for which the ranks of a pipeline wait, were its stages alike."""
+    c = row.config
+    return 1 - schedule(c.schedule, c.pp, c.accumulation, c.pipeline_stages).timing().efficiency if c.pp > 1 else 0.0
 
 
 def _sum(row: Row) -> float:
@@ -173,4 +224,6 @@ def _sum(row: Row) -> float:
 
 
 def _moved(row: Row) -> str:
-    return size(_sum(row))
+    """Say how many bytes a row moves; along which axes, if there are several."""
+    parts = [f"{size(n)} along {axis}" for axis, n in row.moved.items()]
+    return f"{size(_sum(row))} ({', '.join(parts)})" if len(parts) > 1 else size(_sum(row))

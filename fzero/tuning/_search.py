@@ -2,21 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fzero.graph.plan._plan import Settings
-from fzero.tuning._kept import Kept
-from fzero.tuning._machines import Machine
-from fzero.tuning._planned import MakeStep, planned_at
-from fzero.tuning._row import Digest, Row, deeper, digest_of, row_of
+from fzero.tuning._row import Row
 from fzero.tuning._space import Configuration, Space
 
-__all__ = ["Measure", "Skipped", "Start", "in_order", "refined", "rows_of"]
+__all__ = ["Skipped", "Start", "in_order", "refined", "rows_of"]
 
-# Numbers of blocks from which more are told. With fewer, what starts ahead has not all begun. They are odd for odd
-# depths, and even for even ones, since every second block may be of another kind.
-SHALLOW = {1: (3, 5), 0: (4, 6)}
 IN_FULL = 3  # how many of the fastest that fit are planned as they are
 
 Start = Callable[[Configuration | Row], Future[Row]]
@@ -32,60 +24,6 @@ class Skipped(NamedTuple):
 
     config: Configuration
     as_little_as: Configuration
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Plans one configuration.
-
-    Attributes:
-        make_step: the user's function.
-        machine: to plan for.
-        kept: the rows that were planned before, if they are kept.
-    """
-
-    make_step: MakeStep
-    machine: Machine
-    kept: Kept | None = None
-
-    def __call__(self, asked: Configuration | Row) -> Row:
-        """Plan a configuration: as it is, or by two of fewer blocks. Of a row, plan it as it is by its schedule."""
-        known = None if self.kept is None else self.kept.read(asked)
-        if known is not None:
-            return known
-        row = self._in_full(asked) if isinstance(asked, Row) else self._row(asked)
-        if self.kept is not None:
-            self.kept.write(asked, row)
-        return row
-
-    def _row(self, config: Configuration) -> Row:
-        depth = config.depth
-        found = None if depth is None or depth <= SHALLOW[depth % 2][1] else self._by_two(config, depth)
-        in_full = found is None
-        return row_of(config, self._planned(config) if found is None else found, in_full)
-
-    def _in_full(self, row: Row) -> Row:
-        return row_of(row.config, self._planned(row.config, row.settings), in_full=True)
-
-    def _by_two(self, config: Configuration, depth: int) -> Digest | None:
-        """Extrapolate all schedules, and say what that one holds which fzero.jit would keep; None if there is none."""
-        few, more = ((n, self._planned(replace(config, depth=n))) for n in SHALLOW[depth % 2])
-        found = deeper(few, more, depth)
-        if not found.ways:
-            return None
-        kept = found.fastest
-        if few[1].settings == more[1].settings == kept:
-            return found
-        few, more = ((n, self._planned(replace(config, depth=n), dict(kept))) for n in SHALLOW[depth % 2])
-        return found if (found := deeper(few, more, depth)).ways else None
-
-    def _planned(self, config: Configuration, settings: Settings | None = None) -> Digest:
-        try:
-            device = self.machine.as_device()
-            return digest_of(planned_at(self.make_step, config, config.ranks, device, settings))
-        except Exception as error:
-            error.add_note(f"fzero.tune: while it planned {config}")
-            raise
 
 
 def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[Row | Skipped]:

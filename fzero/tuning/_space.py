@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.precision import Precision
+from fzero.schedules._named import NAMES
 
-__all__ = ["Configuration", "Space"]
+__all__ = ["Configuration", "Dimensions", "Space", "space_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REMATS = (False, "matmuls", True)  # from the most that is kept for the backward pass to the least
@@ -23,13 +24,23 @@ class Configuration:
     Attributes:
         stage: of ZeRO, 0 to 3.
         micro_batch: samples that a rank differentiates at once.
-        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`.
+        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or, of a
+            pipeline, of `fzero.pipeline`.
         remat: what blocks run again for the backward pass: nothing, all but "matmuls", or all.
         precision: the dtype of parameters: "float32", "bfloat16" or "float16".
         offload: the share of the optimizer's state on the host: the ratio of `optim.offload`.
         ranks: data-parallel ranks.
         depth: how many blocks to make; None where `fzero.tune` was given no depth.
-        ep: the size of the mesh's axis that experts are split over: `fzero.mesh(dp=ranks // ep, ep=ep)`.
+        ep: the size of the mesh's axis that experts are split over, within the data-parallel ranks.
+        tp: the size of the mesh's axis along which each rank has a part of every matrix.
+        pp: the size of the mesh's axis along which the stages of a pipeline lie.
+        schedule: of a pipeline, by its name.
+
+    Example:
+        >>> import fzero
+        >>> config = fzero.tuning.Configuration(stage=1, micro_batch=1, accumulation=16, ranks=4, tp=2, pp=2)
+        >>> fzero.mesh(**config.axes), config.world, config.global_batch
+        (Mesh(pp=2, dp=4, tp=2, simulated by vmap), 16, 64)
     """
 
     stage: int
@@ -41,11 +52,35 @@ class Configuration:
     ranks: int = 1
     depth: int | None = None
     ep: int = 1
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
 
     @property
     def global_batch(self) -> int:
         """Samples of one step, over all ranks."""
         return self.micro_batch * self.accumulation * self.ranks
+
+    @property
+    def world(self) -> int:
+        """All ranks: the data-parallel ones, times those along `tp` and `pp`."""
+        return self.ranks * self.tp * self.pp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh, for `fzero.mesh(**config.axes)`: ranks along the last are neighbours in a machine."""
+        own = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}
+        return {name: n for name, n in own.items() if n > 1 or name == "dp"}
+
+    @property
+    def mean(self) -> tuple[str, ...]:
+        """The axes of the mean, for `fzero.shard(axis=)`: those of the data, and that of a pipeline."""
+        return tuple([name for name in ("dp", "ep", "pp") if name in self.axes])
+
+    @property
+    def pipeline_stages(self) -> int:
+        """How many stages of a pipeline a rank holds: `stages=` of `fzero.pipeline`."""
+        return max(NAMES[self.schedule].least, 1)
 
     @property
     def policy(self) -> Precision:
@@ -56,17 +91,49 @@ class Configuration:
         said = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
         said += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
         said += [f"offload {self.offload:g}"] if self.offload else []
-        return ", ".join([*said, *([f"ep {self.ep}"] if self.ep > 1 else [])])
+        said += [f"{name} {n}" for name, n in (("ep", self.ep), ("tp", self.tp)) if n > 1]
+        return ", ".join([*said, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds no fewer parameters, states and activations than that of another."""
         return (
-            (self.precision, self.ranks, self.depth, self.ep) == (other.precision, other.ranks, other.depth, other.ep)
+            (self.precision, self.depth, self._places) == (other.precision, other.depth, other._places)
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
             and self.offload <= other.offload
         )
+
+    @property
+    def _places(self) -> "Places":
+        return Places(self.ranks, self.ep, self.tp, self.pp, self.schedule)
+
+
+class Places(NamedTuple):
+    """How ranks are laid out, in the words of `Configuration`."""
+
+    ranks: int
+    ep: int
+    tp: int
+    pp: int
+    schedule: str
+
+
+class Dimensions(NamedTuple):
+    """The dimensions of a search as they were given, in the words of `fzero.tune`."""
+
+    world_size: int
+    global_batch: int
+    stages: Sequence[int]
+    micro_batches: Sequence[int] | None
+    remat: Sequence[bool | str]
+    precision: Sequence[str]
+    offload: Sequence[float]
+    ep: Sequence[int] = (1,)
+    tp: Sequence[int] = (1,)
+    pp: Sequence[int] = (1,)
+    schedule: Sequence[str] = ("1f1b",)
+    depth: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +142,12 @@ class Space:
 
     Attributes:
         stages: of ZeRO.
-        micro_batches: samples that a rank differentiates at once.
+        micro_batches: samples that a rank differentiates at once; each layout has those that divide.
         remat: as of `Configuration`.
         precision: likewise.
         offload: likewise.
-        ep: likewise.
-        ranks: data-parallel ranks.
-        local_batch: samples of a rank in one step.
+        places: the layouts of the ranks.
+        global_batch: samples of one step.
         depth: the number of blocks, if it is known.
     """
 
@@ -90,9 +156,8 @@ class Space:
     remat: tuple[bool | str, ...]
     precision: tuple[str, ...]
     offload: tuple[float, ...]
-    ep: tuple[int, ...]
-    ranks: int
-    local_batch: int
+    places: tuple[Places, ...]
+    global_batch: int
     depth: int | None
 
     def __iter__(self) -> Iterator[Configuration]:
@@ -103,64 +168,116 @@ class Space:
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
-            sorted(self.ep, reverse=True),
+            sorted(self.places, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
         )
-        for m, remat, stage, offload, precision, ep in product(*lean):
-            k = self.local_batch // m
-            yield Configuration(stage, m, k, remat, precision, offload, self.ranks, self.depth, ep)
+        for m, remat, stage, offload, precision, places in product(*lean):
+            k, rest = divmod(self.global_batch // places.ranks, m)
+            if not rest:
+                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **places._asdict())
 
 
-def space_of(
-    world_size: int,
-    global_batch: int,
-    stages: Sequence[int],
-    micro_batches: Sequence[int] | None,
-    remat: Sequence[bool | str],
-    precision: Sequence[str],
-    offload: Sequence[float],
-    ep: Sequence[int],
-    depth: int | None,
-) -> Space:
+def space_of(asked: Dimensions) -> Space:
     """Check the dimensions of a search.
 
     Raises:
-        ValueError: if a value is none of its dimension's, or a batch does not divide. Names what was given.
+        ValueError: if a value is none of its dimension's, no layout of the ranks has it, or a batch does not divide.
+            Names what was given.
     """
-    for word, value in (("world_size", world_size), ("global_batch", global_batch), ("depth", depth)):
-        if not (_counts(value) or (word == "depth" and value is None)):
+    for word in ("world_size", "global_batch", "depth"):
+        if not (_counts(value := getattr(asked, word)) or (word == "depth" and value is None)):
             raise ValueError(f"{word}={value!r}: expected an int, at least 1")
-    local, rest = divmod(global_batch, world_size)
-    if rest or not local:
-        near = [f"{n * world_size}" for n in (local, local + 1) if n]
-        raise ValueError(
-            f"global_batch={global_batch} does not divide over world_size={world_size} ranks: the nearest that do are "
-            f"{' and '.join(near)}"
-        )
-    _checked("stages", stages, lambda x: x in range(4) and type(x) is int, "of 0 to 3")
-    _checked("remat", remat, lambda x: any(x is known or x == known == "matmuls" for known in REMATS), f"of {REMATS}")
-    _checked("precision", precision, DTYPES.__contains__, f"of {', '.join(map(repr, DTYPES))}")
-    _checked("offload", offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
-    _checked("ep", ep, lambda x: _counts(x) and world_size % x == 0, f"that divides world_size={world_size}")
-    own = USUAL if micro_batches is None else micro_batches
+    world = asked.world_size
+    _checked("stages", asked.stages, lambda x: x in range(4) and type(x) is int, "of 0 to 3")
+    kept = f"of {REMATS}"
+    _checked("remat", asked.remat, lambda x: any(x is known or x == known == "matmuls" for known in REMATS), kept)
+    _checked("precision", asked.precision, DTYPES.__contains__, f"of {', '.join(map(repr, DTYPES))}")
+    _checked("offload", asked.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
+    for word in ("ep", "tp", "pp"):
+        values = getattr(asked, word)
+        _checked(word, values, lambda x: _counts(x) and world % x == 0, f"that divides world_size={world}")
+    _checked("schedule", asked.schedule, NAMES.__contains__, f"of {', '.join(map(repr, NAMES))}")
+    own = USUAL if asked.micro_batches is None else asked.micro_batches
     _checked("micro_batches", own, _counts, "ints, at least 1")
-    even = [m for m in own if local % m == 0]
-    if micro_batches is not None and len(even) < len(own):
-        odd = next(m for m in own if local % m)
-        raise ValueError(
-            f"micro_batches={tuple(own)}: {odd} does not divide the {local} samples of a rank, which are "
-            f"global_batch={global_batch} over {world_size} ranks; {_divisors(local)} do"
-        )
+    places = _layouts(asked)
+    if asked.micro_batches is not None:
+        _check_micro_batches(asked, places)
     return Space(
-        stages=tuple(stages),
-        micro_batches=tuple(even),
-        remat=tuple(remat),
-        precision=tuple(precision),
-        offload=tuple(offload),
-        ep=tuple(ep),
-        ranks=world_size,
-        local_batch=local,
-        depth=depth,
+        stages=tuple(asked.stages),
+        micro_batches=tuple(own),
+        remat=tuple(asked.remat),
+        precision=tuple(asked.precision),
+        offload=tuple(asked.offload),
+        places=tuple(places),
+        global_batch=asked.global_batch,
+        depth=asked.depth,
     )
+
+
+def _layouts(asked: Dimensions) -> list[Places]:
+    """List the layouts of the ranks. Where values do not go together, that pair is left out.
+
+    Raises:
+        ValueError: if a value goes with no other, or the batch divides over none.
+    """
+    world = asked.world_size
+    found = []
+    for ep, tp, pp, schedule in product(asked.ep, asked.tp, asked.pp, asked.schedule):
+        ranks, rest = divmod(world, tp * pp)
+        if not rest and ranks % ep == 0 and (pp > 1 or schedule == asked.schedule[0]):
+            found.append(Places(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
+    _check_each(asked, found, f"world_size={world} is no multiple of tp x pp, and of ep in what they leave")
+    even = [x for x in found if asked.global_batch % x.ranks == 0]
+    if not even:
+        _say_which_divide(asked, found)
+    _check_each(
+        asked, even, f"global_batch={asked.global_batch} does not divide over the data-parallel ranks it leaves"
+    )
+    if asked.depth is None:
+        return even
+    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].least, 1) <= asked.depth]
+    _check_each(asked, deep, f"a model of {asked.depth} blocks has fewer than the stages of its pipeline")
+    return deep
+
+
+def _check_each(asked: Dimensions, places: Sequence[Places], why: str) -> None:
+    """Check that each value stands in some layout.
+
+    Raises:
+        ValueError: if one does not. Says why.
+    """
+    for word in ("ep", "tp", "pp"):
+        for value in getattr(asked, word):
+            if not any(getattr(x, word) == value for x in places):
+                axes = [
+                    f"{w}={tuple(getattr(asked, w))}" for w in ("ep", "tp", "pp") if tuple(getattr(asked, w)) != (1,)
+                ]
+                raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {why}")
+
+
+def _say_which_divide(asked: Dimensions, places: Sequence[Places]) -> None:
+    """Raise the error of a batch that no layout divides."""
+    least = min([x.ranks for x in places])
+    local = asked.global_batch // least
+    near = [f"{n * least}" for n in (local, local + 1) if n]
+    over = f"world_size={asked.world_size} ranks"
+    if least != asked.world_size:
+        over = f"the {least} data-parallel ranks that world_size={asked.world_size} has at the least"
+    raise ValueError(
+        f"global_batch={asked.global_batch} does not divide over {over}: the nearest that do are {' and '.join(near)}"
+    )
+
+
+def _check_micro_batches(asked: Dimensions, places: Sequence[Places]) -> None:
+    """Check that each micro-batch divides the samples of a rank in some layout."""
+    assert asked.micro_batches is not None
+    for m in asked.micro_batches:
+        if all(asked.global_batch // x.ranks % m for x in places):
+            ranks = min([x.ranks for x in places])
+            local = asked.global_batch // ranks
+            raise ValueError(
+                f"micro_batches={tuple(asked.micro_batches)}: {m} does not divide the {local} samples of a rank, which "
+                f"are global_batch={asked.global_batch} over {ranks} ranks; {_divisors(local)} do"
+            )
 
 
 def _counts(value: Any) -> bool:

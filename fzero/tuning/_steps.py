@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fzero import moe, optim, tree
-from fzero.ranks.mesh import Mesh, mesh
+from fzero import moe, optim, tp, tree
+from fzero.pipelines import Pipeline, pipeline
+from fzero.ranks.mesh import mesh
 from fzero.stages._shard import shard
 from fzero.transforms import remat, value_and_grad
-from fzero.tuning._models import Shape, batch_of, init, loss_of
+from fzero.tuning._forward import apply_block, embedded, loss_of, told
+from fzero.tuning._models import TENSOR, Shape, batch_of, init
 from fzero.tuning._presets import shape_of
 from fzero.tuning._space import Configuration
 
@@ -69,6 +71,11 @@ class ModelStep:
     explicit: bool
 
     @property
+    def blocks_alike(self) -> bool:
+        """That all blocks are: `fzero.tune` then plans fewer of them."""
+        return True
+
+    @property
     def cache_key(self) -> str:
         """All that the steps depend on beside the configuration: `fzero.tune` keeps rows by it."""
         return repr(self)
@@ -77,38 +84,81 @@ class ModelStep:
         """Return the step of a configuration, and its arguments on the meta device.
 
         Raises:
-            ValueError: if `config.ep` does not divide the experts.
+            ValueError: if `config.ep` does not divide the experts, or `config.tp` the heads; or if the pipeline has
+                more stages than the model has blocks.
         """
-        shape = self.shape
-        if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
-            raise ValueError(f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}")
-        pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices), config.policy)
+        shape, depth = self.shape.padded(config.tp), config.depth or self.shape.depth
+        self._check(config, depth)
+        axes: dict[str, Any] = {**config.axes}
+        ranks = mesh(**axes)
+        pair = optim.master_weights(optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config)), config.policy)
         pair = optim.offload(pair, config.offload) if config.offload else pair
         opt = optim.chain(optim.clip_by_global_norm(1.0), pair)
-        loss_fn = partial(loss_of, shape, self.explicit, _again(config.remat))
+        take = self._gradients(shape, config, depth)
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-            take = value_and_grad(
-                loss_fn, precision=config.policy, micro_batches=config.accumulation, gather=not config.remat
-            )
             loss, grads = take(params, batch)
             updates, opt_state = opt.update(grads, opt_state, params)
             return optim.apply_updates(params, updates), opt_state, loss
 
         stage: Any = config.stage
-        split = moe.split("experts") if config.ep > 1 else None
-        step = shard(train_step, stage=stage, mesh=_mesh(config), split=split)
-        params, opt_state = step.init(init(shape, config.depth or shape.depth), opt)
-        return step, params, opt_state, step.mesh.split(batch_of(shape, config.global_batch, self.length))
+        piped = self._pipeline(shape, config, depth) if config.pp > 1 else None
+        split = piped.split if piped else _rules(config)
+        step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
+        params = init(shape, depth)
+        params, opt_state = step.init(piped.stack(params, ranks) if piped else params, opt)
+        data = tuple([name for name in config.mean if name != "pp"])
+        return step, params, opt_state, ranks.split(batch_of(shape, config.global_batch, self.length), data)
+
+    def _gradients(self, shape: Shape, config: Configuration, depth: int) -> Callable[..., Any]:
+        """Return the function that takes gradients: of the whole model, or of a rank's stages."""
+        policy = config.policy
+        if config.pp > 1:
+            return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
+        loss_fn = partial(loss_of, shape, self.explicit, _again(config.remat))
+        return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
+
+    def _pipeline(self, shape: Shape, config: Configuration, depth: int) -> Pipeline:
+        return pipeline(
+            first=partial(embedded, shape),
+            block=partial(apply_block, shape, self.explicit),
+            last=partial(told, shape),
+            micro_batches=config.accumulation,
+            schedule=config.schedule,
+            stages=config.pipeline_stages,
+            depth=depth,
+            remat=config.remat,
+            split=_rules(config),
+        )
+
+    def _check(self, config: Configuration, depth: int) -> None:
+        shape = self.shape
+        if shape.experts[0] % config.ep or (config.ep > 1 and not shape.experts[0]):
+            raise ValueError(f"ep={config.ep} does not divide the {shape.experts[0]} experts of {shape.name}")
+        sizes = {"heads": shape.heads, "heads of keys and values": shape.kv_heads or shape.heads}
+        for what, n in (*sizes.items(), ("hidden units", shape.mlp)):
+            if n % config.tp:
+                raise ValueError(f"tp={config.tp} does not divide the {n} {what} of {shape.name}")
+        if config.pp * config.pipeline_stages > depth:
+            raise ValueError(
+                f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, fewer than stages"
+            )
 
 
-def _mesh(config: Configuration) -> Mesh:
-    """Make the ranks of a configuration, of which those along `ep` are neighbours."""
-    return mesh(dp=config.ranks) if config.ep == 1 else mesh(dp=config.ranks // config.ep, ep=config.ep)
+def _rules(config: Configuration) -> tuple[Callable[..., Any], ...] | None:
+    """Return the rules by which leaves are split over axes beside those of ZeRO; None for none."""
+    rules = [tp.split(TENSOR)] if config.tp > 1 else []
+    rules += [moe.split("experts")] if config.ep > 1 else []
+    return tuple(rules) or None
 
 
-def _matrices(params: Any) -> Any:
-    return tree.map(lambda p: p.ndim >= 2, params)
+def _matrices(config: Configuration) -> Callable[..., Any]:
+    """Return the mask of what weight decay applies to: matrices, whose blocks a pipeline stacks."""
+
+    def is_matrix(path: str, p: Any) -> bool:
+        return p.ndim - (config.pp > 1 and path.startswith("blocks.")) >= 2
+
+    return partial(tree.map_with_path, is_matrix)
 
 
 def _again(how: bool | str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from fzero.tuning._search import Skipped
 from fzero.tuning._space import Configuration
 
 __all__ = ["Best", "Table"]
+
+AXES = {"ep": 1, "tp": 1, "pp": 1, "schedule": "1f1b"}  # settings that are told where some row has another value
+Used = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Table:
             (c.micro_batch > 1, "a smaller micro-batch"),
             (c.precision == "float32", 'precision "bfloat16"'),
             (c.offload < 1, "offload of more of the state"),
+            (c.tp == 1, "tp=2, so that ranks share each matrix"),
+            (c.pp == 1, "pp=2, a pipeline"),
             (True, "more ranks"),
         ]
         parts = ", ".join([f"{size(n)} of {kind}" for kind, n in _parts(row)[:3]])
@@ -143,7 +148,14 @@ class Table:
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: what `to_csv` writes."""
-        return [_record(row, self.budget) for row in [*self.fitting, *self.too_large]]
+        return [_record(row, self.budget, self._used) for row in [*self.fitting, *self.too_large]]
+
+    @property
+    def _used(self) -> Used:
+        """Return what leaves of a configuration's settings those that some configuration uses."""
+        configs = [x.config for x in (*self.rows, *self.skipped)]
+        axes = {name for name, usual in AXES.items() if any(getattr(c, name) != usual for c in configs)}
+        return lambda settings: {k: v for k, v in settings.items() if k not in AXES or k in axes}
 
     def to_csv(self) -> str:
         """Write the rows as CSV: those that fit first, the fastest first."""
@@ -157,9 +169,11 @@ class Table:
     def to_json(self) -> str:
         """Write the table as JSON, with the machine's constants and what was not planned."""
         head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
-        skipped = [{"config": asdict(s.config), "as_little_as": asdict(s.as_little_as)} for s in self.skipped]
-        best = {"config": asdict(self.best().config), "reason": self.best().reason} if self.fitting else None
-        return json.dumps({**head, "best": best, "rows": [r.record() for r in self.rows], "skipped": skipped})
+        used = self._used
+        skipped = [{name: used(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
+        best = {"config": used(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
+        rows = [{**r.record(), "config": used(asdict(r.config))} for r in self.rows]
+        return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped})
 
     @classmethod
     def from_json(cls, text: str) -> "Table":
@@ -192,9 +206,9 @@ def _largest(row: Row) -> str:
     return f"{size(most)} of {kind}"
 
 
-def _record(row: Row, budget: float) -> dict[str, Any]:
+def _record(row: Row, budget: float, used: Used) -> dict[str, Any]:
     return {
-        **asdict(row.config),
+        **used(asdict(row.config)),
         "peak_bytes": row.peak_bytes,
         "over_bytes": max(row.peak_bytes - budget, 0),
         "seconds": row.seconds,

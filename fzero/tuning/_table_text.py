@@ -7,9 +7,21 @@ from fzero.graph.plan._text import size
 
 if TYPE_CHECKING:
     from fzero.tuning._row import Row
+    from fzero.tuning._space import Configuration
     from fzero.tuning._table import Table
 
-__all__ = ["cells", "compared", "duration", "notes", "rendered", "text"]
+__all__ = [
+    "axes_shown",
+    "axis_of",
+    "cells",
+    "compared",
+    "duration",
+    "headline",
+    "moved_shown",
+    "notes",
+    "rendered",
+    "text",
+]
 
 SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
 PARTS = {
@@ -67,22 +79,48 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as Drawn
 
     drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    ep = ["ep"] if any(r.config.ep > 1 for r in table.rows) else []
-    columns = ["stage", "batch", "remat", "precision", "offload", *ep, "peak", *PARTS, "moved", "seconds", ""]
+    axes, ways = axes_shown(table), moved_shown(table)
+    moved = ["moved", *[f"over {way}" for way in ways]]
+    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, *moved, "seconds", ""]
     for name in columns:
-        drawn.add_column(name, justify="left" if name in ("remat", "precision", "") else "right", no_wrap=True)
+        left = name in ("remat", "precision", "schedule", "")
+        drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
     for row in [*fits[:SHOWN], *misses[:MISSES]]:
         over = row.peak_bytes - table.budget
         said = f"{size(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         shown = cells(row)
-        settings, numbers = shown[:5], shown[5:]
-        drawn.add_row(*settings, *[str(row.config.ep) for _ in ep], *numbers, said, style=style)
+        settings, numbers, seconds = shown[:5], shown[5:-1], shown[-1]
+        along = [size(n) if (n := row.moved.get(way, 0)) else "-" for way in ways]
+        places = [axis_of(row.config, name) for name in axes]
+        drawn.add_row(*settings, *places, *numbers, *along, seconds, said, style=style)
     hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
     if any(hidden):
         drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
     return drawn
+
+
+def axes_shown(table: "Table") -> list[str]:
+    """List the settings of further axes that have a column: those that are used, and a schedule where there are two."""
+    configs = [r.config for r in table.rows]
+    axes = [name for name in ("ep", "tp", "pp") if any(getattr(c, name) > 1 for c in configs)]
+    return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
+
+
+def moved_shown(table: "Table") -> list[str]:
+    """List the axes whose bytes have a column: those of more than a thousandth in a row, if they are several."""
+    found: dict[str, None] = {}
+    for row in table.rows:
+        least = sum(row.moved.values()) / 1000
+        found |= dict.fromkeys([axes for axes, n in row.moved.items() if n > least])
+    order = {"dp": 0, "dp,ep": 1, "ep": 2, "tp": 4, "pp": 5}
+    return sorted(found, key=lambda axes: (order.get(axes, 3), axes)) if len(found) > 1 else []
+
+
+def axis_of(config: "Configuration", name: str) -> str:
+    """Write a configuration's size of a further axis, or its schedule."""
+    return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
 
 
 def cells(row: "Row") -> list[str]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from fzero._tracebacks import door
 from fzero.tuning._kept import Kept
 from fzero.tuning._machines import Machine
+from fzero.tuning._measure import Measure
 from fzero.tuning._named import machine_of
 from fzero.tuning._planned import MakeStep, checked_bytes
 from fzero.tuning._pool import pool_of
 from fzero.tuning._row import Row
-from fzero.tuning._search import Measure, Skipped, in_order, refined, rows_of
-from fzero.tuning._space import space_of
+from fzero.tuning._search import Skipped, in_order, refined, rows_of
+from fzero.tuning._space import Dimensions, space_of
 from fzero.tuning._table import Table
 
 __all__ = ["MARGIN", "tune"]
@@ -34,6 +35,9 @@ def tune(
     precision: Sequence[str] = ("bfloat16",),
     offload: Sequence[float] = (0.0,),
     ep: Sequence[int] = (1,),
+    tp: Sequence[int] = (1,),
+    pp: Sequence[int] = (1,),
+    schedule: Sequence[str] = ("1f1b",),
     links: Mapping[str, float] | None = None,
     depth: int | None = None,
     workers: int = 1,
@@ -48,8 +52,8 @@ def tune(
 
     Args:
         make_step: a function from a `Configuration` to `(step, *args)`, which is what `fzero.plan` takes: the step, and
-            its arguments on meta tensors, for `config.ranks` ranks. It may return a `fzero.Plan`.
-        world_size: data-parallel ranks.
+            its arguments on meta tensors, on `fzero.mesh(**config.axes)`. It may return a `fzero.Plan`.
+        world_size: all ranks. Of these `world_size / (tp * pp)` are data-parallel.
         global_batch: samples of one step, over all ranks.
         device: "a100", "h100", "h200", "cpu", or a `Machine` of your measurements.
         memory: bytes of a device; by default what the machine says a step may take.
@@ -61,9 +65,14 @@ def tune(
         precision: of parameters: "float32", "bfloat16", "float16".
         offload: shares of the optimizer's state on the host.
         ep: sizes of an axis that experts are split over, within the data-parallel ranks.
+        tp: sizes of an axis along which each rank has a part of every matrix. Sizes of axes that do not go together are
+            left out.
+        pp: sizes of an axis of a pipeline. Its micro-batches are those of the accumulation.
+        schedule: of pipelines, by name: "gpipe", "1f1b", "interleaved", "zb", "zbv".
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
-        depth: the number of blocks. Then `make_step` must build as many as `config.depth` says.
+        depth: the number of blocks. Then `make_step` must build as many as `config.depth` says. Every second one may be
+            of another kind; none is if `make_step` has a true attribute `blocks_alike`, and then rows take less time.
         seen: is called with each row as soon as it is planned, and with each configuration that is skipped.
         cache: whether rows are taken from the user's cache folder, and kept there. They are if `make_step` has an
             attribute `cache_key`, a string that says all that its steps depend on, as that of `model_step` does.
@@ -74,7 +83,8 @@ def tune(
 
     Raises:
         TypeError: if `make_step` is no such function, or `device` no machine.
-        ValueError: if a value is none of its dimension's, a batch does not divide, or a device is unknown.
+        ValueError: if a value is none of its dimension's, a batch does not divide, axes do not make up the world, or a
+            device is unknown. Also if the step's mesh lacks an axis of its configuration.
 
     Example:
         >>> import fzero, torch
@@ -105,7 +115,8 @@ def tune(
         stage 3, micro-batch 8192 x 1, bfloat16
     """
     machine = replace(machine_of(device), links=tuple((links or {}).items()) or machine_of(device).links)
-    space = space_of(world_size, global_batch, stages, micro_batches, remat, precision, offload, ep, depth)
+    batch = (world_size, global_batch, stages, micro_batches)
+    space = space_of(Dimensions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth))
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:

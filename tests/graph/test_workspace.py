@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph.ir import nbytes, values
+from fzero.graph.ir import COMPILED, nbytes, values
 from fzero.graph.plan._workspace import workspace_bytes
 from tests.memory import peak_bytes
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-NORM = torch.linalg.vector_norm
+NORM, WIDE = torch.linalg.vector_norm, torch.randn(128, 128)
 KERNELS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "sum as float32": (BF16, lambda x: x.sum(0, dtype=F32)),
     "sum": (BF16, lambda x: x.sum(0)),
@@ -27,6 +27,11 @@ KERNELS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "norms as float64": (F32, lambda x: NORM(x, 2, 0, dtype=F64)),
     "product as float32": (BF16, lambda x: x.prod(dtype=F32)),
     "running sum of bools": (torch.bool, lambda x: x.cumsum(0)),
+    "a sum of two dtypes": (BF16, lambda x: x + WIDE),
+    "a difference of two dtypes, of a row": (BF16, lambda x: WIDE - x[0]),
+    "a product of halves and a number of float32": (BF16, lambda x: x * WIDE[0, 0]),
+    "a comparison": (BF16, lambda x: x < WIDE),
+    "a product": (BF16, lambda x: x * x),
     "a convolution": (F32, lambda x: torch.conv2d(x.view(4, 16, 16, 16), x.view(-1)[:2304].view(16, 16, 3, 3))),
 }
 
@@ -40,6 +45,13 @@ def test_workspaces_are_the_allocators(name):
     kept = []
     measured = peak_bytes(lambda: kept.append(kernel(x))) - nbytes(*values(nodes[-1]))
     assert abs(measured - sum(map(workspace_bytes, nodes))) < 1024, measured
+
+
+def test_what_is_compiled_takes_nothing():
+    (node,) = [n for n in make_fx(lambda x: x + WIDE)(WIDE.to(BF16)).graph.nodes if n.op == "call_function"]
+    assert workspace_bytes(node) == 4 * 128 * 128
+    node.meta[COMPILED] = True
+    assert workspace_bytes(node) == 0
 
 
 def test_a_gpus_kernels_are_not_a_cpus():

@@ -194,6 +194,10 @@ MUTANTS = [
         WORKSPACE,
     ),
     Mutant(
+        "operands of two dtypes stay", "graph/plan/_workspace.py", "if x.dtype is not wide]", "if False]", WORKSPACE
+    ),
+    Mutant("what is compiled is copied", "graph/plan/_workspace.py", "0 if COMPILED in node.meta else ", "", WORKSPACE),
+    Mutant(
         "a mean of halves is one of halves",
         "graph/plan/_workspace.py",
         "aten.mean and dtype.itemsize == 2",

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
 COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
 RULES = ("tests/tuning/test_rules.py",)
+PLACES = ("tests/tuning/test_places.py",)
 CALIBRATE = ("tests/tuning/test_calibrate.py",)
 WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
 OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
@@ -45,19 +46,25 @@ MUTANTS = [
     ),
     Mutant("a higher stage holds more", "tuning/_space.py", "self.stage <= other.stage", "True", TUNE),
     Mutant("offload takes memory", "tuning/_space.py", "self.offload <= other.offload", "True", TUNE),
-    Mutant("micro-batches are not multiplied", "tuning/_space.py", "k = self.local_batch // m", "k = 1", TUNE),
+    Mutant(
+        "micro-batches are not multiplied",
+        "tuning/_space.py",
+        "k, rest = divmod(self.global_batch // places.ranks, m)",
+        "k, rest = 1, self.global_batch // places.ranks % m",
+        TUNE,
+    ),
     Mutant(
         "the batch is each rank's",
         "tuning/_space.py",
-        "local, rest = divmod(global_batch, world_size)",
-        "local, rest = global_batch, 0",
+        "divmod(self.global_batch // places.ranks, m)",
+        "divmod(self.global_batch, m)",
         TUNE,
     ),
     Mutant(
         "an odd micro-batch is left out without a word",
         "tuning/_space.py",
-        "if micro_batches is not None and",
-        "if False and",
+        "if asked.micro_batches is not None:",
+        "if False:",
         TUNE,
     ),
     Mutant(
@@ -67,7 +74,7 @@ MUTANTS = [
         "Precision(param=torch.bfloat16)",
         TUNE,
     ),
-    Mutant("two blocks say what many take", "tuning/_search.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
+    Mutant("two blocks say what many take", "tuning/_measure.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
     Mutant(
         "the line is a step too steep",
         "tuning/_row.py",
@@ -77,9 +84,9 @@ MUTANTS = [
     ),
     Mutant(
         "the schedule of few blocks stays",
-        "tuning/_search.py",
-        "if few[1].settings == more[1].settings == kept:",
-        "if True:",
+        "tuning/_measure.py",
+        "            if others:",
+        "            if False:",
         TUNE,
     ),
     Mutant("no row is planned in full", "tuning/_search.py", "if not rough:", "if True:", TUNE),
@@ -156,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention is always fused",
-        "tuning/_models.py",
+        "tuning/_forward.py",
         "attend = _explicit if explicit else _fused",
         "attend = _fused",
         MODELS,
@@ -191,12 +198,16 @@ MUTANTS = [
     Mutant(
         "the lines to paste gather at once",
         "tuning/_recipe.py",
-        '", gather=False)" if c.remat',
-        '", gather=True)" if c.remat',
+        '", gather=False" if c.remat',
+        '", gather=True" if c.remat',
         COMMAND,
     ),
     Mutant(
-        "the lines to paste have another stage", "tuning/_recipe.py", "stage={c.stage}", "stage={c.stage + 2}", COMMAND
+        "the lines to paste have another stage",
+        "tuning/_recipe.py",
+        "stage={c.stage}, mesh=fzero",
+        "stage={c.stage + 2}, mesh=fzero",
+        COMMAND,
     ),
     Mutant(
         "a timeline that misses the peak",
@@ -301,8 +312,8 @@ MUTANTS = [
     Mutant(
         "experts lie whole on each rank",
         "tuning/_steps.py",
-        'moe.split("experts") if config.ep > 1',
-        'moe.split("experts") if False',
+        '[moe.split("experts")] if config.ep > 1',
+        '[moe.split("experts")] if False',
         MODELS,
     ),
     Mutant(
@@ -311,8 +322,118 @@ MUTANTS = [
     Mutant(
         "the lines to paste split no experts",
         "tuning/_recipe.py",
-        'if c.ep > 1 else ""',
-        'if c.ep > 99 else ""',
+        "if c.ep > 1 else []",
+        "if c.ep > 99 else []",
         MODELS,
+    ),
+    # tensor and pipeline parallelism
+    Mutant(
+        "the first rank is the fullest",
+        "tuning/_measure.py",
+        "return (0, *between, config.pp - 1)",
+        "return (0,)",
+        PLACES,
+    ),
+    Mutant(
+        "a step takes what its fullest rank does",
+        "tuning/_row.py",
+        "max([d.ways[d.settings].seconds for d in digests.values()])",
+        "digest.ways[digest.settings].seconds",
+        PLACES,
+    ),
+    Mutant(
+        "a message is sent once",
+        "tuning/_row.py",
+        "moved[m.axis] += m.bytes * m.times",
+        "moved[m.axis] += m.bytes",
+        PLACES,
+    ),
+    Mutant(
+        "all ranks are data-parallel",
+        "tuning/_space.py",
+        "return self.ranks * self.tp * self.pp",
+        "return self.ranks",
+        PLACES,
+    ),
+    Mutant(
+        "a pipeline lies within a machine",
+        "tuning/_space.py",
+        '{"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}',
+        '{"tp": self.tp, "dp": self.ranks // self.ep, "ep": self.ep, "pp": self.pp}',
+        PLACES,
+    ),
+    Mutant(
+        "a layout holds no less than another",
+        "tuning/_space.py",
+        ", self._places) == (",
+        ") == (",
+        PLACES,
+        ((", other._places)", ")"),),
+    ),
+    Mutant("stages come to be even", "tuning/_measure.py", "(few * stages + left, more", "(few * stages, more", PLACES),
+    Mutant("blocks are always alike", "tuning/_measure.py", "ALIKE if alike else", "ALIKE if True else", PLACES),
+    Mutant("a step on any mesh is planned", "tuning/_measure.py", "if wanted and ", "if False and ", PLACES),
+    Mutant("heads are cut", "tuning/_steps.py", "if n % config.tp:", "if False:", PLACES),
+    Mutant(
+        "whether a loop goes on across turns is forgotten",
+        "tuning/_planned.py",
+        '"across_turns": False, **settings}',
+        "**settings}",
+        PLACES,
+    ),
+    Mutant(
+        "bytes stand under any axis",
+        "tuning/_table_text.py",
+        "row.moved.get(way, 0)",
+        "row.moved.get(ways[0], 0)",
+        PLACES,
+    ),
+    Mutant("a table forgets its layouts", "tuning/_table.py", "k not in AXES or k in axes", "k not in AXES", PLACES),
+    Mutant(
+        "the lines to paste cut no matrix", "tuning/_recipe.py", "if c.tp > 1 else []", "if c.tp > 99 else []", PLACES
+    ),
+    Mutant("the lines to paste split a batch by stage", "tuning/_recipe.py", ' if name != "pp"])', "])", PLACES),
+    Mutant(
+        "the lines to paste forget an odd block",
+        "tuning/_recipe.py",
+        "if c.depth and c.depth %",
+        "if False and c.depth %",
+        PLACES,
+    ),
+    Mutant(
+        "the lines to paste have one stage a rank",
+        "tuning/_recipe.py",
+        "if c.pipeline_stages > 1 else",
+        "if False else",
+        PLACES,
+    ),
+    Mutant(
+        "tensor parallelism has no end",
+        "tuning/_rules.py",
+        "row.config.tp > asked.near, -row.config.tp",
+        "False, -row.config.tp",
+        RULES,
+    ),
+    Mutant(
+        "a pipeline is filled by any batch",
+        "tuning/_rules.py",
+        "return n < enough, n if n >= enough else -n",
+        "return n < enough, n",
+        RULES,
+    ),
+    Mutant("more micro-batches than asked for are better", "tuning/_rules.py", "n if n >= enough else -n", "-n", RULES),
+    Mutant(
+        "layouts of other accumulation are not compared",
+        "tuning/_rules.py",
+        '"ranks", "schedule", "accumulation")',
+        '"ranks", "schedule")',
+        RULES,
+    ),
+    Mutant(
+        "no pipeline is idle",
+        "tuning/_rules.py",
+        "(idle := _idle(other)) > _idle(best) + ALIKE",
+        "(idle := 0.0)",
+        RULES,
     ),
 ]

@@ -85,8 +85,8 @@ def tiny(monkeypatch):
 def test_every_model_can_be_planned(name, tiny):
     make_step = tuning.model_step(f"tiny-{name}", length=16)
     asked = {"world_size": 4, "global_batch": 8, "memory": 1e9, "device": "h100", "micro_batches": (1,)}
-    table = fzero.tune(make_step, **asked, stages=(3,), offload=(0.0, 0.5))
-    assert len(table.rows) == 6 and not table.skipped and table.best()
+    table = fzero.tune(make_step, **asked, stages=(3,), remat=(False, "matmuls"), offload=(0.5,))
+    assert len(table.rows) == 2 and not table.skipped and table.best()
     for row in table.rows:
         assert row.flops and row.moved["dp"] and (row.host_bytes > 0) == (row.config.offload > 0)
 
@@ -146,7 +146,8 @@ def test_explicit_attention_keeps_its_weights(tiny):
     assert plans[1].peak_bytes > plans[0].peak_bytes + 2 * 64 * 4 * 16 * 16
 
 
-@pytest.mark.parametrize("stage", (pytest.param(2, marks=pytest.mark.slow), 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", (2, 3))
 def test_few_blocks_of_a_model_say_what_many_take(stage):
     make_step = tuning.model_step("gpt2", length=512)
     asked = {"world_size": 16, "global_batch": 64, "device": "a100", "stages": (stage,), "micro_batches": (4,)}

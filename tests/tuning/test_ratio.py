@@ -46,7 +46,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
     assert len(asked) <= 5
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
 @example((2, False, "host"), 8, 0.0)
 def test_a_ratio_is_that_of_trying_all(way, n, share):

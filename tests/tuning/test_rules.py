@@ -9,7 +9,7 @@ from fzero.tuning import H100, Configuration, Row, Table
 from fzero.tuning._rules import RULES, verdicts
 
 USUAL = Configuration(1, 1, 8, ranks=4)
-SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, ACCUMULATION, MICRO = [rule.text for rule in RULES]
+SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in RULES]
 
 
 def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> Row:
@@ -33,6 +33,15 @@ def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
         (REMAT, {"remat": True}, {"remat": "matmuls", "flops": 1.5e12}, "it computes 50% more"),
         (OFFLOAD, {"offload": 1.0}, {"offload": 0.5, "host": 1e9}, "it waits for the host"),
         (EXPERTS, {"ep": 1}, {"ep": 4, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (SPREAD, {"pp": 4}, {"pp": 2, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (SPREAD, {"tp": 4}, {"tp": 1, "pp": 2, "accumulation": 3}, "its pipeline is idle for 25% of the time"),
+        (WITHIN, {"pp": 4}, {"tp": 4, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (
+            CHUNKS,
+            {"pp": 4, "micro_batch": 8, "accumulation": 1},
+            {"pp": 4, "micro_batch": 1, "accumulation": 8},
+            "it starts its operations 8 times and not 1",
+        ),
         (MICRO, {}, {"micro_batch": 8, "accumulation": 1, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
         (
             ACCUMULATION,
@@ -69,6 +78,42 @@ def test_experts_stay_within_a_machine():
     rows = row(1.0, ep=4), row(2.0, ep=8), row(3.0, ep=16)
     assert judged(*rows, near=4)[EXPERTS] == (True, "")
     assert judged(*rows, near=8)[EXPERTS][1].startswith("stage 1, micro-batch 1 x 8, bfloat16, ep 8 takes 100% more")
+
+
+def test_a_model_lies_within_a_machine_and_a_pipeline_across():
+    """Of layouts over equally many ranks the one with most of a machine's devices to a matrix, and no more."""
+    rows = row(1.0, tp=4, pp=4), row(2.0, tp=8, pp=2), row(3.0, tp=16), row(4.0, tp=2, pp=8)
+    assert judged(*rows, near=4)[WITHIN] == (True, "")
+    for near, first in ((8, "tp 8, pp 2 by 1f1b"), (16, "tp 16"), (2, "tp 2, pp 8 by 1f1b")):
+        kept, why = judged(*rows, near=near)[WITHIN]
+        assert not kept and why.startswith(f"stage 1, micro-batch 1 x 8, bfloat16, {first} takes ")
+    assert SPREAD not in judged(*rows)
+    kept, why = judged(*rows, row(5.0, tp=2, pp=2), row(6.0, tp=4))[SPREAD]
+    assert not kept and why.startswith("stage 1, micro-batch 1 x 8, bfloat16, tp 4 takes 500% more")
+    assert WITHIN not in judged(row(1.0, pp=4), row(2.0, pp=2)) and WITHIN not in judged(row(1.0), row(2.0))
+
+
+def test_a_layout_is_compared_whatever_follows_from_it():
+    """Fewer data-parallel ranks have more micro-batches each."""
+    one, two = row(1.0, ranks=4, accumulation=8), row(2.0, ranks=2, accumulation=16, pp=2, schedule="gpipe")
+    assert judged(one, two)[SPREAD] == (True, "")
+    assert judged(replace(one, seconds=3.0), two)[SPREAD][0] is False
+
+
+def test_a_pipeline_is_filled_and_not_overfilled():
+    rows = [row(s, pp=2, micro_batch=m, accumulation=64 // m) for s, m in ((1.0, 4), (2.0, 2), (3.0, 8), (4.0, 1))]
+    assert judged(*rows)[CHUNKS] == (True, "")  # 16 for two ranks
+    kept, why = judged(*rows[1:])[CHUNKS]
+    assert kept and not why  # 32, since 8 are too few
+    assert judged(rows[2], row(4.0, pp=2, micro_batch=16, accumulation=4))[CHUNKS] == (True, "")
+    assert judged(rows[0], rows[2])[CHUNKS][0] and not judged(replace(rows[2], seconds=0.1), rows[0])[CHUNKS][0]
+    assert CHUNKS not in judged(row(1.0), row(2.0, micro_batch=8, accumulation=1))
+
+
+def test_bytes_are_told_by_axis():
+    two = replace(row(1.5, stage=1), moved={"dp": 1e9, "tp": 2e9})
+    why = judged(row(1.0, stage=2), two)[STAGE][1]
+    assert why.endswith("it moves 3.0 GB (1.0 GB along dp, 2.0 GB along tp) where 1.0 GB are enough")
 
 
 def test_only_what_fits_and_differs_in_one_thing_is_compared():

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _kept, _search
 from fzero.tuning._search import in_order, rows_of
-from fzero.tuning._space import REMATS, space_of
+from fzero.tuning._space import REMATS, Dimensions, space_of
 from tests.tuning.spaces import planned
 
-SPACE = space_of(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0), (1,), None)
+SPACE = space_of(Dimensions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
 
 def row(config: Configuration) -> Row:
@@ -140,7 +140,7 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     elif what == "the code of fzero":
         monkeypatch.setattr(_kept, "_source", lambda: "changed")
     elif what == "torch":
-        monkeypatch.setattr("torch.__version__", "9.0")
+        monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
         for path in (cache / "fzero" / "rows").iterdir():
             path.write_text(path.read_text()[:50])

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, FUSED, copied, users_through_views, values
+from fzero.graph.ir import COMPILED, COPY, FUSED, copied, users_through_views, values
 from fzero.graph.plan._fused import is_loop, reduces
 
 __all__ = ["mark_fused"]
@@ -15,10 +15,13 @@ def mark_fused(graph: Graph) -> Graph:
         graph: a flat graph.
 
     Returns:
-        The same graph, with marks. Whether a marked value is stored depends on the order too: `never_stored`.
+        The same graph, with marks, also of all loops. Whether a marked value is stored depends on the order too:
+        `never_stored`.
     """
     graph = copied(graph)
     for node in graph.nodes:
+        if is_loop(node):
+            node.meta[COMPILED] = True
         if is_loop(node) and node.target is not COPY and values(node)[0].dim():
             users = users_through_views(node)
             if users and all(_loops_over(u, node) for u in users):

@@ -23,6 +23,7 @@ from fzero.graph.plan._layers import layers
 from fzero.graph.plan._listed import listed, listed_ranges
 from fzero.graph.plan._liveness import KINDS, Range, live_bytes
 from fzero.graph.plan._phases import phases
+from fzero.graph.plan._track import Sent, sent_by
 from fzero.graph.spaces import is_move
 
 __all__ = ["Collective", "Operation", "Plan", "Rejected", "Settings", "Transfer"]
@@ -122,6 +123,7 @@ class Plan:
         seconds: what the cost model says; good to compare schedules, not to predict a machine.
         rejected: the schedules that were not kept.
         transfers: the copies from the device to the host and back, in order.
+        messages: what the rank sends to others of its pipeline.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Plan:
     seconds: float
     rejected: tuple[Rejected, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    messages: tuple[Sent, ...] = ()
 
     @property
     def steps(self) -> tuple[Operation, ...]:
@@ -227,7 +230,7 @@ class Plan:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["settings"] = _finite(self.settings)
         fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
-        for name in ("operations", "ranges", "collectives", "transfers"):
+        for name in ("operations", "ranges", "collectives", "transfers", "messages"):
             fields[name] = [x._asdict() for x in fields[name]]
         totals = {name: getattr(self, name) for name in ("peak_bytes", "peak_at", "argument_bytes", "flops", "live")}
         totals["host_peak_bytes"] = self.peak_of("host")
@@ -263,6 +266,7 @@ def plan_of(
         seconds(graph, device),
         tuple(rejected),
         tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
+        tuple([m for i, (n, _) in enumerate(found) if (loop := loop_of(n)) and loop.track for m in sent_by(loop, i)]),
     )
 
 

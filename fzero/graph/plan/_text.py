@@ -39,6 +39,9 @@ def summary(plan: "Plan") -> str:
     if count:
         lines.append(f"{count} collectives move {size(moved)}:")
         lines += _groups(plan)
+    if plan.messages:
+        sent, bytes_ = sum([m.times for m in plan.messages]), sum([m.bytes * m.times for m in plan.messages])
+        lines.append(f"{sent} messages along {plan.messages[0].axis} send {size(bytes_)}")
     if plan.transfers:
         down, up = (sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device"))
         lines.append(f"{len(plan.transfers)} transfers: {size(down)} to the host, {size(up)} to the device")

@@ -17,7 +17,27 @@ from fzero.schedules import Action
 from fzero.schedules._actions import Value
 from fzero.schedules._program import programs
 
-__all__ = ["most_in_phases", "track_seconds"]
+__all__ = ["Sent", "most_in_phases", "sent_by", "track_seconds"]
+
+
+class Sent(NamedTuple):
+    """What a rank of a pipeline sends to the rank of another stage, once for each micro-batch.
+
+    Attributes:
+        position: of the pipeline among the plan's operations.
+        kind: "output" of a stage, or the "gradient" of its input.
+        stage: of the pipeline, that makes it.
+        bytes: of one message.
+        times: how many there are.
+        axis: of the mesh, along which stages lie.
+    """
+
+    position: int
+    kind: str
+    stage: int
+    bytes: int
+    times: int
+    axis: str
 
 
 class _Profile(NamedTuple):
@@ -207,6 +227,25 @@ class _Walk:
             gone += size
             found.append(self.now + mine - gone)
         return found
+
+
+def sent_by(loop: Loop, position: int) -> list[Sent]:
+    """List what a rank sends in a pipeline's loop, by stage and direction.
+
+    Args:
+        loop: the loop, whose body is scheduled.
+        position: of its node among the plan's operations.
+    """
+    assert loop.track is not None
+    schedule, binding = loop.track.schedule, loop.track.binding
+    times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
+    each = Counter[tuple[str, int]]()
+    for part in split(loop):
+        for what, node in zip(part.made, results(part.graph), strict=True):
+            if isinstance(what, Arrival):
+                each[what.kind, what.stage] += nbytes(*values(node))
+    words = {"F": "output", "G": "gradient"}
+    return [Sent(position, words[kind], s, each[kind, s], n, binding.axis) for (kind, s), n in times.items()]
 
 
 def track_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:

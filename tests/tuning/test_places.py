@@ -1,0 +1,339 @@
+"""Tensor and pipeline parallelism in the planner: rows are those of the fullest rank, and what is pasted runs."""
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import tuning
+from fzero.schedules._named import NAMES
+from fzero.tuning import CPU, H100, Configuration, Table
+from fzero.tuning._measure import Measure, depths_of, fullest_of
+from fzero.tuning._page import page
+from fzero.tuning._presets import PRESETS
+from fzero.tuning._recipe import recipe
+from fzero.tuning._row import Digest, Way, row_of
+from fzero.tuning._space import Dimensions, space_of
+from tests.tuning.spaces import WIDTH, apply_block, make_step
+from tests.tuning.test_models import TINY
+
+ASKED: dict[str, Any] = {"world_size": 8, "global_batch": 64, "device": CPU, "micro_batches": (8,), "remat": (False,)}
+SPACE = space_of(
+    Dimensions(8, 64, (1, 3), (8,), (False,), ("bfloat16",), (0.0,), (1,), (1, 2), (1, 2, 4), ("1f1b", "gpipe"))
+)
+
+
+def test_layouts_are_those_that_make_up_the_world():
+    places = {(c.ranks, c.tp, c.pp, c.schedule) for c in SPACE}
+    assert places == {
+        (8, 1, 1, "1f1b"),
+        (4, 2, 1, "1f1b"),
+        *[(4, 1, 2, s) for s in ("1f1b", "gpipe")],
+        *[(2, 2, 2, s) for s in ("1f1b", "gpipe")],
+        *[(2, 1, 4, s) for s in ("1f1b", "gpipe")],
+        *[(1, 2, 4, s) for s in ("1f1b", "gpipe")],
+    }
+    for c in SPACE:
+        assert c.global_batch == 64 and c.world == 8 and c.accumulation == 64 // c.ranks // 8
+        assert fzero.mesh(**c.axes).size == 8 and "tp" not in c.mean and ("pp" in c.mean) == (c.pp > 1)
+    assert [*Configuration(1, 1, 1, ranks=8, ep=2, tp=2, pp=2).axes] == ["pp", "dp", "ep", "tp"]  # tp within a machine
+
+
+# ---------------------------------------------------------------- rows
+
+FEW: dict[str, Any] = {**ASKED, "world_size": 4, "global_batch": 64, "stages": (1, 3), "tp": (1, 2), "pp": (1, 2)}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The function that makes steps, with a key: so a row is planned once in a test."""
+
+    cache_key: str = "places"
+
+    def __call__(self, config: Configuration) -> Any:
+        return make_step(config)
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return fzero.tune(make_step, **FEW, memory=1e12)
+
+
+@functools.cache
+def ranks_of(config: Configuration) -> list[fzero.Plan]:
+    """Plan a configuration on each rank along its pipeline."""
+    step, *args = make_step(config)
+    places = [{"pp": i} for i in range(config.pp)] if config.pp > 1 else [0]
+    return [fzero.plan(step, *args, device=CPU.as_device(), rank=at) for at in places]
+
+
+def test_a_row_is_the_plan_of_the_fullest_rank(table):
+    """Peak, kinds and bytes by axis are its own; the seconds are those of the slowest."""
+    assert len(table.rows) == 8 and not table.skipped
+    for row in table.rows:
+        plans = ranks_of(row.config)
+        fullest = max(plans, key=lambda p: p.peak_bytes)
+        assert row.peak_bytes == fullest.peak_bytes == plans[row.rank].peak_bytes and row.in_full
+        assert row.held == {k: n for k in row.held if (n := fullest.live_of(k)[fullest.peak_at])}
+        assert row.seconds == max(p.seconds for p in plans)
+        moved = dict[str, float]()
+        for x in (*plans[row.rank].collectives, *plans[row.rank].messages):
+            moved[x.axis] = moved.get(x.axis, 0) + x.bytes * x.times
+        assert row.moved == moved
+        axes = {axis for axes in moved for axis in axes.split(",")}
+        assert axes - {"dp"} == {name for name in ("tp", "pp") if getattr(row.config, name) > 1}
+        assert (len(plans[0].messages) > 0) == (row.config.pp > 1)
+
+
+def test_the_bytes_are_those_of_a_formula(table):
+    """A message is an activation. Along tp each block sums one forward, and one backward but the model's first."""
+    activation = 8 * WIDTH * 2  # of a micro-batch, in bfloat16
+    for row in table.rows:
+        c = row.config
+        blocks = 3 if c.pp == 1 else (2, 1)[row.rank]
+        sums = 2 * blocks - (row.rank == 0)
+        assert row.moved.get("pp", 0) == pytest.approx(c.accumulation * activation * (c.pp > 1), abs=100)
+        assert row.moved.get("tp", 0) == pytest.approx(2 * sums * c.accumulation * activation * (c.tp > 1), abs=100)
+
+
+def test_the_best_is_that_of_trying_all(table):
+    """At each budget that a row just meets, and just does not."""
+    found = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
+    kept = Kept()
+    assert fzero.tune(kept, **FEW, memory=1e12).rows == table.rows
+    for budget in sorted({n - less for _, n, _ in found for less in (0, 1)}):
+        tuned = fzero.tune(kept, **FEW, memory=budget)
+        fits = [(seconds, n, str(c)) for c, n, seconds in found if n <= budget]
+        assert {str(r.config) for r in tuned.fitting} == {c for _, _, c in fits}
+        if fits:
+            assert str(tuned.best().config) == min(fits)[2]
+        for s in tuned.skipped:
+            assert s.config.holds_no_less_than(s.as_little_as)
+            assert (s.config.tp, s.config.pp) == (s.as_little_as.tp, s.as_little_as.pp)
+
+
+def test_two_runs_say_the_same_on_any_number_of_processes(table):
+    again = fzero.tune(make_step, **FEW, memory=1e12, workers=2)
+    assert str(again) == str(table) and again.to_json() == table.to_json()
+    assert Table.from_json(table.to_json()).to_csv() == again.to_csv()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
+    """By what is in flight: the first, the last, and the fullest of those between."""
+    for pp, chunks in ((2, 8), (4, 4), (5, 12), (8, 16)):
+        config = Configuration(1, 1, chunks, ranks=1, pp=pp, schedule=name)
+        ranks = fullest_of(config)
+        made = fzero.pipelines.schedule(name, pp, chunks, config.pipeline_stages)
+        between = [made.in_flight(r) for r in range(1, pp - 1)]
+        assert {0, pp - 1} <= {*ranks} and [*ranks] == sorted({*ranks})
+        assert [made.in_flight(r) for r in ranks[1:-1]] == ([max(between)] if between else [])
+    assert fullest_of(Configuration(1, 1, 1)) == (0,)
+
+
+def test_a_row_takes_what_the_slowest_rank_does():
+    def digest(peak: float, seconds: float) -> Digest:
+        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): Way(peak, seconds)})
+
+    row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
+    assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ("gpipe", "interleaved", "zb"))
+def test_no_rank_of_a_longer_pipeline_is_fuller(schedule):
+    config = Configuration(1, 8, 8, ranks=1, depth=8, pp=4, schedule=schedule)
+    row = Measure(make_step, CPU)(config)
+    plans = ranks_of(config)
+    assert row.peak_bytes == max(p.peak_bytes for p in plans) and row.seconds == max(p.seconds for p in plans)
+
+
+# ---------------------------------------------------------------- models of many blocks
+
+
+def test_few_blocks_leave_each_stage_as_uneven_as_it_is():
+    def of(depth: int, **more: Any) -> Any:
+        return depths_of(Configuration(1, 1, 1, depth=depth, **more))
+
+    assert of(32) == (4, 6) and of(33) == (3, 5) and of(6) is None and of(32, pp=8) is None
+    assert of(32, pp=4) == (16, 24) and of(30, pp=4) == (14, 22) and of(28, pp=4) == (12, 20)
+    assert of(32, pp=2, schedule="interleaved") == (16, 24)
+    assert depths_of(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5)
+
+
+def check_few_blocks(step: Any, config: Configuration) -> None:
+    """Tell a row from few blocks, and hold it beside its plan."""
+    measure = Measure(step, H100)
+    row = measure(config)
+    full = measure(row)
+    assert not row.in_full and full.in_full and (row.rank, row.settings) == (full.rank, full.settings)
+    assert row.peak_bytes == pytest.approx(full.peak_bytes, rel=0.005)
+    assert row.moved == full.moved and row.flops == full.flops
+    assert row.seconds == pytest.approx(full.seconds, rel=0.005)
+
+
+MANY = ({"tp": 2, "pp": 2}, {"pp": 2, "schedule": "zb"}, {"tp": 4})
+
+
+@pytest.mark.parametrize("places", [MANY[0], *[pytest.param(p, marks=pytest.mark.slow) for p in MANY[1:]]], ids=str)
+def test_few_blocks_say_what_many_take(places):
+    check_few_blocks(make_step, Configuration(3, 8, 4, ranks=2, depth=14, **places))
+
+
+def test_few_blocks_know_whether_a_loop_goes_on_across_turns():
+    """With few blocks that takes more than 3% of the peak, and with many it does not."""
+    check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=14))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", MANY, ids=str)
+def test_few_blocks_of_a_model_say_what_many_take(places, monkeypatch):
+    """Of one with an embedding and a head, so that the ranks of its pipeline differ."""
+    monkeypatch.setitem(PRESETS, "tiny", replace(TINY["causal"], width=256, kv_heads=4, mlp=1024, vocab=512, depth=14))
+    check_few_blocks(tuning.model_step("tiny", length=64), Configuration(2, 2, 4, ranks=2, depth=14, **places))
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_table_tells_layouts_and_bytes_by_axis(table):
+    head = str(table).splitlines()[1].split()
+    assert {"tp", "pp"} < {*head} and "schedule" not in head and head.count("over") == 3
+    (line,) = [x for x in str(table).splitlines() if x.startswith("    3  8 x 8  no     bfloat16         0   2   2")]
+    row = next(r for r in table.rows if (r.config.stage, r.config.tp, r.config.pp) == (3, 2, 2))
+    assert f"{row.moved['tp'] / 1e3:.1f} kB" in line and f"{row.moved['pp'] / 1e3:.1f} kB" in line
+    told = str(table).replace("\n", " ")
+    assert any("tp times pp" in v.rule for v in table.rules()) and all(str(v) in told for v in table.rules())
+    record = table.records()[-1]
+    assert {"tp", "pp"} < {*record} and not {"ep", "schedule"} & {*record}
+    said = json.loads(table.to_json())
+    assert all({"tp", "pp"} < {*r["config"]} for r in said["rows"]) and "tp" in said["best"]["config"]
+    assert Table.from_json(table.to_json()) == table
+
+
+def test_a_page_filters_by_layout(table):
+    made = page(table, "x", make_step)
+    data = json.loads(made.split('type="application/json">')[1].split("</script>")[0])
+    assert data["axes"] == ["tp", "pp"] and {(r["tp"], r["pp"]) for r in data["rows"]} == {
+        (a, b) for a in (1, 2) for b in (1, 2)
+    }
+    assert data["rows"][0]["along"] == table.fitting[0].moved and data["timeline"]["phases"]
+
+
+# ---------------------------------------------------------------- what is pasted
+
+RECIPES = [
+    {"tp": 2},
+    {"tp": 2, "remat": "matmuls", "accumulation": 2},
+    {"pp": 2, "accumulation": 4},
+    {"pp": 2, "accumulation": 4, "remat": True, "depth": 5, "schedule": "gpipe"},
+    {"pp": 2, "accumulation": 4, "schedule": "interleaved", "remat": "matmuls"},
+    {"tp": 2, "pp": 2, "accumulation": 2, "schedule": "zb", "offload": 0.5},
+]
+
+
+@pytest.mark.parametrize("changed", RECIPES, ids=str)
+def test_the_lines_to_paste_run(changed):
+    """They make the mesh and the step that were planned, and train as the whole model does."""
+    config = replace(Configuration(2, 2, 1, precision="float32", ranks=2, depth=4), **changed)
+    torch.manual_seed(0)
+    params = {
+        "blocks": [{"up": torch.randn(8, 16) / 4, "down": torch.randn(16, 8) / 4} for _ in range(config.depth or 4)],
+        "table": torch.randn(8, 8),
+    }
+
+    def of(params: Any, x: Any) -> torch.Tensor:
+        rest = {"table": fzero.gather(params["table"])}
+        h = first(rest, x)
+        for p in params["blocks"]:
+            h = names["block"](p, h)
+        return last(rest, h, x)
+
+    def first(rest: Any, batch: Any) -> torch.Tensor:
+        return batch @ rest["table"]
+
+    def last(rest: Any, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (x @ rest["table"]).square().mean()
+
+    names: dict[str, Any] = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": apply_block, "loss_fn": of}
+    names |= {"first": first, "last": last, "params": params}
+    said = recipe(config).replace("dp=-1", f"dp={config.ranks}")
+    exec(said, names)
+    step, mesh = names["step"], names["mesh"]
+    assert dict(mesh.shape) == config.axes and ("gather=False" in said) == (
+        config.remat is not False and config.pp == 1
+    )
+    assert ("step.init" in said) == (config.pp > 1)
+    state = (names["params"], names["opt_state"]) if config.pp > 1 else step.init(params, names["opt"])
+    batch = torch.randn(config.global_batch, 8)
+    (call,) = [line.removeprefix("# give each step ") for line in said.splitlines() if "give each step" in line]
+    given = eval(call, {"mesh": mesh, "batch": batch})
+    assert fzero.plan(step, *state, given).peak_bytes
+    found = step.step(*state, given)[2]  # without compiling it
+    names["block"] = apply_block
+    assert float(found) == pytest.approx(float(of(params, batch)), rel=1e-5)
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is none that divides world_size=8"),
+    "a pp of nothing": ({"pp": (0,)}, r"pp=\(0,\): 0 is none"),
+    "an unknown schedule": ({"schedule": ("gpip",)}, r"schedule=\('gpip',\): 'gpip' is none of 'gpipe', '1f1b'"),
+    "axes that do not make up the world": (
+        {"tp": (4,), "pp": (1, 4)},
+        r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of tp x pp",
+    ),
+    "a batch that does not divide": (
+        {"global_batch": 2, "micro_batches": (1,), "tp": (1, 2)},
+        r"global_batch=2 does not divide over the 4 data-parallel ranks that world_size=8 has at the least",
+    ),
+    "a batch that one layout cannot divide": (
+        {"global_batch": 4, "micro_batches": (1,), "tp": (1, 2)},
+        r"tp=\(1, 2\): no configuration has tp=1: global_batch=4 does not divide",
+    ),
+    "more stages than blocks": (
+        {"pp": (1, 4), "depth": 3},
+        r"no configuration has pp=4: a model of 3 blocks has fewer than the stages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_layout_is_refused(name):
+    changed, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        fzero.tune(make_step, **{**ASKED, **changed})
+
+
+def test_a_step_on_another_mesh_is_refused():
+    def flat(config: Configuration) -> Any:
+        return make_step(replace(config, tp=1))
+
+    with pytest.raises(
+        ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh by fzero.mesh\(\*\*"
+    ) as found:
+        fzero.tune(flat, **{**ASKED, "tp": (2,)})
+    assert "while it planned stage 3" in found.value.__notes__[0]
+
+
+def test_heads_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY["causal"])
+    step = tuning.model_step("tiny", length=16)
+    for tp, what in ((8, "4 heads"), (4, "2 heads of keys and values")):
+        with pytest.raises(ValueError, match=rf"tp={tp} does not divide the {what} of llama"):
+            step(Configuration(1, 1, 1, tp=tp))
+    with pytest.raises(ValueError, match=r"pp=2 by 'interleaved': llama has 2 blocks, fewer than stages"):
+        step(Configuration(1, 1, 4, pp=2, schedule="interleaved"))
+
+
+def test_what_fits_nothing_is_told_of_further_axes(table):
+    with pytest.raises(ValueError, match=r"Try .*offload of more of the state, or pp=2, a pipeline, or more ranks$"):
+        replace(table, budget=1.0).best()
+    one = replace(table, budget=1.0, rows=tuple([r for r in table.rows if r.config.tp == r.config.pp == 1]))
+    with pytest.raises(ValueError, match=r"or tp=2, so that ranks share each matrix, or pp=2, a pipeline, or more"):
+        one.best()
