@@ -12,9 +12,10 @@ import torch
 
 from fzero import tree
 from fzero._torch import is_tracing
+from fzero.axes.scope import loss_scale_here
 from fzero.collectives.letters import Letters
 from fzero.pipelines._kinds import kinds_of
-from fzero.pipelines._recorded import Recorded
+from fzero.pipelines._recorded import Recorded, seed_of
 from fzero.pipelines._stages import Params, Stages
 from fzero.schedules import Action
 from fzero.schedules._actions import Value, makes
@@ -38,7 +39,8 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
         The total and the weight; zeros on all ranks but that of the last stage.
     """
     params = Params.of(slots, rest)
-    row = Recorded(stages, params) if is_tracing() else _Row(stages, params, backward)
+    scale = loss_scale_here()
+    row = Recorded(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -67,6 +69,7 @@ class _Row:
         stages: the pipeline's.
         params: this rank's parameters.
         backward: whether to run backward passes, too.
+        scale: by which gradients are scaled in the backward passes, and until they are handed out.
         grads: by place of a parameter, the gradient so far; None once they are handed out.
         pulls: by stage and micro-batch, its backward pass: what it holds is the residual.
         halves: by stage and micro-batch, the gradients that "I" has made for "W".
@@ -76,6 +79,7 @@ class _Row:
     stages: Stages
     params: Params
     backward: bool
+    scale: torch.Tensor | None = None
     grads: dict[int, torch.Tensor] | None = field(default_factory=dict)
     pulls: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
     halves: dict[tuple[int, int], Tensors] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class _Row:
                 "fzero.pipeline: the gradients of this loss were handed out; differentiate it once, or call it again"
             )
         grads, self.grads = self.grads, None
+        total = total if self.scale is None else total / self.scale
         found: list[torch.Tensor | None] = []
         for place, like in enumerate(self.params.tensors):
             grad = grads.pop(place, None)
@@ -142,7 +147,7 @@ class _Row:
 
     def _backward(self, stage: int, m: int, given: Tensors, half: bool) -> Tensors:
         """Run a stage backward; returns the gradient of what it was given. Its residuals are freed."""
-        cotangent: Any = torch.ones_like(self.sums[0]) if stage == self.stages.last else given
+        cotangent: Any = seed_of(self.sums[0], self.scale) if stage == self.stages.last else given
         own, x = self.pulls.pop((stage, m))(cotangent, retain_graph=False)
         if half:
             self.halves[stage, m] = list(own)

@@ -204,6 +204,71 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
             assert_trees_close(found, expected, 3e-2)
 
 
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_loss_scale_keeps_small_gradients_in_float16(simulate):
+    """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
+    policy = fzero.Precision(param=torch.float16)
+    opt = optim.master_weights(optim.sgd(1e5), policy)
+
+    def small(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return (x @ rest["table"].T).float().square().sum() * 1e-9, batch["weights"].sum()
+
+    def moved(mesh: fzero.Mesh, axis: Any, scale: float) -> Any:
+        loss, params = loss_of(2, last=small), params_of(4, torch.float32)
+
+        def train_step(params: Any, state: Any, batch: Any) -> Any:
+            differentiated = fzero.scaled_value_and_grad(loss, scale, reduce="weighted", precision=policy)
+            _, grads = differentiated(params, batch)
+            updates, state = opt.update(grads, state, params)
+            return optim.apply_updates(params, updates), state
+
+        step = fzero.shard(train_step, 1, mesh, axis=axis, split=loss.split)
+        cut, state = step(*step.init(loss.stack(params, mesh), opt), batch_of(8))
+        found = loss.unstack(step.gather(optim.master_params(cut, state)), mesh)
+        return fzero.tree.map(torch.sub, found, params)
+
+    expected = moved(fzero.mesh(dp=1), "dp", 2.0**15)
+    assert_trees_close(moved(fzero.mesh(pp=2, simulate=simulate), "pp", 2.0**15), expected, 1e-3)
+    with pytest.raises(AssertionError):  # without it they vanish
+        assert_trees_close(moved(fzero.mesh(dp=1), "dp", 1.0), expected, 0.5)
+
+
+def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
+    """257 tokens are 256 in bfloat16."""
+
+    def counted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return x.sum() * 0 + 1.0, torch.tensor(257)
+
+    loss, params, batch = loss_of(4, last=counted), params_of(4, torch.bfloat16), batch_of(8)
+    expected = torch.tensor(4.0), torch.tensor(1028.0)
+    close(loss(params, batch), expected)
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(pp=2, simulate=simulate)
+        step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
+        cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        close(step.program(lambda p, b: fzero.psum(loss(p, b)))(cut, batch), expected)
+
+
+@pytest.mark.parametrize("units", [None, lambda path, leaf: "all"])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_idle_places_count_in_no_norm(simulate, units):
+    """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
+    opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
+    loss, params = loss_of(2, depth=5), params_of(5)
+    expected = trained(loss, params, 8, opt=opt)
+    mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
+    for stage in (0, 3):
+        step: Any = fzero.shard(
+            step_of(loss, opt), stage, mesh, split=loss.split, **({"units": units} if units else {})
+        )
+        state = step.init(loss.stack(params, mesh), opt)
+        for i in range(2):
+            *state, value = step(*state, mesh.split(batch_of(8, i), "dp"))
+        close((loss.unstack(step.gather(state[0]), mesh), value), (expected[0], expected[1][-1]))
+        norm = step.program(optim.global_norm)(state[0])
+        close(norm, optim.global_norm(expected[0]))
+
+
 def test_derivatives_of_higher_order_go_by_ticks():
     loss, params, batch = loss_of(2), params_of(4), batch_of(4)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
