@@ -26,7 +26,7 @@ def test_arguments_of_pipeline():
         (
             {"depth": (5, -1)},
             ValueError,
-            "depth=(5, -1): expected the number of blocks, an int, at least 1; or how many",
+            "depth=(5, -1): expected the number of blocks, an int, at least 1",
         ),
         ({"depth": (2.0, 2)}, ValueError, "depth=(2.0, 2)"),
         ({"depth": 0}, ValueError, "depth=0"),
