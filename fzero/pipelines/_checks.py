@@ -104,10 +104,13 @@ def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, nam
     def has_blocks(x: Any) -> bool:
         return isinstance(x, Mapping) and isinstance(x.get(name), list | tuple)
 
+    def type_of(x: Any) -> type:
+        return tuple if isinstance(x[name], tuple) else list
+
     nodes, structure = tree.flatten(values, has_blocks)
     if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
         blocks_of(values, name)  # says what is missing
-    nodes = [{**x, name: f(x)} if has_blocks(x) else x for x in nodes]
+    nodes = [{**x, name: type_of(x)(f(x))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
 
 
@@ -149,8 +152,8 @@ def check_untied(params: Mapping[str, Any], name: str) -> None:
             other, block = home.setdefault(id(x), (place, number))
             if block != number:
                 raise ValueError(
-                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked by rank, and "
-                    "each would train a copy of its own. What several blocks use cannot be in a pipeline's blocks"
+                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked by rank, "
+                    "and each would train a copy of its own. What several blocks use cannot be in a pipeline's blocks"
                 )
 
 

@@ -122,6 +122,15 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
             close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
 
 
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_parameters_may_be_tuples_and_hold_nothing(simulate):
+    params = params_of(4)
+    params = {**params, "bias": None, "blocks": tuple([(p["w"], None, p["b"]) for p in params["blocks"]])}
+    loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
+    found = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
+    close(found, trained(loss, params, 4))
+
+
 def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
@@ -258,9 +267,7 @@ def test_idle_places_count_in_no_norm(simulate, units):
     expected = trained(loss, params, 8, opt=opt)
     mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
     for stage in (0, 3):
-        step: Any = fzero.shard(
-            step_of(loss, opt), stage, mesh, split=loss.split, **({"units": units} if units else {})
-        )
+        step: Any = fzero.shard(step_of(loss, opt), stage, mesh, split=loss.split, units=units)
         state = step.init(loss.stack(params, mesh), opt)
         for i in range(2):
             *state, value = step(*state, mesh.split(batch_of(8, i), "dp"))
