@@ -152,8 +152,8 @@ def check_untied(params: Mapping[str, Any], name: str) -> None:
             other, block = home.setdefault(id(x), (place, number))
             if block != number:
                 raise ValueError(
-                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked by "
-                    "rank, and each would train a copy of its own. What several blocks use cannot be one of their leaves"
+                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked "
+                    "by rank, and each would train a copy of its own. What several use is no leaf of a block"
                 )
 
 
