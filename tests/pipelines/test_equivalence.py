@@ -17,6 +17,7 @@ from tests.pipelines.model import (
     first,
     last,
     loss_of,
+    moved_by_small_gradients,
     params_of,
     step_of,
     trained,
@@ -213,33 +214,14 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
             assert_trees_close(found, expected, 3e-2)
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_a_loss_scale_keeps_small_gradients_in_float16(simulate):
+def test_a_loss_scale_keeps_small_gradients_in_float16():
     """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
-    policy = fzero.Precision(param=torch.float16)
-    opt = optim.master_weights(optim.sgd(1e5), policy)
-
-    def small(rest: Any, x: torch.Tensor, batch: Any) -> Any:
-        return (x @ rest["table"].T).float().square().sum() * 1e-9, batch["weights"].sum()
-
-    def moved(mesh: fzero.Mesh, axis: Any, scale: float) -> Any:
-        loss, params = loss_of(2, last=small), params_of(4, torch.float32)
-
-        def train_step(params: Any, state: Any, batch: Any) -> Any:
-            differentiated = fzero.scaled_value_and_grad(loss, scale, reduce="weighted", precision=policy)
-            _, grads = differentiated(params, batch)
-            updates, state = opt.update(grads, state, params)
-            return optim.apply_updates(params, updates), state
-
-        step = fzero.shard(train_step, 1, mesh, axis=axis, split=loss.split)
-        cut, state = step(*step.init(loss.stack(params, mesh), opt), batch_of(8))
-        found = loss.unstack(step.gather(optim.master_params(cut, state)), mesh)
-        return fzero.tree.map(torch.sub, found, params)
-
-    expected = moved(fzero.mesh(dp=1), "dp", 2.0**15)
-    assert_trees_close(moved(fzero.mesh(pp=2, simulate=simulate), "pp", 2.0**15), expected, 1e-3)
+    expected = moved_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
+    for simulate in ("vmap", "lockstep"):
+        found = moved_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
+        assert_trees_close(found, expected, 1e-3)
     with pytest.raises(AssertionError):  # without it they vanish
-        assert_trees_close(moved(fzero.mesh(dp=1), "dp", 1.0), expected, 0.5)
+        assert_trees_close(moved_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
 
 
 def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
