@@ -52,7 +52,7 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
 
 
 def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
-    """Describe an all_to_all: where it is a permutation of ranks, a rank has its own, and may send or receive nothing."""
+    """Describe an all_to_all: in a permutation of ranks each has its own part, and may send or receive nothing."""
     if len({*received, *sent}) <= 1 and sum(sent):
         return [_Shown(shown(x)), received, sent, group]
     return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
