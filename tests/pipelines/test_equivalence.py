@@ -224,6 +224,29 @@ def test_a_loss_scale_keeps_small_gradients_in_float16():
         assert_trees_close(moved_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_has_no_use_adds_no_nan(simulate, remat):
+    """In a bubble, an idle place, and on other ranks than the last, parts run on values that they were not made for."""
+
+    def root(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x - p["low"]).sqrt() + p["b"].square() + 4
+
+    def begin(rest: Any, batch: Any) -> torch.Tensor:
+        return rest["table"][batch["tokens"]].tanh() / 4 + 1.5
+
+    def end(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return (x - 6).sqrt().sum() * rest["scale"], batch["weights"].sum()
+
+    params = params_of(3)
+    for i, p in enumerate(params["blocks"]):
+        p["low"] = torch.full((), [1.0, 3.5, -1.0][i], dtype=torch.float64)
+    loss = loss_of(2, first=begin, block=root, last=end, depth=3, remat=remat)
+    expected = trained(loss, params, 4)
+    assert expected[1][-1].isfinite()
+    close(trained_on(fzero.mesh(pp=2, simulate=simulate), 1, loss, params, 4), expected)
+
+
 def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
     """257 tokens are 256 in bfloat16."""
 
