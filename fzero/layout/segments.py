@@ -89,8 +89,8 @@ def check_on_device(box: Shard, what: str) -> None:
 def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
-    Shards are summed over their ranks by one scalar psum for each set of axes, replicated leaves and tied ones are
-    counted once, padding and a pipeline's idle places are not. Sums run in float32 at least.
+    Shards are summed over their ranks by one scalar psum for each set of axes. Replicated leaves and tied ones are
+    counted once, padding and a pipeline's idle places not at all. Sums run in float32 at least.
 
     Returns:
         A 0-d tensor, equal on all ranks if the replicated leaves are.

@@ -4,14 +4,17 @@ The forward pass of the loss makes the gradients, and its derivative hands them 
 in its backward pass, which comes as early as the schedule says; and a loss by a table is differentiated once.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fzero import tree
-from fzero._torch import is_tracing
+from fzero._torch import group_of, is_tracing
+from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import loss_scale_here
 from fzero.collectives.letters import Letters
 from fzero.pipelines._kinds import kinds_of
@@ -42,6 +45,31 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
     scale = loss_scale_here()
     row = Recorded(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
+
+
+def _check_agreed(stages: Stages, device: torch.device) -> None:
+    """Check once that the processes along the axis have one schedule: else they would wait for one another for ever.
+
+    Raises:
+        ValueError: on all of them, if they do not. Names two.
+    """
+    binding, table = stages.axis.binding, stages.schedule
+    key = "agreed", binding.group
+    if is_lockstep(binding.group) or key in stages.known:  # in lockstep who waits is named
+        return
+    text = repr((table.rows, table.home, stages.placement.blocks))
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
+    dist.all_gather(everyones, torch.tensor([mine], device=device), group=group_of(binding.group))
+    numbers = [x.item() for x in everyones]
+    for place, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise ValueError(
+                f"fzero.pipeline: the ranks along {stages.axis.name!r} have different schedules: that at place {place} "
+                f"differs from that at place 0. Here it is {table.name!r} of {table.micro_batches} micro-batches. Make "
+                "it alike on all ranks: of durations that each measures, take one rank's"
+            )
+    stages.known[key] = None
 
 
 class _Table(torch.autograd.Function):
@@ -88,6 +116,7 @@ class _Row:
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Do all deeds of the row; returns the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
+        _check_agreed(stages, tensors[0].device)
         kinds = kinds_of(stages, self.params, tensors)
         leaves, structure = tree.flatten(kinds.x)
         letters = Letters(stages.schedule, stages.axis.binding, leaves, kinds.device)

@@ -83,6 +83,18 @@ def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.Mesh) -> None:
     assert_trees_close(found, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9)
 
 
+@case
+def schedules_that_differ_by_rank_are_refused(world: fzero.Mesh) -> None:
+    """Such as those made of durations that each rank has measured: they would wait for ever."""
+    mesh = mesh_of(world)
+    place = dict(zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True))["pp"]
+    for different in ({"schedule": ("1f1b", "gpipe")[place]}, {"micro_batches": 4 * (place + 1)}):
+        loss = loss_of(**{"micro_batches": 4, **different})
+        for jit in (None, {"backend": "fx"}):
+            with pytest.raises((ValueError, RuntimeError), match=r"different schedules|not the same step on all ranks"):
+                trained_on(mesh, 1, loss, params_of(4), 8 * dict(mesh.shape)["dp"], jit=jit)
+
+
 @slow
 def every_schedule_at_every_stage(world: fzero.Mesh) -> None:
     for name, stages in NAMED.items():

@@ -11,6 +11,47 @@ PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
 DEPTH = "or self.depth not in (None, depth, counts)"
 
 MUTANTS = [
+    Mutant("a table forgets the loss scale", "pipelines/_table.py", "scale = loss_scale_here()", "scale = None", LAWS),
+    Mutant(
+        "a loss scale stays in the gradients",
+        "pipelines/_table.py",
+        "total if self.scale is None else total / self.scale",
+        "total",
+        LAWS,
+    ),
+    Mutant(
+        "a graph forgets the loss scale",
+        "pipelines/_recorded.py",
+        "seed_of(made, self.scale)",
+        "seed_of(made, None)",
+        PROCESSES,
+    ),
+    Mutant(
+        "a total stays in half precision",
+        "pipelines/_model.py",
+        "total = total.to(torch.promote_types(total.dtype, torch.float32))",
+        "total = total",
+        LAWS,
+    ),
+    Mutant(
+        "what has no use has a gradient",
+        "pipelines/_ticks.py",
+        "torch.where(condition, grad, torch.zeros_like(grad))",
+        "grad",
+        LAWS,
+    ),
+    Mutant("a bubble's block has a gradient", "pipelines/_ticks.py", "used = runs & (", "used = (", LAWS),
+    Mutant("ties of blocks are parted", "pipelines/_checks.py", "if block != number:", "if False:", ERRORS),
+    Mutant("a negative number of blocks", "pipelines/_checks.py", "_is_count(n, 0)", "_is_count(n, -9)", ERRORS),
+    Mutant("idle places count", "layout/segments.py", "torch.where(unused, torch.zeros_like(x), x)", "x", LAWS),
+    Mutant("schedules are not compared", "pipelines/_table.py", "if number != numbers[0]:", "if False:", PROCESSES),
+    Mutant(
+        "a permutation is every rank's",
+        "graph/_agree.py",
+        "len({*received, *sent}) <= 1 and sum(sent)",
+        "True",
+        PROCESSES,
+    ),
     Mutant(
         "a micro-batch's gradient replaces the others",
         "pipelines/_table.py",
