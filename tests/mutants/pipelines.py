@@ -44,7 +44,6 @@ MUTANTS = [
     Mutant("ties of blocks are parted", "pipelines/_checks.py", "if block != number:", "if False:", ERRORS),
     Mutant("a negative number of blocks", "pipelines/_checks.py", "_is_count(n, 0)", "_is_count(n, -9)", ERRORS),
     Mutant("idle places count", "layout/segments.py", "torch.where(unused, torch.zeros_like(x), x)", "x", LAWS),
-    Mutant("schedules are not compared", "pipelines/_table.py", "if number != numbers[0]:", "if False:", PROCESSES),
     Mutant(
         "a permutation is every rank's",
         "graph/_agree.py",
