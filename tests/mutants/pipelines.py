@@ -11,6 +11,20 @@ PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
 DEPTH = "or self.depth not in (None, depth, counts)"
 
 MUTANTS = [
+    Mutant(
+        "accumulation around draws the same masks again",
+        "pipelines/_pipeline.py",
+        "outer + number, key",
+        "number, key",
+        LAWS,
+    ),
+    Mutant(
+        "the first block draws the masks of what comes first",
+        "pipelines/_model.py",
+        "random.fold_in(call.key, index + 1)",
+        "random.fold_in(call.key, index)",
+        LAWS,
+    ),
     Mutant("a table forgets the loss scale", "pipelines/_table.py", "scale = loss_scale_here()", "scale = None", LAWS),
     Mutant(
         "a loss scale stays in the gradients",

@@ -23,6 +23,13 @@ MUTANTS = [
     Mutant("states are stacked as they are", "pipelines/_checks.py", "type_of(x)(f(x))", "x[name]", TOOLS),
     # checkpoints
     Mutant(
+        "a list whose name ends alike is taken",
+        "layout/stacked.py",
+        'path.endswith(f".{own}")',
+        "path.endswith(own)",
+        CHECKPOINT,
+    ),
+    Mutant(
         "each row is of the first item",
         "checkpoint/_parts.py",
         "else (number, False)",

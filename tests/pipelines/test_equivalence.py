@@ -174,6 +174,27 @@ def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
     assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
 
 
+def test_what_comes_first_and_the_first_block_draw_masks_of_their_own():
+    def ones(rest: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.ones(1024, dtype=torch.float64), 0.5) * rest["scale"] ** 0
+
+    def drops(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5)
+
+    loss = loss_of(1, first=ones, block=drops, last=lambda rest, x, batch: (x != 0).double().mean())
+    left, _ = loss(params_of(1), batch_of(4), fzero.random.key(0))
+    assert 0.15 < left < 0.35
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(simulate):
+    key, params = fzero.random.key(3), params_of(4)
+    expected = trained(loss_of(4, block=dropping), params, 8, key)
+    mesh = fzero.mesh(dp=1, pp=2, simulate=simulate)
+    around = {"micro_batches": 2, "batch_argnums": 1}
+    close(trained_on(mesh, 2, loss_of(2, block=dropping), params, 8, key, **around), expected)
+
+
 def test_a_factor_of_the_loss_is_one_of_its_gradients():
     loss, params, batch = loss_of(4), params_of(4), batch_of(8)
     mesh = fzero.mesh(pp=2, simulate="lockstep")

@@ -88,7 +88,8 @@ def test_a_parameter_that_several_blocks_use():
     params["blocks"][2]["w"] = params["blocks"][1]["w"]
     with raises(ValueError, "leaves 'blocks.1.w' and 'blocks.2.w' are tied, one parameter: blocks are stacked by rank"):
         loss_of(4).stack(params, fzero.mesh(pp=2))
-    assert loss_of(4).stack(params)["blocks"] is params["blocks"]  # without ranks it stays one
+    whole = loss_of(4).stack(params)["blocks"]  # without ranks it stays one
+    assert whole[2]["w"] is whole[1]["w"] is params["blocks"][1]["w"]
     params = params_of(4)
     params["mix"] = {"w": params["blocks"][3]["w"]}
     with raises(ValueError, "leaves 'blocks.3.w' and 'mix.w' are tied"):
