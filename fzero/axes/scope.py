@@ -31,10 +31,12 @@ __all__ = [
     "in_micro_batch",
     "joint",
     "lookup",
+    "loss_scale_here",
     "micro_batch",
     "one_loss_here",
     "resolve",
     "rules_here",
+    "scaled_by",
     "scope_here",
     "where_bound",
     "within",
@@ -101,6 +103,7 @@ class Scope(NamedTuple):
         in_loss: whether this is the loss function of a `value_and_grad`.
         own: what of a process's memory is its rank's own; none in a simulation, which knows better.
         one_loss: what is known of the loss that is being computed, if it is one value along some axes.
+        loss_scale: by which its gradients are scaled, for half precision.
     """
 
     axes: Axes = Axes()
@@ -109,6 +112,7 @@ class Scope(NamedTuple):
     in_loss: bool = False
     own: tuple[OwnMemory, ...] = ()
     one_loss: OneLoss | None = None
+    loss_scale: torch.Tensor | None = None
 
 
 class _Scopes(threading.local):
@@ -173,6 +177,18 @@ def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: 
 def one_loss_here() -> OneLoss | None:
     """Return what is known of the loss that is being computed; None if it is one value along no axis."""
     return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
+
+
+def scaled_by(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss whose gradients are scaled: a pipeline makes its gradients before it is differentiated."""
+    if not _SCOPES.stack:
+        return f(*args, **kwargs)
+    return within(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
+
+
+def loss_scale_here() -> torch.Tensor | None:
+    """Return the scale of the gradients of the loss that is being computed; None if there is none."""
+    return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
 
 
 def micro_batch() -> int | torch.Tensor:

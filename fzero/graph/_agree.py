@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from fzero._notice import see
 from fzero._torch import line_of
 from fzero.graph._choose import Candidate
-from fzero.graph.ir import is_collective, shown
+from fzero.graph.ir import is_collective, is_wait, shown, values
 from fzero.graph.loops import loop_of, shared_graphs
 from fzero.graph.ops import differs_by_rank
 from fzero.ranks import texts
@@ -34,7 +34,7 @@ def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[st
             found.append(f"a pipeline of {loop.turns} micro-batches by {loop.track.schedule.rows}")
         elif loop:
             found += [f"{loop.turns} times", *signatures(loop.body, groups)]
-        elif n.op == "call_function" and not differs_by_rank(n):
+        elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
             found.append(_signature(n, groups or {}))
     return found
 
@@ -44,9 +44,18 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
         return _Shown(shown(a))
 
     args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
+    if str(node.target).startswith("_c10d_functional.all_to_all_single"):
+        args = (_permuted(*node.args), {})
     if is_collective(node):
         args = ([groups.get(a, a) if isinstance(a, str) else a for a in args[0]], args[1])
     return f"{node.target}{args} at {line_of(node)}"
+
+
+def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
+    """Describe an all_to_all: in a permutation of ranks each has its own part, and may send or receive nothing."""
+    if len({*received, *sent}) <= 1 and sum(sent):
+        return [_Shown(shown(x)), received, sent, group]
+    return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
 
 
 def order(graph: Graph) -> str:

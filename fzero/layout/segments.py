@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._torch import assume_constant_result
+from fzero.axes.scope import axis_index
 from fzero.collectives.sums import psum
 from fzero.layout.boxes import Shard, box_of, is_box
 from fzero.layout.spec import Piece, facts, spec_of, unit_index
+from fzero.layout.stacked import item_of, stacked_of
 from fzero.layout.units import CutUnit, cut_units, map_units
 from fzero.tree import Tree
 
@@ -31,17 +34,43 @@ def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> t
 
 
 def without_padding(box: Shard) -> torch.Tensor:
-    """Return a shard's data `[k]` with zeros in the padding.
+    """Return a shard's data `[k]` with zeros in the padding, and in places of a stacked list that have no item.
 
     Raises:
         ValueError: if a part of the shard lies on the host.
     """
     check_on_device(box, "a norm or a test of all elements")
     k, numel = facts(box.uid).shard_numel, facts(box.uid).numel
+    x = _without_idle(box)
     if k * facts(box.uid).ranks == numel:
+        return x
+    position = unit_index(box.uid).to(x.device) * k + torch.arange(k, device=x.device)
+    return torch.where(position < numel, x, torch.zeros_like(x))
+
+
+@assume_constant_result
+def _idle(uid: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
+    """Return an axis, and by rank along it which leaves of a unit nobody uses; none if all are used."""
+    spec = spec_of(uid)
+    along, stacked = stacked_of(spec) or (None, None)
+    if along is None or stacked is None:
+        return "", ()
+    items = [item_of(path, "", stacked) for path in spec.paths]
+    rows = [tuple([item is not None and item.numbers[rank] is None for item in items]) for rank in range(along.size)]
+    return (along.axis, tuple(rows)) if any(map(any, rows)) else ("", ())
+
+
+def _without_idle(box: Shard) -> torch.Tensor:
+    axis, rows = _idle(box.uid + 0)
+    if not rows:
         return box.data
-    position = unit_index(box.uid).to(box.data.device) * k + torch.arange(k, device=box.data.device)
-    return torch.where(position < numel, box.data, torch.zeros_like(box.data))
+    x, place = box.data, axis_index(axis).reshape(1).to(box.data.device)
+    if all(len(set(row)) == 1 for row in rows):  # of all leaves at once, as where a unit is a block
+        unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, place)
+    else:
+        table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
+        unused = table.index_select(0, place).squeeze(0)[segment_ids(box.uid, x.device)]
+    return torch.where(unused, torch.zeros_like(x), x)
 
 
 def check_on_device(box: Shard, what: str) -> None:
@@ -60,8 +89,8 @@ def check_on_device(box: Shard, what: str) -> None:
 def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
-    Shards are summed over their ranks by one scalar psum for each set of axes, replicated leaves and tied ones are
-    counted once, padding is not. Sums run in float32 at least.
+    Shards are summed over their ranks by one scalar psum for each set of axes. Replicated leaves and tied ones are
+    counted once, padding and a pipeline's idle places not at all. Sums run in float32 at least.
 
     Returns:
         A 0-d tensor, equal on all ranks if the replicated leaves are.

@@ -1,15 +1,82 @@
 """What a pipeline is given: blocks among the parameters, which are alike, and one batch for all its ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_inputs_replicated
 from fzero.axes.scope import data_axes
 from fzero.layout.boxes import is_box
+from fzero.schedules import Schedule, check
 
-__all__ = ["blocks_of", "check_alike", "check_shared", "map_blocks"]
+__all__ = [
+    "blocks_of",
+    "check_alike",
+    "check_arguments",
+    "check_depth",
+    "check_schedule",
+    "check_shared",
+    "check_untied",
+    "map_blocks",
+]
+
+
+def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    """Check arguments of `fzero.pipeline`, by name: those that are functions, and those that count something.
+
+    Raises:
+        TypeError: if one is no function.
+        ValueError: if one is no int, or less than 1.
+    """
+    for name, f in functions.items():
+        if not callable(f):
+            raise TypeError(f"fzero.pipeline: {name}={f!r}: expected a function")
+    for name, n in counts.items():
+        if not _is_count(n, 1):
+            raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
+
+
+def check_schedule(schedule: Any, micro_batches: int) -> None:
+    """Check that a schedule is a name, or a table that can run and has so many micro-batches.
+
+    Raises:
+        TypeError: if it is neither a name nor a table.
+        ValueError: if a table cannot run, or is for another number of micro-batches.
+    """
+    if isinstance(schedule, Schedule):
+        check(schedule)
+        if schedule.micro_batches != micro_batches:
+            raise ValueError(
+                f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
+                f"{schedule.micro_batches}"
+            )
+    elif not isinstance(schedule, str):
+        raise TypeError(
+            f"fzero.pipeline: schedule={schedule!r}: expected the name of one, or a table: Schedule.parse reads torch's"
+        )
+
+
+def check_depth(depth: Any) -> int | tuple[int, ...]:
+    """Return the number of blocks, or those of each stage.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    several = isinstance(depth, Iterable)
+    counts = tuple(depth) if several else (depth,)
+    if not all(_is_count(n, 0) for n in counts) or sum(counts) < 1:
+        raise ValueError(
+            f"fzero.pipeline: depth={depth!r}: expected the number of blocks, an int, at least 1; or how many each "
+            "stage has, some of which may be 0"
+        )
+    return counts if several else counts[0]
+
+
+def _is_count(n: Any, least: int) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= least
 
 
 def blocks_of(params: Any, name: str) -> Sequence[Any]:
@@ -27,8 +94,8 @@ def blocks_of(params: Any, name: str) -> Sequence[Any]:
     return blocks
 
 
-def map_blocks(f: Callable[[Sequence[Any]], Sequence[Any]], values: Any, name: str) -> Any:
-    """Apply a function to the blocks of each dict of parameters in a tree, such as a state's moments.
+def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, name: str) -> Any:
+    """Put `f(params)` in the place of the blocks of each dict of parameters in a tree, such as a state's moments.
 
     Raises:
         ValueError: if there is none. A tuple, as a state without moments is, need not have one.
@@ -37,10 +104,13 @@ def map_blocks(f: Callable[[Sequence[Any]], Sequence[Any]], values: Any, name: s
     def has_blocks(x: Any) -> bool:
         return isinstance(x, Mapping) and isinstance(x.get(name), list | tuple)
 
+    def type_of(x: Any) -> type:
+        return tuple if isinstance(x[name], tuple) else list
+
     nodes, structure = tree.flatten(values, has_blocks)
     if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
         blocks_of(values, name)  # says what is missing
-    nodes = [{**x, name: f(blocks_of(x, name))} if has_blocks(x) else x for x in nodes]
+    nodes = [{**x, name: type_of(x)(f(x))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
 
 
@@ -63,6 +133,27 @@ def check_alike(blocks: Sequence[Any], name: str) -> None:
                 raise ValueError(
                     f"fzero.pipeline: {tree.place(f'{name}[{i}]', path)} is {tree.show(y)}, and that of {name}[0] is "
                     f"{tree.show(x)}: the blocks of a pipeline are stacked by rank, so all have leaves of one shape"
+                )
+
+
+def check_untied(params: Mapping[str, Any], name: str) -> None:
+    """Check that no leaf of a block is tied to one of another block, or to one outside: stacked they would part.
+
+    Raises:
+        ValueError: if one is. Names both places.
+    """
+    home: dict[int, tuple[str, int | None]] = {}  # by leaf, its path, and the block that has it
+    items = [(f"{name}.{i}", i, block) for i, block in enumerate(params[name])]
+    for where, number, values in [*items, *[(key, None, x) for key, x in params.items() if key != name]]:
+        for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
+            if not isinstance(x, torch.Tensor):
+                continue
+            place = f"{where}.{path}" if path else where
+            other, block = home.setdefault(id(x), (place, number))
+            if block != number:
+                raise ValueError(
+                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked "
+                    "by rank, and each would train a copy of its own. What several use is no leaf of a block"
                 )
 
 

@@ -86,6 +86,7 @@ class Model:
                 "fzero.pipeline: last(rest, x, batch) must return (total, weight), the sum of the losses and of their "
                 f"weights, or a mean over the micro-batch, each 0-d; it returned {given}"
             )
+        total = total.to(torch.promote_types(total.dtype, torch.float32))  # in half precision a count has 8 or 11 bits
         weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
         return total, weight.detach()
 

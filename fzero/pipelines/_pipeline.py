@@ -9,7 +9,16 @@ import torch
 from fzero._tracebacks import door
 from fzero.axes.rules import SplitRule, SplitRules, together
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
-from fzero.pipelines._checks import blocks_of, check_alike, check_shared, map_blocks
+from fzero.pipelines._checks import (
+    blocks_of,
+    check_alike,
+    check_arguments,
+    check_depth,
+    check_schedule,
+    check_shared,
+    check_untied,
+    map_blocks,
+)
 from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
 from fzero.pipelines._placement import Placement, even, placed
 from fzero.pipelines._split import PipelineSplit
@@ -17,7 +26,7 @@ from fzero.pipelines._stages import Stages
 from fzero.pipelines._ticks import outputs_by_ticks
 from fzero.pipelines._ways import outputs_of_all, run_all, run_on
 from fzero.ranks.mesh import Mesh
-from fzero.schedules import Schedule, check
+from fzero.schedules import Schedule
 from fzero.schedules import schedule as named
 from fzero.transforms import gather
 
@@ -121,12 +130,16 @@ class Pipeline:
             The parameters, with the blocks as a list over a rank's slots, each leaf `[ranks, ...]`.
 
         Raises:
-            ValueError: if there are no blocks, or they differ in structure, shapes or dtypes. Names the block.
+            ValueError: if there are no blocks, or they differ in structure, shapes or dtypes; or a leaf is tied to one
+                outside its block. Names the block.
         """
 
-        def stacked(blocks: Sequence[Any]) -> Sequence[Any]:
-            check_alike(blocks, self.blocks)
-            return self.placement(mesh, len(blocks)).stack(blocks) if self._is_on(mesh) else blocks
+        def stacked(params: Mapping[str, Any]) -> Sequence[Any]:
+            check_alike(blocks := blocks_of(params, self.blocks), self.blocks)
+            if not self._is_on(mesh):
+                return blocks
+            check_untied(params, self.blocks)
+            return self.placement(mesh, len(blocks)).stack(blocks)
 
         return map_blocks(stacked, params, self.blocks)
 
@@ -142,7 +155,8 @@ class Pipeline:
             ValueError: if there are no blocks, or they were stacked for another mesh.
         """
 
-        def unstacked(slots: Sequence[Any]) -> Sequence[Any]:
+        def unstacked(params: Mapping[str, Any]) -> Sequence[Any]:
+            slots = blocks_of(params, self.blocks)
             return self._stacked(mesh, len(slots)).unstack(slots) if self._is_on(mesh) else slots
 
         return map_blocks(unstacked, params, self.blocks)
@@ -308,23 +322,8 @@ def pipeline(
     References:
         Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473).
     """
-    for name, f in (("block", block), ("first", first), ("last", last)):
-        if not callable(f):
-            raise TypeError(f"fzero.pipeline: {name}={f!r}: expected a function")
-    for name, n in (("micro_batches", micro_batches), ("stages", stages)):
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
-    if isinstance(schedule, Schedule):
-        check(schedule)
-        if schedule.micro_batches != micro_batches:
-            raise ValueError(
-                f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
-                f"{schedule.micro_batches}"
-            )
-    elif not isinstance(schedule, str):
-        raise TypeError(
-            f"fzero.pipeline: schedule={schedule!r}: expected the name of one, or a table: Schedule.parse reads torch's"
-        )
-    counts = depth if depth is None or isinstance(depth, int) else tuple(depth)
+    check_arguments({"block": block, "first": first, "last": last}, {"micro_batches": micro_batches, "stages": stages})
+    check_schedule(schedule, micro_batches)
+    counts = None if depth is None else check_depth(depth)
     model = Model(block, first, last, remat)
     return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))

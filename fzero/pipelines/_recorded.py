@@ -10,7 +10,7 @@ from fzero.graph import phases, turns
 from fzero.pipelines._kinds import Kinds, probed
 from fzero.pipelines._stages import Params, Stages
 
-__all__ = ["Recorded"]
+__all__ = ["Recorded", "seed_of"]
 
 Tensors = list[torch.Tensor]
 
@@ -21,11 +21,12 @@ class Recorded:
     Attributes:
         stages: the pipeline's.
         params: this rank's parameters.
+        scale: by which gradients are scaled in the backward passes, and until they are handed out.
         sums: by place of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
     """
 
-    def __init__(self, stages: Stages, params: Params) -> None:
-        self.stages, self.params = stages, params
+    def __init__(self, stages: Stages, params: Params, scale: torch.Tensor | None) -> None:
+        self.stages, self.params, self.scale = stages, params, scale
         self.sums: dict[int, Tensors] = {}
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +37,7 @@ class Recorded:
         phases.aside_ends()
         track = phases.Track(self.stages.schedule, self.stages.axis.binding)
         turn = turns.turn(self.stages.schedule.micro_batches)
-        phases.needs(turn, phases.tracked(track), tensors)
+        phases.needs(turn, phases.tracked(track), tensors if self.scale is None else [*tensors, self.scale])
         shares: dict[int, list[_Sum]] = {place: [] for place in range(len(tensors))}
         totals: list[_Sum] = []
         for stage in self.stages.mine:
@@ -53,7 +54,7 @@ class Recorded:
 
     def handed_out(self, total: torch.Tensor) -> Tensors:
         """Return the gradients, times that of the total."""
-        found = []
+        found, total = [], total if self.scale is None else total / self.scale
         for place, like in enumerate(self.params.tensors):
             first, *more = self.sums.pop(place)
             for other in more:
@@ -83,13 +84,18 @@ class Recorded:
         if not last:
             phases.sent("F", stage, list(made))
         phases.begins("B", stage)
-        cotangent: Any = torch.ones_like(made) if last else _arrivals("G", stage + 1, leaves, kinds.device)
+        cotangent: Any = seed_of(made, self.scale) if last else _arrivals("G", stage + 1, leaves, kinds.device)
         grads, x = pull(cotangent, retain_graph=False)
         if stage:
             phases.sent("G", stage, list(x))
         for place, g in zip(places, grads, strict=True):
             shares[place].append(_with_share(g, turn))
         return [_with_share(x, turn) for x in (made, aux)] if last else []
+
+
+def seed_of(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the total with which a backward pass begins: in half precision small ones would vanish."""
+    return torch.ones_like(total) if scale is None else torch.ones_like(total) * scale.to(total.dtype)
 
 
 def _arrivals(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:

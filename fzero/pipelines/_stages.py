@@ -19,27 +19,27 @@ Tensors = list[torch.Tensor]
 
 
 class Params(NamedTuple):
-    """A rank's parameters as a list of tensors.
+    """A rank's parameters as a list of tensors. Leaves that are no tensors stay where they are.
 
     Attributes:
         tensors: those of the slots, one after the other, and then those of the rest.
-        structures: of each slot.
+        structures: of each slot, with its leaves that are no tensors.
         sizes: how many tensors each slot has.
         rest: the structure of the rest.
     """
 
     tensors: Tensors
-    structures: list[Any]
+    structures: "list[_Form]"
     sizes: list[int]
-    rest: Any
+    rest: "_Form"
 
     @staticmethod
     def of(slots: Sequence[Any], rest: Any) -> "Params":
         """Take trees apart."""
-        flat = [tree.flatten(slot) for slot in slots]
-        others, structure = tree.flatten(rest)
-        tensors = [x for leaves, _ in flat for x in leaves] + others
-        return Params(tensors, [s for _, s in flat], [len(leaves) for leaves, _ in flat], structure)
+        flat = [_Form.of(slot) for slot in slots]
+        others, form = _Form.of(rest)
+        tensors = [x for found, _ in flat for x in found] + others
+        return Params(tensors, [f for _, f in flat], [len(found) for found, _ in flat], form)
 
     def places(self, slots: Sequence[int], rest: bool) -> list[int]:
         """List the places of the tensors of some slots, and of the rest if it is wanted."""
@@ -52,9 +52,36 @@ class Params(NamedTuple):
         left = list(tensors)
         trees = []
         for s in slots:
-            trees.append(tree.unflatten(self.structures[s], left[: self.sizes[s]]))
+            trees.append(self.structures[s].filled(left[: self.sizes[s]]))
             del left[: self.sizes[s]]
-        return trees, tree.unflatten(self.rest, left) if rest else None
+        return trees, self.rest.filled(left) if rest else None
+
+
+class _Form(NamedTuple):
+    """A tree without its tensors.
+
+    Attributes:
+        structure: of the tree.
+        others: its leaves; a tensor's place is empty.
+    """
+
+    structure: Any
+    others: list[Any]
+
+    @staticmethod
+    def of(values: Any) -> "tuple[Tensors, _Form]":
+        """Take the tensors out of a tree."""
+        leaves, structure = tree.flatten(values)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        return tensors, _Form(structure, [_EMPTY if isinstance(x, torch.Tensor) else x for x in leaves])
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """Put tensors into their places."""
+        left = iter(tensors)
+        return tree.unflatten(self.structure, [next(left) if x is _EMPTY else x for x in self.others])
+
+
+_EMPTY = object()
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,21 @@ The forward pass of the loss makes the gradients, and its derivative hands them 
 in its backward pass, which comes as early as the schedule says; and a loss by a table is differentiated once.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fzero import tree
-from fzero._torch import is_tracing
+from fzero._torch import group_of, is_tracing
+from fzero.axes.lockstep import is_lockstep
+from fzero.axes.scope import loss_scale_here
 from fzero.collectives.letters import Letters
 from fzero.pipelines._kinds import kinds_of
-from fzero.pipelines._recorded import Recorded
+from fzero.pipelines._recorded import Recorded, seed_of
 from fzero.pipelines._stages import Params, Stages
 from fzero.schedules import Action
 from fzero.schedules._actions import Value, makes
@@ -38,8 +42,34 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
         The total and the weight; zeros on all ranks but that of the last stage.
     """
     params = Params.of(slots, rest)
-    row = Recorded(stages, params) if is_tracing() else _Row(stages, params, backward)
+    scale = loss_scale_here()
+    row = Recorded(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
+
+
+def _check_agreed(stages: Stages, device: torch.device) -> None:
+    """Check once that the processes along the axis have one schedule: else they would wait for one another for ever.
+
+    Raises:
+        ValueError: on all of them, if they do not. Names two.
+    """
+    binding, table = stages.axis.binding, stages.schedule
+    key = "agreed", binding.group
+    if is_lockstep(binding.group) or key in stages.known:  # in lockstep who waits is named
+        return
+    text = repr((table.rows, table.home, stages.placement.blocks))
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
+    dist.all_gather(everyones, torch.tensor([mine], device=device), group=group_of(binding.group))
+    numbers = [x.item() for x in everyones]
+    for place, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise ValueError(
+                f"fzero.pipeline: the ranks along {stages.axis.name!r} have different schedules: that at place {place} "
+                f"differs from that at place 0. Here it is {table.name!r} of {table.micro_batches} micro-batches. Make "
+                "it alike on all ranks: of durations that each measures, take one rank's"
+            )
+    stages.known[key] = None
 
 
 class _Table(torch.autograd.Function):
@@ -67,6 +97,7 @@ class _Row:
         stages: the pipeline's.
         params: this rank's parameters.
         backward: whether to run backward passes, too.
+        scale: by which gradients are scaled in the backward passes, and until they are handed out.
         grads: by place of a parameter, the gradient so far; None once they are handed out.
         pulls: by stage and micro-batch, its backward pass: what it holds is the residual.
         halves: by stage and micro-batch, the gradients that "I" has made for "W".
@@ -76,6 +107,7 @@ class _Row:
     stages: Stages
     params: Params
     backward: bool
+    scale: torch.Tensor | None = None
     grads: dict[int, torch.Tensor] | None = field(default_factory=dict)
     pulls: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
     halves: dict[tuple[int, int], Tensors] = field(default_factory=dict)
@@ -84,6 +116,7 @@ class _Row:
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Do all deeds of the row; returns the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
+        _check_agreed(stages, tensors[0].device)
         kinds = kinds_of(stages, self.params, tensors)
         leaves, structure = tree.flatten(kinds.x)
         letters = Letters(stages.schedule, stages.axis.binding, leaves, kinds.device)
@@ -103,6 +136,7 @@ class _Row:
                 "fzero.pipeline: the gradients of this loss were handed out; differentiate it once, or call it again"
             )
         grads, self.grads = self.grads, None
+        total = total if self.scale is None else total / self.scale
         found: list[torch.Tensor | None] = []
         for place, like in enumerate(self.params.tensors):
             grad = grads.pop(place, None)
@@ -142,7 +176,7 @@ class _Row:
 
     def _backward(self, stage: int, m: int, given: Tensors, half: bool) -> Tensors:
         """Run a stage backward; returns the gradient of what it was given. Its residuals are freed."""
-        cotangent: Any = torch.ones_like(self.sums[0]) if stage == self.stages.last else given
+        cotangent: Any = seed_of(self.sums[0], self.scale) if stage == self.stages.last else given
         own, x = self.pulls.pop((stage, m))(cotangent, retain_graph=False)
         if half:
             self.halves[stage, m] = list(own)

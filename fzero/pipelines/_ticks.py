@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._torch import allow_in_graph
 from fzero.axes.scope import axis_index
 from fzero.collectives.exchange import broadcast, ppermute
 from fzero.pipelines._model import Call, Model
@@ -35,7 +36,8 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     here = axis_index(stages.axis.name) == stages.schedule.home[stages.last]
     total = weight = torch.zeros(())
     for call, x in _through(stages, blocks, rest):
-        a, w = call.run(stages.model.run_last, rest, x, call, stages.placement.depth)
+        own, x = _only_where(here, rest), _only_where(here, x)
+        a, w = call.run(stages.model.run_last, own, x, call, stages.placement.depth)
         total = total + torch.where(here, a, torch.zeros_like(a))
         weight = weight + torch.where(here, w, torch.zeros_like(w))
     return total, weight
@@ -68,10 +70,13 @@ def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Cal
         for k, slots in enumerate(placement.chunks):
             m = t - stage[k]
             call = call_of(m.clamp(0, count - 1))
+            runs = (stage[k] >= 0) & (m >= 0) & (m < count)
             begins = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on what is at hand
             x = fresh if arrived[k] is None else _where(begins, fresh, arrived[k])
             for slot in slots:
-                x = _where(index[slot] < 0, x, _block(model, blocks[slot], x, index[slot], call))
+                used = runs & (index[slot] >= 0)
+                p, given = _only_where(used, blocks[slot]), _only_where(used, x)
+                x = _where(index[slot] < 0, x, _block(model, p, given, index[slot], call))
             made.append(x)
         if t >= last:
             yield call_of(t - last), made[placement.stage[schedule.home[last]].index(last)]
@@ -95,6 +100,46 @@ def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: Call) -> Any
 
 def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
     return tree.map(lambda x, y: torch.where(condition, x, y), xs, ys)
+
+
+class _OnlyWhere(torch.autograd.Function):
+    """The identity, whose gradient is zero on ranks whose results have no use: there it may be 0 times infinity."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (condition,) = ctx.saved_tensors
+        return torch.where(condition, grad, torch.zeros_like(grad)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        (condition,) = ctx.saved_tensors
+        return torch.where(condition, tangent, torch.zeros_like(tangent))
+
+
+@allow_in_graph
+def _identity_where(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    return _OnlyWhere.apply(x, condition)  # pyright: ignore[reportReturnType]
+
+
+def _only_where(condition: torch.Tensor, values: Any) -> Any:
+    """Return a tree whose gradients are zero where the condition is false, whatever is computed of it."""
+
+    def only(x: Any) -> Any:
+        tracked = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return _identity_where(x, condition) if tracked else x
+
+    return tree.map(only, values)
 
 
 def _handed_on(made: list[Any], schedule: Schedule, placement: Placement, axis: str) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint._holdings import holdings
+from fzero.layout.stacked import prefix_of
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.checkpoint.test_damage import body_of, write_manifest
@@ -209,6 +210,11 @@ def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path)
     step, state = like_in(placed, loss, params_of(4))
     with pytest.raises(fzero.CheckpointError, match=r"float64 \[2, 5\] there"):
         fzero.load(tmp_path, like=state["params"], mesh=step.mesh)
+
+
+def test_a_list_whose_name_ends_alike_is_another():
+    assert prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w") == "opt_state.mu."
+    assert prefix_of("opt_state.subblocks.0.w", "blocks.0.w") is None
 
 
 def test_a_tree_without_the_list_is_refused(tmp_path):

@@ -16,7 +16,18 @@ from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
 from tests.memory import peak_bytes
 from tests.pipelines import test_axes as axes_tests
-from tests.pipelines.model import OPT, batch_of, block, filled, loss_of, params_of, step_of, trained, trained_on
+from tests.pipelines.model import (
+    OPT,
+    batch_of,
+    block,
+    filled,
+    loss_of,
+    moved_by_small_gradients,
+    params_of,
+    step_of,
+    trained,
+    trained_on,
+)
 from tests.tiny_gpt import gpt_block, gpt_params
 
 CASES: Cases = {}
@@ -50,6 +61,38 @@ def each_action_may_gather_and_reduce(world: fzero.Mesh) -> None:
     loss = loss_of(4, remat=True)
     check(mesh_of(world), 3, loss, 4, gather=False)
     check(mesh_of(world), 3, loss, 4, gather=False, jit={"backend": "fx"})
+
+
+@case
+def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.Mesh) -> None:
+    mesh = mesh_of(world)
+    expected = moved_by_small_gradients(fzero.mesh(dp=1, simulate="lockstep"), 2.0**15)
+    for jit in (None, {"backend": "fx"}):
+        assert_trees_close(moved_by_small_gradients(mesh, 2.0**15, jit), expected, 5e-3)
+
+
+@case
+def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.Mesh) -> None:
+    """Its messages are permutations, of which each rank's graph has its own part."""
+    mesh, params = mesh_of(world), params_of(5)
+    loss = loss_of(2, schedule="interleaved", stages=2, depth=5)
+    step: Any = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+    cut, _ = step.init(loss.stack(params, mesh), OPT)
+    predict = fzero.jit(fzero.predict(step, loss.outputs(lambda rest, x, batch: x @ rest["table"].T)), backend="fx")
+    found = predict(cut, mesh.split(batch_of(8), "dp"))
+    assert_trees_close(found, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9)
+
+
+@case
+def schedules_that_differ_by_rank_are_refused(world: fzero.Mesh) -> None:
+    """Such as those made of durations that each rank has measured: they would wait for ever."""
+    mesh = mesh_of(world)
+    place = dict(zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True))["pp"]
+    for different in ({"schedule": ("1f1b", "gpipe")[place]}, {"micro_batches": 4 * (place + 1)}):
+        loss = loss_of(**{"micro_batches": 4, **different})
+        for jit in (None, {"backend": "fx"}):
+            with pytest.raises((ValueError, RuntimeError), match=r"different schedules|not the same step on all ranks"):
+                trained_on(mesh, 1, loss, params_of(4), 8 * dict(mesh.shape)["dp"], jit=jit)
 
 
 @slow

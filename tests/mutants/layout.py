@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "count the padding in the norm",
         "layout/segments.py",
-        "position < numel, box.data",
-        "position < numel + 9, box.data",
+        "position < numel, x",
+        "position < numel + 9, x",
     ),
     Mutant("count a tied leaf twice", "layout/segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
     Mutant("untie a leaf", "layout/units.py", "or tree.identity(leaf) in seen", "or False"),

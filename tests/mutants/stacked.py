@@ -20,8 +20,15 @@ MUTANTS = [
     Mutant(
         "each stage may have a batch", "pipelines/_pipeline.py", "check_shared(batch, axis := ", "(axis := ", ERRORS
     ),
-    Mutant("states are stacked as they are", "pipelines/_checks.py", "f(blocks_of(x, name))", "x[name]", TOOLS),
+    Mutant("states are stacked as they are", "pipelines/_checks.py", "type_of(x)(f(x))", "x[name]", TOOLS),
     # checkpoints
+    Mutant(
+        "a list whose name ends alike is taken",
+        "layout/stacked.py",
+        'path.endswith(f".{own}")',
+        "path.endswith(own)",
+        CHECKPOINT,
+    ),
     Mutant(
         "each row is of the first item",
         "checkpoint/_parts.py",

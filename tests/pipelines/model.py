@@ -111,3 +111,25 @@ def trained_on(
         *state, value = run(*state, mesh.split(batch, "dp") if "dp" in mesh.axis_names else batch, *more)
         losses.append(value)
     return loss.unstack(step.gather(state[0]), mesh), losses
+
+
+def moved_by_small_gradients(mesh: fzero.Mesh, scale: float, jit: dict[str, Any] | None = None) -> Any:
+    """Train in float16 by gradients that vanish there without a loss scale: how far the masters move."""
+    policy = fzero.Precision(param=torch.float16)
+    opt = optim.master_weights(optim.sgd(1e5), policy)
+
+    def small(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return (x @ rest["table"].T).float().square().sum() * 1e-9, batch["weights"].sum()
+
+    loss, params = loss_of(2, last=small), params_of(4, torch.float32)
+
+    def train_step(params: Any, state: Any, batch: Any, scale: torch.Tensor) -> Any:
+        _, grads = fzero.scaled_value_and_grad(loss, scale, reduce="weighted", precision=policy)(params, batch)
+        updates, state = opt.update(grads, state, params)
+        return optim.apply_updates(params, updates), state
+
+    step: Any = fzero.shard(train_step, 1, mesh, axis=mesh.axis_names, split=loss.split)
+    state = step.init(loss.stack(params, mesh), opt)
+    run = step if jit is None else fzero.jit(step, **jit)
+    state = run(*state, mesh.split(batch_of(8), "dp"), torch.tensor(scale))
+    return tree.map(torch.sub, loss.unstack(step.gather(optim.master_params(*state)), mesh), params)

@@ -18,6 +18,7 @@ from tests.pipelines.model import (
     first,
     last,
     loss_of,
+    moved_by_small_gradients,
     params_of,
     step_of,
     trained,
@@ -123,6 +124,15 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
             close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
 
 
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_parameters_may_be_tuples_and_hold_nothing(simulate):
+    params = params_of(4)
+    params = {**params, "bias": None, "blocks": tuple([(p["w"], None, p["b"]) for p in params["blocks"]])}
+    loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
+    found = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
+    close(found, trained(loss, params, 4))
+
+
 def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
@@ -165,6 +175,27 @@ def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
     assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
 
 
+def test_what_comes_first_and_the_first_block_draw_masks_of_their_own():
+    def ones(rest: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.ones(1024, dtype=torch.float64), 0.5) * rest["scale"] ** 0
+
+    def drops(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5)
+
+    loss = loss_of(1, first=ones, block=drops, last=lambda rest, x, batch: (x != 0).double().mean())
+    left, _ = loss(params_of(1), batch_of(4), fzero.random.key(0))
+    assert 0.15 < left < 0.35
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(simulate):
+    key, params = fzero.random.key(3), params_of(4)
+    expected = trained(loss_of(4, block=dropping), params, 8, key)
+    mesh = fzero.mesh(dp=1, pp=2, simulate=simulate)
+    around = {"micro_batches": 2, "batch_argnums": 1}
+    close(trained_on(mesh, 2, loss_of(2, block=dropping), params, 8, key, **around), expected)
+
+
 def test_a_factor_of_the_loss_is_one_of_its_gradients():
     loss, params, batch = loss_of(4), params_of(4), batch_of(8)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
@@ -203,6 +234,73 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
         for simulate in ("vmap", "lockstep"):
             found = run(fzero.mesh(dp=2, pp=2, simulate=simulate), stage)
             assert_trees_close(found, expected, 3e-2)
+
+
+def test_a_loss_scale_keeps_small_gradients_in_float16():
+    """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
+    expected = moved_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
+    for simulate in ("vmap", "lockstep"):
+        found = moved_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
+        assert_trees_close(found, expected, 1e-3)
+    with pytest.raises(AssertionError):  # without it they vanish
+        assert_trees_close(moved_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_has_no_use_adds_no_nan(simulate, remat):
+    """In a bubble, an idle place, and on other ranks than the last, parts run on values that they were not made for."""
+
+    def root(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x - p["low"]).sqrt() + p["b"].square() / 100 + 4  # from 1.5 to 4.7, 5.1 and 4.4
+
+    def begin(rest: Any, batch: Any) -> torch.Tensor:
+        return rest["table"][batch["tokens"]].tanh() / 4 + 1.5
+
+    def end(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return (4.7 - x).sqrt().sum() * rest["scale"], batch["weights"].sum()
+
+    params = params_of(3)
+    for i, p in enumerate(params["blocks"]):
+        p["low"] = torch.full((), [1.0, 3.5, 4.95][i], dtype=torch.float64)
+    loss = loss_of(2, first=begin, block=root, last=end, depth=(1, 2), remat=remat)
+    expected = trained(loss, params, 4)
+    assert expected[1][-1].isfinite()
+    close(trained_on(fzero.mesh(pp=2, simulate=simulate), 1, loss, params, 4), expected)
+
+
+def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
+    """257 tokens are 256 in bfloat16."""
+
+    def counted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+        return x.sum() * 0 + 1.0, torch.tensor(257)
+
+    loss, params, batch = loss_of(4, last=counted), params_of(4, torch.bfloat16), batch_of(8)
+    expected = torch.tensor(4.0), torch.tensor(1028.0)
+    close(loss(params, batch), expected)
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(pp=2, simulate=simulate)
+        step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
+        cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        close(step.program(lambda p, b: fzero.psum(loss(p, b)))(cut, batch), expected)
+
+
+@pytest.mark.parametrize("units", [None, lambda path, leaf: "all"])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_idle_places_count_in_no_norm(simulate, units):
+    """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
+    opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
+    loss, params = loss_of(2, depth=5), params_of(5)
+    expected = trained(loss, params, 8, opt=opt)
+    mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
+    for stage in (0, 3):
+        step: Any = fzero.shard(step_of(loss, opt), stage, mesh, split=loss.split, units=units)
+        state = step.init(loss.stack(params, mesh), opt)
+        for i in range(2):
+            *state, value = step(*state, mesh.split(batch_of(8, i), "dp"))
+        close((loss.unstack(step.gather(state[0]), mesh), value), (expected[0], expected[1][-1]))
+        norm = step.program(optim.global_norm)(state[0])
+        close(norm, optim.global_norm(expected[0]))
 
 
 def test_derivatives_of_higher_order_go_by_ticks():

@@ -8,7 +8,8 @@ import torch
 
 import fzero
 from fzero import optim
-from tests.pipelines.model import batch_of, block, first, last, loss_of, params_of, trained_on
+from fzero.testing import assert_trees_close
+from tests.pipelines.model import batch_of, block, first, last, loss_of, params_of, trained, trained_on
 
 
 def raises(kind: Any, text: str) -> Any:
@@ -22,6 +23,14 @@ def test_arguments_of_pipeline():
         ({"stages": 0}, ValueError, "stages=0"),
         ({"block": None}, TypeError, "block=None: expected a function"),
         ({"schedule": 3}, TypeError, "schedule=3: expected the name of one, or a table"),
+        (
+            {"depth": (5, -1)},
+            ValueError,
+            "depth=(5, -1): expected the number of blocks, an int, at least 1",
+        ),
+        ({"depth": (2.0, 2)}, ValueError, "depth=(2.0, 2)"),
+        ({"depth": 0}, ValueError, "depth=0"),
+        ({"depth": True}, ValueError, "depth=True"),
     ):
         with raises(kind, said):
             loss_of(**{"micro_batches": 2, **options})
@@ -71,6 +80,24 @@ def test_parameters_without_blocks_or_with_blocks_that_differ():
     params["blocks"][1] = {"w": torch.ones(5, 5)}
     with raises(ValueError, "blocks[1] is not like blocks[0]"):
         loss_of(4).stack(params, fzero.mesh(pp=2))
+
+
+def test_a_parameter_that_several_blocks_use():
+    """Stacked by rank it would be several, each trained on its own."""
+    params = params_of(4)
+    params["blocks"][2]["w"] = params["blocks"][1]["w"]
+    with raises(ValueError, "leaves 'blocks.1.w' and 'blocks.2.w' are tied, one parameter: blocks are stacked by rank"):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+    whole = loss_of(4).stack(params)["blocks"]  # without ranks it stays one
+    assert whole[2]["w"] is whole[1]["w"] is params["blocks"][1]["w"]
+    params = params_of(4)
+    params["mix"] = {"w": params["blocks"][3]["w"]}
+    with raises(ValueError, "leaves 'blocks.3.w' and 'mix.w' are tied"):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+    params = params_of(4)
+    params["blocks"] = [{**p, "again": p["b"]} for p in params["blocks"]]
+    loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]) * p["again"])
+    assert_trees_close(trained_on(fzero.mesh(pp=2), 1, loss, params, 4), trained(loss, params, 4), 1e-9)
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
