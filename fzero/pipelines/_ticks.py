@@ -13,6 +13,7 @@ import torch
 from fzero import tree
 from fzero.axes.scope import axis_index
 from fzero.collectives.exchange import broadcast, ppermute
+from fzero.pipelines._kinds import check_handed_on
 from fzero.pipelines._model import Call, Model
 from fzero.pipelines._placement import Placement
 from fzero.pipelines._stages import Stages
@@ -64,6 +65,7 @@ def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Cal
     arrived: list[Any] = [None] * len(columns)
     for t in range(count + last):
         fresh = model_first(model, rest, call_of(min(t, count - 1)))
+        check_handed_on("first", fresh, fresh)
         made = []
         for k, slots in enumerate(placement.chunks):
             m = t - stage[k]
@@ -71,7 +73,9 @@ def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Cal
             begins = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on what is at hand
             x = fresh if arrived[k] is None else _where(begins, fresh, arrived[k])
             for slot in slots:
-                x = _where(index[slot] < 0, x, _block(model, blocks[slot], x, index[slot], call))
+                y = _block(model, blocks[slot], x, index[slot], call)
+                check_handed_on("block", x, y)
+                x = _where(index[slot] < 0, x, y)
             made.append(x)
         if t >= last:
             yield call_of(t - last), made[placement.stage[schedule.home[last]].index(last)]
