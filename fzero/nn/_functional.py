@@ -97,7 +97,7 @@ def functional(
         params, constants = tp.unpack(params), tp.unpack(constants)
         install(copied, tp)
     blocks = rematerialise(copied, None if remat is True else remat, mutable) if remat else ()
-    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks)
+    apply = Apply(copied, frozenset(params), frozenset(constants), mutable, blocks, tp)
     return Functional(apply, params, constants)
 
 
@@ -124,6 +124,7 @@ class Apply:
         buffers: the names of its buffers and frozen parameters.
         mutable: the names of the buffers that its forward pass may write in place.
         blocks: the names of the submodules that run again in the backward pass.
+        tp: the layers that are cut over an axis, whose ranks are given the same arguments.
     """
 
     module: torch.nn.Module
@@ -131,6 +132,7 @@ class Apply:
     buffers: frozenset[str]
     mutable: frozenset[str]
     blocks: tuple[str, ...] = ()
+    tp: Layers | None = None
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
@@ -151,11 +153,14 @@ class Apply:
         Raises:
             TypeError: if `params` or `buffers` is no dict of tensors. For boxes: gather them first, as
                 `fzero.value_and_grad` does.
-            ValueError: if names are missing or unknown.
+            ValueError: if names are missing or unknown. Where layers are cut over an axis, also if the arguments of
+                forward are known to differ by rank along it.
             RuntimeError: if the forward pass wrote a parameter, or in place a buffer that is not in `mutable`.
         """
         check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
+        if self.tp is not None:
+            self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
         own = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}
         with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **own}) as state:
             out = self._run(state, args, kwargs)

@@ -120,6 +120,8 @@ def pipeline(
     inputs_of = inputs or (lambda batch: batch)
 
     def first(params: Any, batch: Any) -> Any:
+        if tp is not None:
+            tp.check_shared(batch)
         return made.first(params["rest"], inputs_of(batch))
 
     def block(p: Any, x: Any, index: Any, batch: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero.pipelines._stages import Params, Stages
 
-__all__ = ["Kinds", "kinds_of", "probed"]
+__all__ = ["Kinds", "check_handed_on", "kinds_of", "probed"]
 
 
 class Kinds(NamedTuple):
@@ -49,14 +49,18 @@ def probed(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> K
     slots = range(len(params.sizes))
     trees, rest = params.trees(slots, True, tensors)
     x = model.run_first(rest, call)
-    _check_handed_on("first", x, x)
-    _check_handed_on("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
+    check_handed_on("first", x, x)
+    check_handed_on("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
     total, _ = model.run_last(rest, x, call, stages.placement.depth)
     return Kinds(tree.map(lambda v: torch.empty_like(v, device="meta"), x), total.dtype, total.device)
 
 
-def _check_handed_on(name: str, x: Any, y: Any) -> None:
-    """Check that a block hands on what it was given: a tree of floating-point tensors of one form."""
+def check_handed_on(name: str, x: Any, y: Any) -> None:
+    """Check that a block hands on what it was given: a tree of floating-point tensors of one form.
+
+    Raises:
+        TypeError: if it hands on anything else.
+    """
     (leaves, structure), (others, other) = tree.flatten(x), tree.flatten(y)
     said = [tree.show(v) for v in leaves], [tree.show(v) for v in others]
     if not leaves or not all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in others):

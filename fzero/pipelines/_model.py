@@ -47,7 +47,7 @@ class Model:
     @cached_property
     def _block(self) -> Callable[..., Any]:
         def whole(p: Any, key: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-            p = tree.map(lambda w: w[0], gather(p)) if kwargs.pop("stacked") else gather(p)
+            p = tree.map_with_path(_own, gather(p)) if kwargs.pop("stacked") else gather(p)
             return self.block(p, *args, **kwargs) if key is None else random.seeded(self.block)(key, p, *args, **kwargs)
 
         if self.remat is False:
@@ -133,6 +133,21 @@ class Call:
         return in_micro_batch(self.number, f, *args)
 
 
+def _own(path: str, w: torch.Tensor) -> torch.Tensor:
+    """Return a rank's own leaf of a block, of its part `[1, ...]` of those of all ranks.
+
+    Raises:
+        ValueError: if it has those of all ranks: then every rank would run the first rank's blocks.
+    """
+    if w.shape[:1] != (1,):
+        raise ValueError(
+            f"fzero.pipeline: {tree.place('a block', path)} is {tree.show(w)} on each rank, and a rank's part of what "
+            "is stacked is [1, ...]: blocks are not split by rank; give loss.stack(params, mesh) to step.init, and "
+            "fzero.shard(..., split=loss.split)"
+        )
+    return w[0]
+
+
 def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = False) -> Any:
     """Return a micro-batch: equal parts of all leaves along dimension 0. Leaves of shape [] are in each.
 
@@ -153,7 +168,7 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = Fal
         if left:
             raise ValueError(
                 f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
-                f"must divide by micro_batches={count}"
+                f"must divide by micro_batches={count}; drop or pad the last batch, or cut it in other parts"
             )
         if isinstance(number, torch.Tensor):
             return turns.part(x, number, 0, size) if in_a_turn else _at(x, number, count)

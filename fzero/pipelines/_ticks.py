@@ -14,6 +14,7 @@ from fzero import tree
 from fzero._torch import allow_in_graph
 from fzero.axes.scope import axis_index
 from fzero.collectives.exchange import broadcast, ppermute
+from fzero.pipelines._kinds import check_handed_on
 from fzero.pipelines._model import Call, Model
 from fzero.pipelines._placement import Placement
 from fzero.pipelines._stages import Stages
@@ -66,6 +67,7 @@ def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Cal
     arrived: list[Any] = [None] * len(columns)
     for t in range(count + last):
         fresh = model_first(model, rest, call_of(min(t, count - 1)))
+        check_handed_on("first", fresh, fresh)
         made = []
         for k, slots in enumerate(placement.chunks):
             m = t - stage[k]
@@ -76,7 +78,9 @@ def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Cal
             for slot in slots:
                 used = runs & (index[slot] >= 0)
                 p, given = _only_where(used, blocks[slot]), _only_where(used, x)
-                x = _where(index[slot] < 0, x, _block(model, p, given, index[slot], call))
+                y = _block(model, p, given, index[slot], call)
+                check_handed_on("block", x, y)
+                x = _where(index[slot] < 0, x, y)
             made.append(x)
         if t >= last:
             yield call_of(t - last), made[placement.stage[schedule.home[last]].index(last)]

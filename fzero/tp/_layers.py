@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from fzero.axes.scope import axis_size, where_bound
+from fzero import tree
+from fzero.axes.replicated import check_inputs_replicated
+from fzero.axes.scope import axis_size, lookup, where_bound
 from fzero.tp._split import named
 from fzero.tp._styles import NAMED, Column, Cut, Embedding, Experts, Style, heads_of, layer_cuts, parameter_cut
 
@@ -99,6 +101,23 @@ class Layers:
             params: whole tensors by name, as `step.gather` gives them.
         """
         return {name: self.cuts[name].pack(x) if name in self.cuts else x for name, x in params.items()}
+
+    def check_shared(self, given: Any) -> None:
+        """Check that the ranks along the axis are given the same examples.
+
+        Raises:
+            ValueError: if a tensor is known to differ. Names it.
+        """
+
+        def says(where: str, name: str) -> str:
+            return (
+                f"fzero.tp: {where} differs by rank along {name!r}, whose ranks have parts of one model, and work on "
+                "the same examples: split the batch over the data-parallel axes only, mesh.split(batch, step.data_axes)"
+            )
+
+        paths, leaves, _ = tree.flatten_with_paths(given)
+        axes = [lookup(name) for name in where_bound(self.axis)]
+        check_inputs_replicated("what the module is given", [a for a in axes if a.size > 1], paths, leaves, says)
 
 
 def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", *, sequence: bool = False) -> Layers:

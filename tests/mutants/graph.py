@@ -747,6 +747,13 @@ MUTANTS = [
     Mutant("all rows are the first", "graph/run/_loop.py", "row[j].copy_", "row[0].copy_", LOOPS),
     Mutant("all turns fold the same number", "graph/run/_loop.py", "torch.tensor(j)", "torch.tensor(0)", LOOPS),
     Mutant("a row is kept for a turn", "graph/run/_loop.py", "            del out\n", "", LOOPS),
+    Mutant(
+        "a collective that nothing reads is kept",
+        "graph/trace/_loops.py",
+        "n.is_impure() and not is_wait(n)",
+        "n.is_impure()",
+        ("tests/pipelines/test_plan.py",),
+    ),
     Mutant("sums begin at one", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 1.0)", LOOPS),
     Mutant("sums begin at zero", "graph/trace/_loops.py", "(shape, -0.0)", "(shape, 0.0)", LOOPS),
     Mutant(

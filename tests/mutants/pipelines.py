@@ -107,7 +107,13 @@ MUTANTS = [
         "bubbles take what arrived", "pipelines/_ticks.py", "(stage[k] <= 0) | (m < 0) | (m >= count)", "m < 0", LAWS
     ),
     Mutant(
-        "idle slots run", "pipelines/_ticks.py", "_where(index[slot] < 0, x, ", "_where(index[slot] < -1, x, ", LAWS
+        "idle slots run", "pipelines/_ticks.py", "_where(index[slot] < 0, x, y)", "_where(index[slot] < -1, x, y)", LAWS
+    ),
+    Mutant(
+        "blocks of all ranks pass for one's own", "pipelines/_model.py", "w.shape[:1] != (1,)", "not w.ndim", ERRORS
+    ),
+    Mutant(
+        "ticks hand on what blocks make of it", "pipelines/_ticks.py", 'check_handed_on("block", x, y)', "pass", ERRORS
     ),
     Mutant("a tick too few", "pipelines/_ticks.py", "range(count + last)", "range(count + last - 1)", LAWS),
     Mutant(

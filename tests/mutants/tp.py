@@ -214,4 +214,18 @@ MUTANTS = [
         "with torch.no_grad():",
         COPIES,
     ),
+    Mutant(
+        "ranks of tp may have examples of their own",
+        "nn/_functional.py",
+        "if self.tp is not None:",
+        "if False:",
+        LAYERS,
+    ),
+    Mutant(
+        "ranks of tp in a pipeline may have examples of their own",
+        "nn/_pipeline.py",
+        "tp.check_shared(batch)",
+        "pass",
+        LAYERS,
+    ),
 ]

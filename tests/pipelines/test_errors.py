@@ -123,6 +123,19 @@ def test_parameters_that_are_not_stacked_at_all():
         fzero.shard(step.train_step, 0, mesh, split=other.split).init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_rule_that_was_forgotten(simulate, stage):
+    """Every rank would have the blocks of all, and run those of the first."""
+    mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, axis=("dp", "pp"))
+    for given, shape in ((loss.stack(params_of(4), mesh), "[2, 5"), (params_of(2), "[5")):
+        params, _ = step.init(given, optim.sgd(0.1))
+        with raises(ValueError, f" is torch.float64 {shape}") as error:
+            step(params, mesh.split(batch_of(8), "dp"))
+        assert "fzero.shard(..., split=loss.split)" in str(error.value)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_were_stacked_for_another_schedule(stage):
     """Their shapes are the same, and a step would train the blocks in another order."""
@@ -168,11 +181,12 @@ def test_a_batch_that_does_not_divide(simulate):
         trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 1, loss_of(2), params_of(4), 6)
 
 
-def test_what_goes_from_stage_to_stage_keeps_its_form():
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_goes_from_stage_to_stage_keeps_its_form(simulate):
     def narrower(p: Any, x: torch.Tensor) -> torch.Tensor:
         return block(p, x)[..., :4]
 
-    mesh = fzero.mesh(pp=2, simulate="lockstep")
+    mesh = fzero.mesh(pp=2, simulate=simulate)
     with raises(TypeError, "block returned torch.float64 [2, 4], and was given torch.float64 [2, 5]"):
         trained_on(mesh, 1, loss_of(2, block=narrower), params_of(4), 4)
     with raises(TypeError, "first returned torch.int64 [2]: expected a floating-point tensor"):

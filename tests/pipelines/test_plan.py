@@ -13,7 +13,7 @@ from fzero.graph.phases import Phase
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Held, split
 from tests.helpers import examples
-from tests.pipelines.model import OPT, batch_of, loss_of, params_of, step_of
+from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
@@ -63,6 +63,19 @@ def test_all_ranks_start_the_same_collectives_in_one_order():
     for stage in (0, 3):
         said = {tuple((c.kind, c.bytes, c.unit) for c in planned("zbv", 4, r, stage).collectives) for r in range(4)}
         assert len(said) == 1
+
+
+def test_a_collective_that_nothing_reads_is_left_out():
+    """The last stage of a module calls its embedding, whose result nothing reads: that wait fell between two phases."""
+
+    def wasteful(p, x):
+        fzero.psum(x, "dp")
+        return block(p, x)
+
+    for rank in (0, 1):
+        plain = planned("1f1b", 4, rank, ranks=2)
+        own = planned("1f1b", 4, rank, ranks=2, block=wasteful)
+        assert [(c.kind, c.bytes) for c in own.collectives] == [(c.kind, c.bytes) for c in plain.collectives]
 
 
 def test_the_cost_model_knows_bubbles():

@@ -296,3 +296,30 @@ def test_between_blocks_a_rank_has_a_part_of_the_tokens():
 
     fzero.mesh(tp=2).spmd(program)(params)
     assert seen == [(2, 2, 6)]
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_ranks_that_are_given_different_examples_are_refused(simulate):
+    """A batch that is split over all axes, mesh.split(batch), would train each part of a model on other examples."""
+    mesh, module = fzero.mesh(dp=1, tp=2, simulate=simulate), Mlp().double()
+    apply, params, buffers = fzero.nn.functional(module, tp=(layers := tp.layers(module, PLAN)))
+    train_step = train_step_for(lambda p, x: apply(p, buffers, x)[0].mean(), OPT)
+    step = fzero.shard(train_step, 0, mesh, axis="dp", split=layers.split)
+    state = step.init(params, OPT)
+    said = r"what the module is given, leaf '0' differs by rank along 'tp'.*mesh\.split\(batch, step\.data_axes\)"
+    with pytest.raises(ValueError, match=said):
+        step(*state, mesh.split(X))
+    step(*state, mesh.split(X, "dp"))
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_ranks_of_a_pipeline_that_are_given_different_examples_are_refused(simulate):
+    mesh, module = fzero.mesh(pp=2, tp=2, simulate=simulate), nn.Sequential(Mlp(), Mlp()).double()
+    layers = tp.layers(module, {f"*.{name}": style for name, style in PLAN.items()})
+    loss, params, _ = fzero.nn.pipeline(module, lambda out, x: out.square().mean(), tp=layers, micro_batches=2)
+    step = fzero.shard(train_step_for(loss, OPT), 0, mesh, axis="pp", split=loss.split)
+    params, _ = step.init(loss.stack(params, mesh), OPT)
+    grads_of = step.program(fzero.value_and_grad(loss, reduce="weighted"))
+    with pytest.raises(ValueError, match="what the module is given differs by rank along 'tp'"):
+        grads_of(params, mesh.split(X, "tp"))
+    grads_of(params, X)

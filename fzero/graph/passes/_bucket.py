@@ -49,12 +49,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
         return together(index[group[0]], index[n]) and not _needs(n, group, index)
 
     _join(graph, gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
-    _join(
-        graph,
-        reductions,
-        max_bytes,
-        lambda group, n: together(index[group[0]], index[n]) and not _needs(n, group, index),
-    )
+    _join(graph, reductions, max_bytes, may_join)
     return sort(graph)
 
 

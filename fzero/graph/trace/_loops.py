@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import line_of
 from fzero.graph import turns
-from fzero.graph.ir import aten, described, reordered
+from fzero.graph.ir import aten, described, is_wait, reordered
 from fzero.graph.loops import Loop, Part, function_of, loop_of
 from fzero.graph.ops import is_random
 from fzero.graph.phases import NEEDS
@@ -223,5 +223,6 @@ def _body(turn: _Turn) -> tuple[Graph, list[Node]]:
     for n in left:
         copies[n] = body.node_copy(n, copies.__getitem__)
     body.output(tuple([copies[n] for n in results]))
-    body.eliminate_dead_code()
+    # torch keeps a wait that nothing reads, and so its collective: a module's last stage calls its embedding
+    body.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
     return body, rest
