@@ -19,6 +19,7 @@ from fzero.pipelines._ways import outputs_of_all, run_all, run_on
 from fzero.ranks.mesh import Mesh
 from fzero.schedules import Schedule, check
 from fzero.schedules import schedule as named
+from fzero.schedules._named import check_name
 from fzero.transforms import gather
 
 __all__ = ["Pipeline", "pipeline"]
@@ -321,10 +322,8 @@ def pipeline(
                 f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
                 f"{schedule.micro_batches}"
             )
-    elif not isinstance(schedule, str):
-        raise TypeError(
-            f"fzero.pipeline: schedule={schedule!r}: expected the name of one, or a table: Schedule.parse reads torch's"
-        )
+    else:
+        check_name(schedule, stages)
     counts = depth if depth is None or isinstance(depth, int) else tuple(depth)
     model = Model(block, first, last, remat)
     return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))
