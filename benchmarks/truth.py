@@ -121,8 +121,8 @@ def report(found: dict[int, Measured], write: bool) -> None:
         "are AdamW behind a clip by the global norm; with bfloat16 the optimizer keeps float32 masters. The "
         "goal: to 1%.",
         table(["model", "ranks", "configuration", "plan", "allocator", "off by", "goal"], rows),
-        "What is over is what oneDNN takes to pack the operands of a product in bfloat16, 0.1 to 0.4 MB at these sizes, "
-        "where a product stands at the peak: docs/plan.md.",
+        "What is over is what oneDNN takes to pack the operands of a product in bfloat16, 0.1 to 0.4 MB at these "
+        "sizes, where a product stands at the peak: docs/plan.md.",
     ]
     publish(__file__, "python benchmarks/truth.py", parts, write)
 

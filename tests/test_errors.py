@@ -71,7 +71,7 @@ MAKING: dict[str, Row] = {
     "empty axis": (
         lambda: step_of(2, axis=()),
         ValueError,
-        r"axis=\(\).*a batch that all ranks share is given .* as it is",
+        r"axis=\(\).*a batch that all ranks share is given as it is",
     ),
     "no argument at params=": (
         lambda: step_of(2, params=7)(*init(2), PIECES),

@@ -270,8 +270,11 @@ def _shared(constants: Tensors, first: Tensors) -> Tensors:
 
 
 def _unwritten(apply: Apply) -> Apply:
-    """Have a forward pass refuse to write statistics: each micro-batch would write them, and some on other ranks."""
-    return replace(apply, mutable=frozenset())
+    """Have a forward pass refuse to write statistics: each micro-batch would write them, and some on other ranks.
+
+    Whether examples differ along tp is asked of the batch, and not here, where a block may be given its rank's tokens.
+    """
+    return replace(apply, mutable=frozenset(), tp=None)
 
 
 def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:

@@ -11,6 +11,7 @@ from fzero.axes.replicated import check_inputs_replicated
 from fzero.axes.scope import data_axes
 from fzero.layout.boxes import is_box
 from fzero.schedules import Schedule, check
+from fzero.schedules._named import check_name
 
 __all__ = [
     "blocks_of",
@@ -39,12 +40,12 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
             raise ValueError(f"fzero.pipeline: {name}={n!r}: expected an int, at least 1")
 
 
-def check_schedule(schedule: Any, micro_batches: int) -> None:
-    """Check that a schedule is a name, or a table that can run and has so many micro-batches.
+def check_schedule(schedule: Any, micro_batches: int, stages: int) -> None:
+    """Check that a schedule is a name, for so many stages a rank, or a table that can run, for so many micro-batches.
 
     Raises:
         TypeError: if it is neither a name nor a table.
-        ValueError: if a table cannot run, or is for another number of micro-batches.
+        ValueError: if no schedule has the name, or a table cannot run, or is for another number of micro-batches.
     """
     if isinstance(schedule, Schedule):
         check(schedule)
@@ -53,10 +54,8 @@ def check_schedule(schedule: Any, micro_batches: int) -> None:
                 f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
                 f"{schedule.micro_batches}"
             )
-    elif not isinstance(schedule, str):
-        raise TypeError(
-            f"fzero.pipeline: schedule={schedule!r}: expected the name of one, or a table: Schedule.parse reads torch's"
-        )
+    else:
+        check_name(schedule, stages)
 
 
 def check_depth(depth: Any) -> int | tuple[int, ...]:

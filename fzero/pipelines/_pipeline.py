@@ -323,7 +323,7 @@ def pipeline(
         Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473).
     """
     check_arguments({"block": block, "first": first, "last": last}, {"micro_batches": micro_batches, "stages": stages})
-    check_schedule(schedule, micro_batches)
+    check_schedule(schedule, micro_batches, stages)
     counts = None if depth is None else check_depth(depth)
     model = Model(block, first, last, remat)
     return Pipeline(model, axis, micro_batches, schedule, stages, counts, blocks, together(split))

@@ -171,10 +171,8 @@ class Mesh:
             raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
         names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         if not names:
-            raise ValueError(
-                f"axis={axis!r} names no axis of {self!r}: leave it out to mean all of them; a batch that all ranks "
-                "share is given to the step as it is"
-            )
+            said = "leave it out to mean all; a batch that all ranks share is given as it is"
+            raise ValueError(f"axis={axis!r} names no axis of {self!r}: {said}")
         for name in names:
             if name not in self.axis_names:
                 raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")

@@ -10,7 +10,7 @@ from fzero.schedules._greedy import Cap, caps_of, counts, listed
 from fzero.schedules._schedule import Schedule
 from fzero.schedules._timing import Durations, timed
 
-__all__ = ["NAMES", "schedule"]
+__all__ = ["NAMES", "check_name", "schedule"]
 
 
 class _Known(NamedTuple):
@@ -115,6 +115,18 @@ def schedule(
     limits = [None] * ranks if name == "gpipe" else caps
     other = listed(closed[0].home, micro_batches, limits, known.split, durations, name)
     return min([best, other] if best else [other], key=lambda s: timed(s, durations).makespan)
+
+
+def check_name(name: str, stages: int) -> None:
+    """Check that there is a schedule of this name, with so many stages on each rank.
+
+    Raises:
+        TypeError: if the name is no string.
+        ValueError: if there is none.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"schedule={name!r}: expected the name of one, or a table: Schedule.parse reads torch's")
+    _check_stages(name, _known(name), stages)
 
 
 def _known(name: str) -> _Known:

@@ -54,7 +54,7 @@ def test_a_wrong_table_is_refused_before_anything_runs():
 
 def test_an_unknown_schedule():
     with raises(ValueError, "'2f2b'"):
-        loss_of(4, schedule="2f2b").schedule(2)
+        loss_of(4, schedule="2f2b")  # before any mesh
 
 
 def test_depth():
