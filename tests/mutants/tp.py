@@ -10,6 +10,7 @@ AXES, MOE = ("tests/stages/test_axes.py",), ("tests/moe/test_axes.py",)
 COPIES = ("tests/transforms/test_copies.py",)
 
 MUTANTS = [
+    Mutant("sums of activations are metrics", "graph/plan/_layers.py", "or values(node)[0].dim() >= 2", "", TRAINING),
     # the ends of layers
     Mutant(
         "a layer is entered by itself",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import is_collective, is_input
+from fzero.graph.ir import is_collective, is_input, values
 from fzero.graph.loops import loop_of
 from fzero.layout.units import default_units
 
@@ -15,11 +15,11 @@ METRIC = "(metric)"
 
 
 def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, str]:
-    """Name the layer of each all_to_all that moves values of one, such as tokens to experts; in loops' bodies, too.
+    """Name the layer of each collective that moves values of one, such as tokens to experts; in loops' bodies, too.
 
     It is the layer of the nearest operation, before or after the collective, that applies a parameter: rows go straight
-    to their experts, and come straight from them. Other collectives are left out: a metric is of no layer,
-    and a gather would be taken for a parameter's.
+    to their experts, and come straight from them. So do activations of layers that are cut along "tp". Of no layer are
+    a metric and a loss, which are numbers and no matrices.
 
     Args:
         graph: a scheduled graph.
@@ -28,7 +28,7 @@ def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, 
     weights, applied = _weights(graph, given or {})
     found: dict[Node, str] = {}
     for n in graph.nodes:
-        if is_collective(n) and n.meta.get("unit") == METRIC and "all_to_all" in str(n.target):
+        if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
             name = _nearest(n, applied)
             found |= {n: name} if name else {}
         elif loop := loop_of(n):
@@ -36,6 +36,11 @@ def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, 
             held = {m: weights[a] for m, a in zip(inside, n.args, strict=False) if isinstance(a, Node) and a in weights}
             found |= layers(loop.body, held)
     return found
+
+
+def _moves_values(node: Node) -> bool:
+    """Return whether a collective moves rows: an exchange does, and what is a matrix or more."""
+    return "all_to_all" in str(node.target) or values(node)[0].dim() >= 2
 
 
 def _weights(graph: Graph, given: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:

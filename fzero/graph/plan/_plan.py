@@ -74,8 +74,9 @@ class Collective(NamedTuple):
     Attributes:
         position: of the operation that starts it.
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        unit: whose parameters or gradients it moves; units of one bucket joined by " + ". Of an all_to_all of yours,
-            as of tokens to experts, the unit of the parameters that they meet; "(metric)" for others.
+        unit: whose parameters or gradients it moves; units of one bucket joined by " + ". Of one of yours that
+            moves rows, as tokens to experts and activations along "tp", the unit of the parameters that they meet;
+            "(metric)" for others.
         elements: of the full buffer, an all_reduce's counted twice.
         bytes: of those elements.
         times: how often it runs: more than once in a loop over micro-batches.
