@@ -40,7 +40,7 @@ class Configuration:
         >>> import fzero
         >>> config = fzero.tuning.Configuration(stage=1, micro_batch=1, accumulation=16, ranks=4, tp=2, pp=2)
         >>> fzero.mesh(**config.axes), config.world, config.global_batch
-        (Mesh(pp=2, dp=4, tp=2, simulated by vmap), 16, 64)
+        (Mesh(pp=2, dp=4, tp=2, simulated), 16, 64)
     """
 
     stage: int

@@ -547,7 +547,7 @@ def test_a_delay_says_what_it_cannot():
 # ---------------------------------------------------------------- parameters
 
 
-@settings(max_examples=8)
+@examples(4, 8)
 @given(
     name=st.sampled_from(["adamw", "momentum", "masters, clip before", "a loss scale around", "averaged parameters"]),
     params=params_of(),
