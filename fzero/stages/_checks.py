@@ -51,7 +51,7 @@ def check_arguments(
             where = tree.place("argument", path.split(".", 1)[1])
             check_cut_for(x.uid, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
-    check_means(entries, [name for name in averaged if name not in rules.apart])
+    check_means(entries, averaged, rules.apart)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
@@ -80,20 +80,23 @@ def _rows(stacked: Stacked | None) -> str:
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 
 
-def check_means(entries: Sequence[Any], averaged: Sequence[str]) -> None:
+def check_means(entries: Sequence[Any], averaged: Sequence[str], apart: Sequence[str] = ()) -> None:
     """Check that no leaf is split along an axis that the step averages over, and along which no data differ.
 
-    Its gradient would be divided by the axis's ranks, and summed over none.
+    Its gradient would be divided by the axis's ranks, and summed over none. Ranks along the axes `apart` have no data
+    of their own, and are to be averaged over.
     """
     batches = [x for x in entries if isinstance(x, PerRank)]
-    differ = [name for name in averaged if any(x.axes is None or name in x.axes for x in batches)]
+    differ = [name for name in averaged if name in apart or any(x.axes is None or name in x.axes for x in batches)]
     for x in entries if batches else ():
         for split in facts(x.uid).split if isinstance(x, Shard) else ():
             if split.axis in averaged and split.axis not in differ:
                 wanted = f"axis={tuple(differ)!r}" if differ else "such as axis='dp' of fzero.mesh(dp=1, ...)"
+                own = tuple([name for name in averaged if name not in apart and name in (*differ, split.axis)])
                 raise ValueError(
-                    f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: give "
-                    f"fzero.shard the data-parallel axes only, {wanted}"
+                    f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: where "
+                    f"its ranks share one batch, as along tp, leave it out of the mean, fzero.shard(..., {wanted}); "
+                    f"where each has its own, as along ep, split the batch over it, too, mesh.split(batch, {own!r})"
                 )
 
 

@@ -94,6 +94,15 @@ def test_with_tensor_parallelism(sizes, stage, simulate, schedule):
     check(fzero.mesh(dp=dp, pp=pp, tp=n, simulate=simulate), stage, loss, params_of(pp * stages))
 
 
+def test_a_mean_over_tp_is_refused_and_the_pipelines_axis_stays_in_it():
+    loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=TENSOR)
+    mesh = fzero.mesh(dp=2, pp=2, tp=2)
+    step = fzero.shard(step_of(loss, OPT), 1, mesh, split=loss.split)
+    state = step.init(loss.stack(params_of(2), mesh), OPT)
+    with pytest.raises(ValueError, match=r"averages over 'tp'.*leave it out of the mean, .*axis=\('dp', 'pp'\)"):
+        step(*state, mesh.split(batch_of(8, 0), "dp"))
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_with_experts(stage):
     """Their balance loss travels with the tokens, and is added at the end."""

@@ -1,5 +1,6 @@
 """A plan as a picture: live bytes over the step, its passes and its collectives."""
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
+LETTERS = 120  # beside one another over the step
 MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
 
 
@@ -32,8 +34,11 @@ def draw(plan: "Plan") -> Any:
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
-        if stop - start > 0.04 * len(plan.operations):
-            rows[0].text((start + stop) / 2, 1.13 * top, name, ha="center", va="center")
+        room = round(LETTERS * (stop - start) / len(plan.operations))
+        if room >= max(map(len, name.split())):
+            rows[0].text(
+                (start + stop) / 2, 1.13 * top, textwrap.fill(name, room), ha="center", va="center", fontsize=9
+            )
     rows[-1].set(xlabel="operation", xlim=(0, max(len(plan.operations) - 1, 1)))
     on_host = f", {size(plan.peak_of('host'))} on the host" if offloads else ""
     rows[0].set(title=f"{plan.name}: peak {size(plan.peak_bytes)}{on_host}")
@@ -54,7 +59,7 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
                 found, [1.05 * top] * len(found), marker, color="black", markersize=4, label=kind, linestyle="none"
             )
     axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
-    axes.set(ylabel="live, MB" if space == "device" else "on the host, MB", ylim=(0, 1.18 * top or 1))
+    axes.set(ylabel="live, MB" if space == "device" else "on the host, MB", ylim=(0, 1.2 * top or 1))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
