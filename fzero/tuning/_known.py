@@ -19,6 +19,13 @@ def _assumed(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Mac
 
 SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants of offload
 
+NVIDIA: dict[str, Any] = {  # what does not depend on the card
+    "latency": (2e-5, f"8.4 us in {NCCL}, and the start of a kernel on each rank"),
+    "hop": (3.4e-6, f"{NCCL}: a ring over NVLink"),
+    "far_hop": (9.6e-6, f"{NCCL}: a ring over a network"),
+    "launch": (4e-6, "the start of a kernel"),
+    "slow": (2.0, "TF32 has half of the rate"),
+}
 A100 = _assumed(
     "8 x A100 40 GB",
     flops=(140e12, "45% of 312 TFLOP/s"),
@@ -30,11 +37,7 @@ A100 = _assumed(
     ranks=(8, "a DGX"),
     peers=(230e9, f"98% of the 235 GB/s that are the most in {NCCL}"),
     network=(20e9, "80% of a port of 200 Gb/s for each device"),
-    latency=(2e-5, f"8.4 us in {NCCL}, and the start of a kernel on each rank"),
-    hop=(3.4e-6, f"{NCCL}: a ring over NVLink"),
-    far_hop=(9.6e-6, f"{NCCL}: a ring over a network"),
-    launch=(4e-6, "the start of a kernel"),
-    slow=(2.0, "TF32 has half of the rate"),
+    **NVIDIA,
 )
 H100 = _assumed(
     "8 x H100 80 GB",
@@ -47,11 +50,7 @@ H100 = _assumed(
     ranks=(8, "a DGX"),
     peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
-    latency=(2e-5, f"8.4 us in {NCCL}, and the start of a kernel on each rank"),
-    hop=(3.4e-6, f"{NCCL}: a ring over NVLink"),
-    far_hop=(9.6e-6, f"{NCCL}: a ring over a network"),
-    launch=(4e-6, "the start of a kernel"),
-    slow=(2.0, "TF32 has half of the rate"),
+    **NVIDIA,
 )
 H200 = _assumed(
     "H200 with 16 cores",
@@ -64,11 +63,7 @@ H200 = _assumed(
     ranks=(1, "a device that is rented by itself"),
     peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
-    latency=(2e-5, f"8.4 us in {NCCL}, and the start of a kernel on each rank"),
-    hop=(3.4e-6, f"{NCCL}: a ring over NVLink"),
-    far_hop=(9.6e-6, f"{NCCL}: a ring over a network"),
-    launch=(4e-6, "the start of a kernel"),
-    slow=(2.0, "TF32 has half of the rate"),
+    **NVIDIA,
 )
 JIT = "the constants by which fzero.jit compares schedules on a CPU"
 CPU = _assumed(
