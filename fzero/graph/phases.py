@@ -78,6 +78,13 @@ class Phase(NamedTuple):
     kind: str
     stage: int
 
+    def precedes(self, other: "Phase") -> bool:
+        """Return whether every schedule runs this one first, of the same turn."""
+        if self.kind == "F":
+            return other.kind != "F" or self.stage < other.stage
+        on_the_way_back = other.kind == "I" and other.stage < self.stage
+        return self.kind == "I" and (on_the_way_back or (other.kind == "W" and other.stage <= self.stage))
+
 
 def phases_of(action: Action) -> list[Phase]:
     """List the phases of an action. A whole backward pass is both halves, of which the first can be sent at once."""

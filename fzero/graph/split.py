@@ -168,8 +168,9 @@ class _Cutter:
         elif node in self.anew or (self.home[node] != part.phase and is_view(node) and not self.is_made(node)):
             self.copy(part, node)
         else:
-            assert self.home[node] != part.phase, f"{node} is used before it runs"
-            source = self.parts[self.home[node]]
+            made = self.home[node]
+            assert made.precedes(part.phase), f"{node}, which {made} makes, is used in {part.phase}: it may run before"
+            source = self.parts[made]
             source.makes(Held(node.name), node)
             part.copies[node] = part.argument(Held(node.name), node)
         return part.copies[node]

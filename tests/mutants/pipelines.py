@@ -222,6 +222,30 @@ MUTANTS = [
     ),
     Mutant("a pipeline takes its work's time", "graph/plan/_track.py", ".makespan", ".busy[0]", PLAN),
     Mutant(
+        "a gather starts in another pass",
+        "graph/passes/_schedule/_ahead.py",
+        "if n.target is BEGINS:",
+        "if False:",
+        PLAN,
+    ),
+    Mutant(
+        "a unit stays between two passes",
+        "graph/passes/_regather.py",
+        "if order.passes[a] != order.passes[b]:",
+        "if False:",
+        PLAN,
+    ),
+    Mutant(
+        "what a pass gathers is gathered once a step", "graph/passes/_hoist.py", " and loop.track is None", "", PLAN
+    ),
+    Mutant(
+        "weights' gradients come before what goes on backward",
+        "graph/phases.py",
+        'other.kind == "I" and other.stage < self.stage',
+        "False",
+        PLAN,
+    ),
+    Mutant(
         "buckets pass the end of a phase",
         "graph/passes/_bucket.py",
         "return bisect_left(ends, one) == bisect_left(ends, other)",

@@ -1,15 +1,17 @@
 """Plans of pipelines: of each rank, what is in flight, and what is said once a step."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
+from fzero.graph.ir import is_gather, is_wait, start_of
 from fzero.graph.ops import is_random
-from fzero.graph.phases import Phase
+from fzero.graph.phases import Phase, phases_of
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Held, split
 from tests.helpers import examples
@@ -22,15 +24,14 @@ def planned(
     name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any
 ) -> Any:
     depth = 2 * ranks
-    own = {"block": options.pop("block")} if "block" in options else {}
+    own = {key: options.pop(key) for key in ("block", "remat") if key in options}
+    jit = {"backend": "fx", **options.pop("jit", {})}
     loss = loss_of(micro_batches, schedule=name, stages=NAMED[name], **own)
     mesh = fzero.mesh(dp=dp, pp=ranks)
     step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(params_of(depth), mesh), OPT)
     batch = mesh.split(batch_of(16 * micro_batches * dp), "dp")
-    return fzero.plan(
-        fzero.jit(step, backend="fx"), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank
-    )
+    return fzero.plan(fzero.jit(step, **jit), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -119,7 +120,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
     before = _entry.plan_of
     try:
         _entry.plan_of = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
-        planned(name, 4, rank, ranks=2, dp=1, **options)
+        planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
     finally:
         _entry.plan_of = before
     return next(loop for n in found[0].nodes if (loop := loop_of(n)))
@@ -141,6 +142,39 @@ def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     # each sum is written once a turn
     writes = [n.args[0].name for part in parts for n in part.graph.nodes if "copy_" in str(n.target)]
     assert len(writes) == len(set(writes)) > 0
+
+
+def test_a_phase_precedes_another_where_every_schedule_runs_it_first():
+    said = []
+    for name, stages in NAMED.items():
+        for row in fzero.schedules.schedule(name, 2, 6, stages).rows:
+            done = [(phase, action.micro_batch) for action in row for phase in phases_of(action)]
+            for (one, m), (other, n) in itertools.combinations(done, 2):
+                assert m != n or not other.precedes(one), (name, one, other)
+                said += [(one, other)] if m == n and one.precedes(other) else []
+    phases = [Phase(kind, stage) for kind in "FIW" for stage in (1, 3)]
+    found = {(a.kind, a.stage - b.stage, b.kind) for a in phases for b in phases if (a, b) in said}
+    forward = {("F", -2, "F")} | {("F", apart, kind) for apart in (-2, 0, 2) for kind in "IW"}
+    assert found == forward | {("I", 2, "I"), ("I", 0, "W"), ("I", 2, "W")}
+
+
+AHEAD = st.fixed_dictionaries(
+    {"prefetch": st.integers(0, 3), "in_flight": st.integers(0, 2), "max_reuse_bytes": st.sampled_from((0, 1 << 30))}
+)
+
+
+@examples(6, 40)
+@given(st.sampled_from(("1f1b", "interleaved", "zbv")), st.integers(0, 1), st.integers(1, 3), st.booleans(), AHEAD)
+@example("interleaved", 1, 1, False, {"prefetch": 1, "in_flight": 0, "max_reuse_bytes": 0})
+def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage, remat, jit):
+    """The next of its micro-batch comes later, and may be of another stage: no gather starts ahead for it."""
+    loop = loops_of(name, rank, stage=stage, dp=2, gather=False, remat=remat, jit=jit)
+    parts = split(loop)
+    gathered = {part.phase: sum(map(is_gather, part.graph.nodes)) for part in parts}
+    assert all(gathered[Phase("F", s)] for s in loop.track.stages)
+    assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
+    names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
+    assert not names & {x.name for part in parts for x in part.made if isinstance(x, Held)}
 
 
 def test_what_a_stage_sends_back_comes_before_its_weights_gradients():

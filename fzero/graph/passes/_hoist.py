@@ -13,9 +13,10 @@ __all__ = ["hoist"]
 
 
 def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
-    """Move gathers of parameters out of loops.
+    """Move gathers of parameters out of loops, but for those of pipelines.
 
-    A gathered unit then stays from turn to turn: the loop sends fewer bytes, and holds more.
+    A gathered unit then stays from turn to turn: the loop sends fewer bytes, and holds more. What a pipeline's turns
+    gather differs by rank, and the graph around them does not.
 
     Args:
         graph: a flat graph.
@@ -24,10 +25,10 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     Returns:
         A graph with the same results, bit for bit.
     """
-    if not any(loop_of(n) for n in graph.nodes):
+    if not _loops(graph):
         return graph
     graph = copied(graph)
-    for node in [n for n in graph.nodes if loop_of(n)]:
+    for node in _loops(graph):
         loop = loop_of(node)
         assert loop is not None
         units = _units(loop)
@@ -36,6 +37,10 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         if stay:
             _move(graph, node, loop, stay)
     return graph
+
+
+def _loops(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if (loop := loop_of(n)) and loop.track is None]
 
 
 def _units(loop: Loop) -> dict[Node, list[Node]]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import copied, is_input, nbytes, parameter_gathers, values
 from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.phases import BEGINS
 from fzero.graph.spaces import UP
 
 __all__ = ["regather"]
@@ -79,20 +81,26 @@ class _Order(NamedTuple):
     Attributes:
         waits: for each use, the wait for the unit that is used.
         rank: the place of each pair of a use and a wait.
+        passes: the number of the pass that each use belongs to, of a pipeline's turn.
     """
 
     waits: list[Node]
     rank: dict[tuple[Node, Node], int]
+    passes: dict[Node, int]
 
 
 def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _Order:
     pairs = [(use, wait) for wait in uses for use in uses[wait]]
     pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
-    return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)})
+    begins = [i for n, i in index.items() if n.target is BEGINS]
+    passes = {use: bisect(begins, index[use]) for use, _ in pairs}
+    return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, passes)
 
 
 def _lets_go(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
     """Return whether more than the limit of other units is used between two uses, `a` and `b`, of a gathered one."""
+    if order.passes[a] != order.passes[b]:  # between them other turns run
+        return True
     between, held = {wait}, 0
     for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):
         other = order.waits[at]

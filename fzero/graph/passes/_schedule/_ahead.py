@@ -5,13 +5,25 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Node
 
 from fzero.graph.ir import is_collective, is_wait, nbytes, values, values_of_args
+from fzero.graph.phases import BEGINS
 
 __all__ = ["asked_ahead", "where_it_fits"]
 
 
-def asked_ahead(gathers: list[Node], prefetch: int) -> dict[Node, list[Node]]:
-    """Map the first use of each gather, its wait, to those that start before it."""
-    return {min(g.users, key=str, default=g): gathers[i + 1 : i + 1 + prefetch] for i, g in enumerate(gathers)}
+def asked_ahead(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
+    """Map the first use of each gather, its wait, to those that start before it: of one pass, if it is a pipeline's.
+
+    The passes stand in the order of the stages. A later stage's forward pass runs before an earlier one's backward.
+    """
+    chosen, passes = set(gathers), list[list[Node]]([[]])
+    for n in order:
+        if n.target is BEGINS:
+            passes.append([])
+        elif n in chosen:
+            passes[-1].append(n)
+    return {
+        min(g.users, key=str, default=g): mine[i + 1 : i + 1 + prefetch] for mine in passes for i, g in enumerate(mine)
+    }
 
 
 def where_it_fits(

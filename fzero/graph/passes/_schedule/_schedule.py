@@ -95,8 +95,7 @@ def schedule(
     found = Orders(graph) if orders is None else orders
     order = found.lean(in_flight)
     if prefetch and found.gathers:
-        position = {n: i for i, n in enumerate(order)}
-        ahead = asked_ahead(sorted(found.gathers, key=position.__getitem__), prefetch)
+        ahead = asked_ahead(found.gathers, order, prefetch)
         if limit < math.inf:
             ahead = where_it_fits(ahead, order, found.live(in_flight), limit)
         order = listed(found.rules._replace(in_flight=in_flight, ahead=ahead))
