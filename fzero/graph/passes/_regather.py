@@ -98,8 +98,11 @@ def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int
 
 
 def _lets_go(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
-    """Return whether more than the limit of other units is used between two uses, `a` and `b`, of a gathered one."""
-    if order.passes[a] != order.passes[b]:  # between them other turns run
+    """Return whether more than the limit of other units is used between two uses, `a` and `b`, of a gathered one.
+
+    Between two passes of a pipeline other turns run, each with units of its own.
+    """
+    if order.passes[a] != order.passes[b]:
         return True
     between, held = {wait}, 0
     for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):
