@@ -16,7 +16,16 @@ from fzero._torch.autograd import (
 )
 from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
-from fzero._torch.compiler import compile_threads, importing, inductor, inductor_folder, pickled, preparing, unpickled
+from fzero._torch.compiler import (
+    compile_threads,
+    have_equal_strides,
+    importing,
+    inductor,
+    inductor_folder,
+    pickled,
+    preparing,
+    unpickled,
+)
 from fzero._torch.dcp import unpickled_metadata
 from fzero._torch.dynamo import allow_in_graph, assume_constant_result
 from fzero._torch.graphs import graph_of
@@ -59,6 +68,7 @@ __all__ = [
     "functional",
     "graph_of",
     "group_of",
+    "have_equal_strides",
     "holders",
     "importing",
     "in_buffers",

@@ -35,10 +35,19 @@ def _memory_format(name: str) -> torch.memory_format:
     return getattr(torch, name)
 
 
-def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
+def inductor(
+    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], made: Sequence[Any]
+) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
 
-    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again.
+    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again. What an
+    operation is made of may lay its result out in another way than it does itself. So a view is a reshape here, and a
+    result is copied where its strides are not those that were traced.
+
+    Args:
+        gm: the graph.
+        fakes: stand-ins of its arguments.
+        made: stand-ins of its results.
 
     Returns:
         A function of a list of tensors, which it empties, so that arguments die as they are consumed.
@@ -54,11 +63,44 @@ def inductor(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> Callabl
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
     given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
     with torch.no_grad(), mode:
-        apart = make_fx(torch.fx.Interpreter(gm).run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
+        apart = make_fx(_laid_out(gm, made), select_decomp_table(), _allow_non_fake_inputs=True)(*given)
     output = next(n for n in apart.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
         return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+
+
+class _Reshaping(torch.fx.Interpreter):
+    """Runs a graph with reshapes for its views: what they are taken of may lie otherwise than when it was traced."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(torch.ops.aten.reshape.default if target in _VIEWS else target, args, kwargs)
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _laid_out(gm: torch.fx.GraphModule, made: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+    """Make the function of a graph whose results have the strides of their stand-ins."""
+
+    def run(*args: torch.Tensor) -> tuple[Any, ...]:
+        return tuple([_with_strides_of(like, x) for x, like in zip(_Reshaping(gm).run(*args), made, strict=True)])
+
+    return run
+
+
+def _with_strides_of(like: Any, x: Any) -> Any:
+    """Copy a tensor if its strides are others than a dense stand-in's, dimensions of one element aside."""
+    if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):
+        return x
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def have_equal_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape lie alike; strides that no second element needs do not count."""
+    return not x.numel() or all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))
 
 
 @functools.cache
@@ -112,8 +154,11 @@ def compile_threads() -> int:
     return config.compile_threads or 1
 
 
-def pickled(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
-    """Write graphs and the shapes of their arguments down for another process, and how this one compiles.
+Described = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of its arguments and its results
+
+
+def pickled(graphs: Sequence[Described]) -> bytes:
+    """Write graphs and the shapes of their arguments and results down for another process, and how this one compiles.
 
     Raises:
         Exception: whatever pickle raises of what it cannot write: a setting of the user's, a constant in a graph.
@@ -121,11 +166,11 @@ def pickled(graphs: Sequence[tuple[Graph, Sequence[torch.Tensor]]]) -> bytes:
     from torch._inductor import config
 
     how = (config.save_config(), _settings())
-    described = [(_lines(graph), [(x.shape, x.stride(), x.dtype, x.device) for x in fakes]) for graph, fakes in graphs]
+    described = [(_lines(graph), _forms(fakes), _forms(made)) for graph, fakes, made in graphs]
     return pickle.dumps((how, described))
 
 
-def unpickled(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tensor]]]]:
+def unpickled(data: bytes) -> list[Callable[[], Described]]:
     """Set this process up as the one that wrote graphs down, and return functions that make them.
 
     A graph with an operation of the user's own, which is not registered here, raises when it is made.
@@ -136,12 +181,16 @@ def unpickled(data: bytes) -> list[Callable[[], tuple[Graph, Sequence[torch.Tens
     config.load_config(inductors)
     _set(settings)
 
-    def make(lines: list[_Line], shapes: Any) -> tuple[Graph, Sequence[torch.Tensor]]:
+    def make(lines: list[_Line], *forms: Any) -> Described:
         with FakeTensorMode():
-            fakes = [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in shapes]
-        return _graph(lines), fakes
+            fakes, made = [[torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in xs] for xs in forms]
+        return _graph(lines), fakes, made
 
-    return [lambda lines=lines, shapes=shapes: make(lines, shapes) for lines, shapes in described]
+    return [functools.partial(make, *one) for one in described]
+
+
+def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in fakes]
 
 
 class _Settings(NamedTuple):

@@ -45,6 +45,7 @@ class Asked(NamedTuple):
         dump: the folder for the graph after each pass, if one was asked for.
         loop: whether micro-batches become a loop.
         device: that it is planned for, if it is not the one at hand.
+        strict: whether what cannot run compiled is an error.
     """
 
     step: Step
@@ -54,6 +55,7 @@ class Asked(NamedTuple):
     dump: str | None
     loop: bool
     device: Device | None = None
+    strict: bool = False
 
     def __str__(self) -> str:
         return f"jit({self.step.name})"
@@ -99,7 +101,7 @@ class Entry:
             check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
-            self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh)
+            self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh, self.asked.strict)
         given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
         try:
             with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)

@@ -42,6 +42,7 @@ def jit(
     recast: bool | Literal["auto"] = "auto",
     dump: str | os.PathLike[str] | None = None,
     loop: bool = True,
+    strict: bool = False,
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -74,6 +75,8 @@ def jit(
             `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
         loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
             once. Where they cannot, a notice says why; docs/jit.md lists the cases.
+        strict: whether a segment that cannot run compiled is an error. By default it runs operation by operation on all
+            ranks, and a notice says which it is, why, and what that costs.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -98,9 +101,13 @@ def jit(
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     if not isinstance(loop, bool):
         raise ValueError(f"loop={loop!r}: expected True or False")
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict={strict!r}: expected True or False")
+    if strict and backend == "auto":
+        raise ValueError('strict=True: backend="auto" compiles while the step runs, and never ends it; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else checked_folder(dump)
-    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop)
+    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict)
 
 
 def _positions(donate: Any) -> tuple[int, ...] | None:
@@ -127,6 +134,7 @@ class Jitted:
         dump: the folder for the graph after each pass, if one was asked for.
         loop: whether micro-batches become a loop.
         device: that it is planned for, if it is not the one at hand; such a step is not run.
+        strict: whether what cannot run compiled is an error.
     """
 
     step: Callable[..., Any]
@@ -136,6 +144,7 @@ class Jitted:
     dump: str | None = None
     loop: bool = True
     device: Device | None = None
+    strict: bool = False
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +184,9 @@ class Jitted:
 
     @cached_property
     def _asked(self) -> Asked:
-        return Asked(step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device)
+        return Asked(
+            step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device, self.strict
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

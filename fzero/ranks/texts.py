@@ -16,12 +16,12 @@ _ROUNDS: Counter[str] = Counter()  # how often ranks have given a text on a topi
 class MissingRank(RuntimeError):
     """A rank gave no text in time; `rank` is which."""
 
-    def __init__(self, rank: int, topic: str) -> None:
-        super().__init__(f"rank {rank} gave no text on {topic!r} within {SECONDS:g} s")
+    def __init__(self, rank: int, topic: str, seconds: float) -> None:
+        super().__init__(f"rank {rank} gave no text on {topic!r} within {seconds:g} s")
         self.rank = rank
 
 
-def gather_texts(mine: str, mesh: Mesh, topic: str) -> list[str]:
+def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
     """Give a text to all ranks, and get all ranks', in rank order.
 
     It is no collective, so a rank that gives a text while the others run does not take their messages for its own.
@@ -30,10 +30,12 @@ def gather_texts(mine: str, mesh: Mesh, topic: str) -> list[str]:
         mine: this rank's text.
         mesh: a distributed mesh. A mesh is the world.
         topic: what the texts are about. Its n-th text on a topic is for the other ranks' n-th.
+        seconds: how long to wait for another's text; by default `SECONDS`.
 
     Raises:
-        MissingRank: if a rank gives no text within `SECONDS`.
+        MissingRank: if a rank gives no text in that time.
     """
+    patience = SECONDS if seconds is None else seconds
     store = default_store()
     _ROUNDS[topic] += 1
     keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]
@@ -41,8 +43,8 @@ def gather_texts(mine: str, mesh: Mesh, topic: str) -> list[str]:
     found = []
     for rank, key in enumerate(keys):
         try:
-            store.wait([key], datetime.timedelta(seconds=SECONDS))
+            store.wait([key], datetime.timedelta(seconds=patience))
         except RuntimeError as error:
-            raise MissingRank(rank, topic) from error
+            raise MissingRank(rank, topic, patience) from error
         found.append(store.get(key).decode())
     return found

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fzero import _torch
 from fzero._torch import levels as _torch_levels
 from fzero._torch import modules as _torch_modules
+from fzero.graph.ir import results
 
 
 def test_versions():
@@ -240,7 +241,8 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
 
     fakes = _torch.fake_like([torch.ones(8, 8)])
-    compiled = _torch.inductor(_torch.trace(f, fakes), fakes)
+    traced = _torch.trace(f, fakes)
+    compiled = _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
     args = [torch.randn(8, 8)]
     expected, got = f(*args), compiled(args)
     assert args == []

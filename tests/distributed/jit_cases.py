@@ -73,6 +73,27 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.Mesh) -> None:
         assert_trees_close(fast, eager)
 
 
+@case
+def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.Mesh) -> None:
+    """Compiled code here adds one to what it computes, so that copies of parameters would come to differ."""
+    lowering, compiling = (importlib.import_module(f"fzero.graph.run.{name}") for name in ("_lower", "_compile"))
+
+    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
+        if mesh.rank == mesh.size - 1 and any("tanh" in str(n.target) for n in gm.graph.nodes):
+            raise RuntimeError("no space left on device")
+        changed = any("tanh" in str(n.target) for n in gm.graph.nodes)
+        return lambda args: [x + changed for x in gm.forward(*args)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "inductor", inductor)
+        patch.setattr(lowering, "is_compiled", lambda code: True)
+        step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
+        eager, fast = train_both(step, fzero.jit(step), 2, 2 * mesh.size)
+        assert_trees_close(fast, eager)
+        with pytest.raises(RuntimeError, match=f"on rank {mesh.size - 1}.*no space left on device"):
+            train_both(step, fzero.jit(step, strict=True), 1, 2 * mesh.size)
+
+
 class Unending:
     """In the place of a worker's process."""
 
@@ -99,7 +120,7 @@ def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.Mesh) -> None:
             torch.testing.assert_close(a, b, rtol=0 if mesh.size == 2 else 1e-12, atol=0 if mesh.size == 2 else 1e-12)
 
 
-def uncompiled(codes: Any) -> Any:
+def uncompiled(codes: Any, one: Any) -> Any:
     """Take the place of Inductor: run each segment operation by operation."""
     return ((code, lambda args, graph=code.graph: GraphModule({}, graph).forward(*args)) for code in codes)
 

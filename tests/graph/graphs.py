@@ -547,7 +547,9 @@ def users_reversed(graph: Graph) -> Graph:
 def not_compiled(patch: pytest.MonkeyPatch) -> None:
     """Have segments run as they are, in Inductor's place."""
     patch.setattr(lowering, "is_compiled", lambda code: True)
-    patch.setattr(lowering, "compile_all", lambda codes: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes])
+    patch.setattr(
+        lowering, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes]
+    )
 
 
 def boxed(gm: Any, fakes: Any) -> Any:

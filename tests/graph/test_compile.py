@@ -25,10 +25,9 @@ import fzero.graph.run._compile as compiling
 import fzero.graph.run._lower as lowering
 import fzero.graph.run._progress as progressing
 from fzero import _torch, optim
-from fzero._notice import notice
-from fzero.graph.ir import is_input
+from fzero.graph.ir import is_input, results
 from fzero.graph.run import _workers
-from fzero.graph.run._compile import Code, can_load, compile_all, is_compiled, name_of_code
+from fzero.graph.run._compile import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._segment import _key
 from fzero.graph.run._workers import Workers, spare_cores
 from tests.graph.test_jit import bitwise
@@ -48,7 +47,7 @@ def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
     graph = _torch.trace(f, fakes).graph
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x
-    return Code(graph, fakes, name or name_of_code(_key(graph)))
+    return Code(graph, fakes, [n.meta["val"] for n in results(graph)], name or name_of_code(_key(graph)))
 
 
 def codes(count: int) -> list[Code]:
@@ -137,7 +136,7 @@ def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp
         raise FileNotFoundError(folder)
 
     monkeypatch.setattr(compiling, "inductor", fail)
-    with pytest.raises(RuntimeError, match=r'could not compile a segment .*backend="fx"'):
+    with pytest.raises(RuntimeError, match=r'a segment .* could not compile it: .*backend="fx"'):
         compiling.compiled(code)
     monkeypatch.setattr(compiling, "inductor", lambda *args: list)
     assert compiling.compiled(code) is list
@@ -161,14 +160,15 @@ def test_a_graph_is_the_same_in_another_process():
         return [a.sum((0, 1), keepdim=True), torch.stack([b.to(torch.float16).max(1)[0], b[:, 0]]), z, y.argmax()]
 
     code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
-    (make,) = _torch.unpickled(_torch.pickled([(code.graph, code.fakes)]))
-    graph, fakes = make()
+    (make,) = _torch.unpickled(_torch.pickled([(code.graph, code.fakes, code.made)]))
+    graph, fakes, made = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
         node.meta["val"] = x
     assert name_of_code(_key(graph)) == code.name
-    assert [(x.shape, x.stride(), x.dtype, x.device) for x in fakes] == [
-        (x.shape, x.stride(), x.dtype, x.device) for x in code.fakes
-    ]
+    for there, here in ((fakes, code.fakes), (made, code.made)):
+        assert [(x.shape, x.stride(), x.dtype, x.device) for x in there] == [
+            (x.shape, x.stride(), x.dtype, x.device) for x in here
+        ]
 
 
 # ---------------------------------------------------------------- workers
@@ -194,15 +194,15 @@ def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
     for _ in range(5):  # longer, so that it is compiled first
         x = bad.call_function(torch.ops.aten.mm.default, (x, 3))
     bad.output((x,))
-    workers = _workers.start([Code(bad, good.fakes, "bad"), good], 1)
+    workers = _workers.start([Code(bad, good.fakes, [], "bad"), good], 1)
     for _ in range(600):
         if workers.are_done():
             break
         time.sleep(0.1)
     workers.stop()
-    assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, "bad"))
+    assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, [], "bad"))
     counters.clear()
-    (runs,) = [runs for _, runs in compile_all([good])]
+    (runs,) = [runs for _, runs in compile_all([good], compiling.compiled)]
     assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])
     assert (runs([torch.ones(64, dtype=torch.float32)])[0] == number + 1).all()
 
@@ -298,7 +298,7 @@ def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
 def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(monkeypatch, warm):
     seen = set()
 
-    def uncompiled(codes: Any) -> Any:
+    def uncompiled(codes: Any, one: Any) -> Any:
         for code in codes:
             seen.add(gc.isenabled())
             yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
@@ -338,27 +338,12 @@ def test_what_is_ready_is_loaded_for_half_a_second_at_most(monkeypatch):
     assert len(runs_of(jitted).runs.loaded) == 1
 
 
-def test_a_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monkeypatch, caplog):
-    pretended = Pretended(monkeypatch, 1000)
-
-    def fail(code: Code) -> Any:
-        raise RuntimeError("Inductor could not compile segment 1")
-
-    monkeypatch.setattr(changing, "compiled", fail)
-    notice.cache_clear()
-    step, jitted = both()
-    trained(step, jitted, range(3))
-    assert runs_of(jitted).runs.fast is None and pretended.stopped
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "fzero"]
-    assert said == 'Inductor could not compile segment 1. So backend="auto" goes on without'
-
-
-def test_the_last_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monkeypatch):
+def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypatch):
     pretended = Pretended(monkeypatch, 1000)
 
     def fail_last(code: Code) -> Any:
         if len(pretended.compiled) == last:
-            raise RuntimeError("no")
+            raise CompileError("a segment", "no")
         return pretended.compile(code)
 
     monkeypatch.setattr(changing, "compiled", fail_last)
@@ -369,7 +354,8 @@ def test_the_last_segment_that_cannot_be_compiled_leaves_the_step_as_it_is(monke
     pretended.compiled.clear()
     step, jitted = both()
     trained(step, jitted, range(3))
-    assert len(pretended.compiled) == last and runs_of(jitted).runs.fast is None
+    assert len(pretended.compiled) == last
+    assert runs_of(jitted).runs.fast.uncompiled == 1
 
 
 def test_what_workers_leave_is_compiled_here(monkeypatch):

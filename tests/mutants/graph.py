@@ -14,6 +14,7 @@ PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+BORDERS, FALLBACK = ("tests/graph/run/test_borders.py",), ("tests/graph/run/test_fallback.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
 WORKSPACE = ("tests/graph/test_workspace.py",)
@@ -853,22 +854,22 @@ MUTANTS = [
     Mutant(
         "a step changes over before all is loaded",
         "graph/run/_auto.py",
-        "not self.left and not self.failed",
-        "self.loaded",
+        "        elif self.left:\n            return\n",
+        "",
         COMPILE,
     ),
     Mutant(
         "a rank changes over alone",
         "graph/run/_auto.py",
-        'all(text == "ready"',
-        'any(text == "ready"',
+        "if not all(texts):",
+        "if not any(texts):",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),
     Mutant(
         "a rank does not ask the others",
         "graph/run/_auto.py",
-        "if self.mesh is None or not self.mesh.distributed:",
-        "if True:",
+        "if self.mesh is not None and self.mesh.distributed:",
+        "if False:",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),
     Mutant(
@@ -975,7 +976,55 @@ MUTANTS = [
     ),
     Mutant("a scaled step is a rounded master", "graph/run/_rounded.py", ' or "alpha" in node.kwargs', "", CUT),
     Mutant(
-        "who fails last goes over", "graph/run/_auto.py", "not self.left and not self.failed", "not self.left", COMPILE
+        "auto proves nothing",
+        "graph/run/_auto.py",
+        "outcome = proved(code, compiled)",
+        "outcome = compiled(code)",
+        COMPILE,
+    ),
+    # borders of segments, and segments that cannot run compiled
+    Mutant(
+        "a result lies as it is made",
+        "_torch/compiler.py",
+        "if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):",
+        "if True:",
+        BORDERS,
+    ),
+    Mutant(
+        "a view is a view of what lies otherwise",
+        "_torch/compiler.py",
+        "torch.ops.aten.reshape.default if target in _VIEWS else target",
+        "target",
+        BORDERS,
+    ),
+    Mutant(
+        "an argument lies as it comes",
+        "graph/run/_borders.py",
+        "        for i in odd:",
+        "        for i in ():",
+        BORDERS,
+    ),
+    Mutant("a copy is written", "graph/run/_borders.py", "            _check_not_written(graph, odd)\n", "", BORDERS),
+    Mutant("a proof looks at no strides", "graph/run/_fallback.py", "or not have_equal_strides(x, like)", "", FALLBACK),
+    Mutant(
+        "a proof looks at no dtypes", "graph/run/_fallback.py", "tuple(x.shape), x.dtype,", "tuple(x.shape),", FALLBACK
+    ),
+    Mutant("a proof draws", "graph/run/_fallback.py", "torch.random.fork_rng(cards), ", "", FALLBACK),
+    Mutant("a proof blames the compiler", "graph/run/_fallback.py", "if _runs_uncompiled(code):", "if True:", FALLBACK),
+    Mutant(
+        "a rank falls back alone",
+        "graph/run/_fallback.py",
+        "if mesh is None or not mesh.distributed:",
+        "if True:",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant("strict is not asked", "graph/run/_fallback.py", "    if strict:\n", "    if False:\n", FALLBACK),
+    Mutant(
+        "an error shows torch's advice",
+        "graph/run/_compile.py",
+        "for line in str(error).splitlines()",
+        "for line in [str(error)]",
+        FALLBACK,
     ),
     Mutant("a cast back is not seen", "graph/trace/_casts.py", "if same and not handed_on and", "if False and", CASTS),
     Mutant(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero._notice import notice
 from fzero.graph.run._compile import Code, Runs, can_load, compiled, is_compiled
+from fzero.graph.run._fallback import Refusal, packed, proved, tell, united
 from fzero.graph.run._pieces import in_pieces
 from fzero.graph.run._program import Program
 from fzero.graph.run._workers import Workers
@@ -45,8 +45,8 @@ class _Auto:
     Attributes:
         left: the segments that are not loaded yet.
         loaded: the functions of the others, by the name of their code.
+        refusals: of those that cannot run compiled.
         calls: how often it was called.
-        failed: whether a segment cannot be compiled.
         fast: the step, compiled.
     """
 
@@ -56,8 +56,8 @@ class _Auto:
     workers: Workers
     mesh: Mesh | None
     loaded: dict[str, Runs] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
     calls: int = 0
-    failed: bool = False
     fast: Runs | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -65,32 +65,36 @@ class _Auto:
         if self.fast is None:
             self.calls += 1
             self._load()
-            if self._agreed():
-                self.workers.stop()
-                log.info("the step runs compiled from call %d on", self.calls)
-                self.fast = in_pieces(self.program, self.loaded)
+            self._change_over()
         return self.slow(args) if self.fast is None else self.fast(args)
 
     def _load(self) -> None:
-        """Load what is compiled, for a while; if the workers have ended, compile what they left."""
+        """Load and prove what is compiled, for a while; if the workers have ended, compile what they left."""
         until = time.monotonic() + SECONDS
-        while self.left and not self.failed and time.monotonic() < until:
+        while self.left and time.monotonic() < until:
             code = next((c for c in self.left if is_compiled(c) or self.workers.are_done()), None)
             if code is None or not can_load():
                 return
-            try:
-                self.loaded[code.name] = compiled(code)
-            except RuntimeError as error:
-                self.failed = True
-                notice(f'{error}. So backend="auto" goes on without')
-                self.workers.stop()
+            outcome = proved(code, compiled)
+            if isinstance(outcome, Refusal):
+                self.refusals[code.name] = outcome
+            else:
+                self.loaded[code.name] = outcome
             self.left.remove(code)
 
-    def _agreed(self) -> bool:
-        """Return whether all ranks have loaded all: they ask one another at each call, and later now and then."""
-        ready = not self.left and not self.failed
-        if self.mesh is None or not self.mesh.distributed:
-            return ready
-        if self.calls > 32 and self.calls % 32:
-            return False
-        return all(text == "ready" for text in gather_texts("ready" if ready else "", self.mesh, "jit/auto"))
+    def _change_over(self) -> None:
+        """Run compiled from now on, if all ranks can: they ask one another at each call, and later now and then."""
+        refusals = self.refusals
+        if self.mesh is not None and self.mesh.distributed:
+            if self.calls > 32 and self.calls % 32:
+                return
+            texts = gather_texts("" if self.left else packed(refusals, self.mesh.rank), self.mesh, "jit/auto")
+            if not all(texts):
+                return
+            refusals = united(texts)
+        elif self.left:
+            return
+        self.workers.stop()
+        tell([*refusals.values()], self.mesh, strict=False)
+        log.info("the step runs compiled from call %d on", self.calls)
+        self.fast = in_pieces(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})

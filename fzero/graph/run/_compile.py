@@ -10,17 +10,34 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
 from fzero._torch import importing, inductor, inductor_folder, line_of
+from fzero.graph.ops import is_view, name_of
 
-__all__ = ["Code", "Runs", "can_load", "compile_all", "compile_graph", "compiled", "is_compiled", "name_of_code"]
+__all__ = [
+    "Code",
+    "CompileError",
+    "Runs",
+    "can_load",
+    "compile_all",
+    "compile_graph",
+    "compiled",
+    "described",
+    "first_line",
+    "is_compiled",
+    "name_of_code",
+]
+
+T = TypeVar("T")
 
 Runs = Callable[[list[Any]], Sequence[Any]]  # a function of a list of arguments, which it empties, to results
+
+MOST = 6  # operations and lines that an error lists
 
 PATIENCE = 600.0  # seconds that a process waits for a segment that another compiles; then it does so itself
 
@@ -31,14 +48,25 @@ class Code(NamedTuple):
     Attributes:
         graph: the code.
         fakes: stand-ins of its arguments.
+        made: stand-ins of its results.
         name: of its files; equal for equal code.
         where: of which instruction, for errors.
     """
 
     graph: Graph
     fakes: Sequence[torch.Tensor]
+    made: Sequence[Any]
     name: str
     where: str = "a segment"
+
+
+class CompileError(RuntimeError):
+    """A segment that cannot run compiled; `segment` says which, `reason` why."""
+
+    def __init__(self, segment: str, reason: str) -> None:
+        super().__init__(f'fzero.jit: {segment}: {reason}. backend="fx" runs without a compiler')
+        self.segment = segment
+        self.reason = reason
 
 
 def name_of_code(key: Hashable) -> str:
@@ -50,15 +78,15 @@ def compiled(code: Code) -> Runs:
     """Compile a segment, and leave a note of it beside Inductor's cache.
 
     Raises:
-        RuntimeError: if Inductor cannot compile it. Names its operations and their source lines.
+        CompileError: if Inductor cannot compile it. Names its operations and their source lines.
     """
-    runs = compile_graph(code.graph, code.fakes, code.where)
+    runs = compile_graph(code.graph, code.fakes, code.made, code.where)
     with suppress(OSError):
         _file(code, "done").touch()
     return runs
 
 
-def compile_all(codes: Sequence[Code], one: Callable[[Code], Runs] = compiled) -> Iterator[tuple[Code, Runs]]:
+def compile_all(codes: Sequence[Code], one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
     """Compile segments, the longest first, and those last that other processes are compiling.
 
     Args:
@@ -66,26 +94,23 @@ def compile_all(codes: Sequence[Code], one: Callable[[Code], Runs] = compiled) -
         one: compiles one of them.
 
     Yields:
-        Each with its function, as soon as it is there.
-
-    Raises:
-        RuntimeError: if Inductor cannot compile a segment. Names its operations and their source lines.
+        Each with what `one` made of it, as soon as it is there.
     """
     left = sorted(codes, key=lambda code: -len(code.graph.nodes))
     while left:
         busy = []
         for code in left:
             with _taken(code, 0.0) as mine:
-                runs = one(code) if mine else None
-            if runs is None:
+                done = [one(code)] if mine else []
+            if not done:
                 busy.append(code)
             else:
-                yield code, runs
+                yield code, done[0]
         if len(busy) == len(left):  # all that is left is another's: wait for one
             code, *busy = busy
             with _taken(code, PATIENCE):
-                runs = one(code)
-            yield code, runs
+                made = one(code)
+            yield code, made
         left = busy
 
 
@@ -126,20 +151,30 @@ def _file(code: Code, what: str) -> Path:
     return folder / f"{code.name}.{what}"
 
 
-def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], where: str) -> Runs:
+def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], made: Sequence[Any], where: str) -> Runs:
     """Compile a graph with Inductor.
 
     Raises:
-        RuntimeError: if that fails. Names the operations and their source lines.
+        CompileError: if that fails. Names the operations and their source lines.
     """
     try:
-        return inductor(GraphModule({}, graph), fakes)
+        return inductor(GraphModule({}, graph), fakes, made)
     except Exception as error:
-        nodes = [n for n in graph.nodes if n.op == "call_function"]
-        lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
-        names = list(dict.fromkeys(str(n.target) for n in nodes))
-        raise RuntimeError(
-            f"fzero.jit: Inductor could not compile {where} ({len(nodes)} operations: {', '.join(names[:6])}"
-            f"{', ...' if len(names) > 6 else ''}), traced from {', '.join(lines[:6])}: {error}. "
-            'backend="fx" runs without a compiler'
-        ) from error
+        raise CompileError(described(graph, where), f"Inductor could not compile it: {first_line(error)}") from error
+
+
+def described(graph: Graph, where: str) -> str:
+    """Describe a segment to a user: its operations, and the lines that they were traced from."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
+    names = list(dict.fromkeys(name_of(n) or str(n.target) for n in nodes if not is_view(n)))
+    return f"{where} ({len(nodes)} operations: {_few(names)}), traced from {_few(lines) or 'no line of yours'}"
+
+
+def _few(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:MOST]) + ", ..." * (len(texts) > MOST)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line of an error that says what happened, without torch's advice to authors of operations."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

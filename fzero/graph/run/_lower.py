@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
-from fzero.graph.ir import is_input
+from fzero.graph.ir import is_input, results
 from fzero.graph.run._arrivals import arriving
 from fzero.graph.run._auto import auto
 from fzero.graph.run._clock import COMPILED, now, place_of, timed
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
+from fzero.graph.run._fallback import Refusal, all_refusals, attempt, proved, tell
 from fzero.graph.run._pieces import Executable, codes_of, in_pieces, one_by_one, run_marked
 from fzero.graph.run._program import program_of
 from fzero.graph.run._progress import progress
@@ -23,31 +24,39 @@ from fzero.ranks.mesh import Mesh
 __all__ = ["BACKENDS", "lower"]
 
 
-def lower(graph: Graph, backend: str, mesh: Mesh | None = None) -> Executable:
+def lower(graph: Graph, backend: str, mesh: Mesh | None = None, strict: bool = False) -> Executable:
     """Make a scheduled graph runnable.
 
     Args:
         graph: a flat graph.
         backend: one of `BACKENDS`.
         mesh: whose ranks run it, if they are to agree on when they run compiled code.
+        strict: whether what cannot run compiled is an error.
 
     Raises:
-        RuntimeError: if Inductor cannot compile a segment. Names its operations and their source lines.
+        CompileError: if a segment cannot run compiled on some rank, and `strict`. Names its operations and their source
+            lines.
     """
-    return BACKENDS[backend](graph, mesh)
+    return BACKENDS[backend](graph, mesh, strict)
 
 
-def _fx(graph: Graph, mesh: Mesh | None) -> Executable:
+def _fx(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     """Run the graph's operations one by one: the reference."""
     return one_by_one(arriving(graph))
 
 
-def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
+def _whole(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     """Compile the graph as one, collectives and all.
 
     It must be functional: Inductor would drop the copy of a value that a collective overwrites.
     """
-    compiled = compile_graph(graph, [n.meta["val"] for n in graph.nodes if is_input(n)], "the whole step")
+    fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
+    made = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
+    compiled = attempt(lambda: compile_graph(graph, fakes, made, "the whole step"))
+    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, mesh)
+    tell([*refusals.values()], mesh, strict)
+    if refusals or isinstance(compiled, Refusal):
+        return one_by_one(graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := now()) is not None:
@@ -57,7 +66,7 @@ def _whole(graph: Graph, mesh: Mesh | None) -> Executable:
     return Executable(run, compiled=compiled)
 
 
-def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
+def _piecewise(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
     program = program_of(arriving(graph))
     codes = codes_of(program)
@@ -67,13 +76,15 @@ def _piecewise(graph: Graph, mesh: Mesh | None) -> Executable:
     workers = start(cold, min(spare_cores(), len(cold) - 1) if on_cpu else 0)
     try:
         with nullcontext() if cold else paused_collector():  # what is loaded is kept; what compiles leaves garbage
-            compiled = {code.name: runs for code, runs in progress(compile_all(codes), len(codes))}
+            outcomes = {code.name: found for code, found in progress(compile_all(codes, proved), len(codes))}
     finally:
         workers.stop()
-    return in_pieces(program, compiled)
+    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
+    tell([*refusals.values()], mesh, strict)
+    return in_pieces(program, {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals})
 
 
-def _auto(graph: Graph, mesh: Mesh | None) -> Executable:
+def _auto(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     """Run operations one by one until all segments are compiled, which happens in another process."""
     graph = arriving(graph)
     program = program_of(graph)
@@ -85,7 +96,7 @@ def _auto(graph: Graph, mesh: Mesh | None) -> Executable:
     return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 
 
-BACKENDS: dict[str, Callable[[Graph, Mesh | None], Executable]] = {
+BACKENDS: dict[str, Callable[[Graph, Mesh | None, bool], Executable]] = {
     "inductor": _piecewise,
     "auto": _auto,
     "fx": _fx,

@@ -11,6 +11,7 @@ from fzero._torch import profiling
 from fzero.collectives import gloo
 from fzero.graph.ir import copied, is_input
 from fzero.graph.loops import Loop, loop_of
+from fzero.graph.run._borders import within_borders
 from fzero.graph.run._clock import COMPILED, name_of, now, place_of, timed, timed_graph
 from fzero.graph.run._compile import Code, Runs, name_of_code
 from fzero.graph.run._loop import running
@@ -34,12 +35,14 @@ class Executable:
         segments: how many segments it runs.
         distinct: how many of them are different code.
         compiled: what Inductor made of the whole graph, if it was given the whole.
+        uncompiled: how many of the distinct ones run operation by operation after all.
     """
 
     runs: Runs
     segments: int = 0
     distinct: int = 0
     compiled: Runs | None = None
+    uncompiled: int = 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
@@ -99,7 +102,8 @@ def codes_of(program: Program) -> list[Code]:
     for segment in program.compiled():
         found.setdefault(name_of_code(segment.key), segment)
     return [
-        Code(x.graph, x.fakes, name, f"segment {i} of {len(found)}") for i, (name, x) in enumerate(found.items(), 1)
+        Code(x.graph, x.fakes, x.made, name, f"segment {i} of {len(found)}")
+        for i, (name, x) in enumerate(found.items(), 1)
     ]
 
 
@@ -124,12 +128,13 @@ class _Ready(NamedTuple):
 
 
 def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
-    """Run a program, with the functions of its segments by the name of their code."""
+    """Run a program, with the functions of its segments by the name of their code; those that have none uncompiled."""
     ready: list[_Ready] = []
     for x in program.instructions:
         if isinstance(x, Segment):
-            runs = one_by_one(x.graph) if x.scalars else compiled[name_of_code(x.key)]
-            ready.append(_Ready(True, runs, x.ins, x.outs, x.free, None if x.scalars else x.graph))
+            code = None if x.scalars else compiled.get(name_of_code(x.key))
+            runs = one_by_one(x.graph) if code is None else within_borders(code, x.graph, x.fakes)
+            ready.append(_Ready(True, runs, x.ins, x.outs, x.free, None if code is None else x.graph))
         elif isinstance(x.target, Turns):
             bodies = [in_pieces(program, compiled) for program in x.target.programs]
             loop = x.target.running(bodies)
@@ -157,7 +162,8 @@ def in_pieces(program: Program, compiled: Mapping[str, Runs]) -> Executable:
                     env[i] = None
         return [None if i is None else env[i] for i in program.results]
 
-    return Executable(run, sum(1 for _ in program.compiled()), len(compiled))
+    names = [name_of_code(x.key) for x in program.compiled()]
+    return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
 
 
 def _applied(f: Callable[..., Any], given: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:

@@ -23,6 +23,7 @@ class Segment(NamedTuple):
         key: segments with equal code have equal ones.
         graph: the code: its arguments are the slots `ins`, its results go to the slots `outs`.
         fakes: stand-ins of the arguments.
+        made: stand-ins of the results.
         ins: slots.
         outs: slots.
         free: slots that are not needed after it.
@@ -32,6 +33,7 @@ class Segment(NamedTuple):
     key: Hashable
     graph: Graph
     fakes: list[torch.Tensor]
+    made: list[torch.Tensor]
     ins: list[int]
     outs: list[int]
     free: list[int]
@@ -72,8 +74,9 @@ def segment(
     graph.eliminate_dead_code()
     for x in exports:
         slot[x] = len(slot)
-    fakes = [x.meta["val"] for x in ins]
-    return Segment(_key(graph), graph, fakes, [slot[x] for x in ins], [slot[x] for x in exports], [], small >= {*group})
+    fakes, made = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
+    key, scalars = (_key(graph), tuple([signature(x) for x in made])), small >= {*group}
+    return Segment(key, graph, fakes, made, [slot[x] for x in ins], [slot[x] for x in exports], [], scalars)
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickled, unpickled
-from fzero.graph.run._compile import Code, Runs, compile_all, compiled
+from fzero.graph.run._compile import Code, compile_all, compiled
 
 __all__ = ["Workers", "spare_cores", "start", "work"]
 
@@ -63,7 +63,9 @@ def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
         nice: how much they give way to other processes, 0 to 19.
     """
     try:
-        data = pickle.dumps(([code.name for code in codes], pickled([(code.graph, code.fakes) for code in codes])))
+        data = pickle.dumps(
+            ([code.name for code in codes], pickled([(code.graph, code.fakes, code.made) for code in codes]))
+        )
     except Exception:  # a setting of Inductor, or a constant, that cannot be pickled: this process compiles them
         return Workers()
     if not sys.executable:
@@ -106,9 +108,7 @@ def _end_with(stdin: BinaryIO) -> None:
     os._exit(0)
 
 
-def _attempted(code: Code) -> Runs:
+def _attempted(code: Code) -> None:
     """Compile a segment, or leave it: who asked meets the error itself, and can say where it comes from."""
-    try:
-        return compiled(code)
-    except Exception:
-        return list
+    with suppress(Exception):
+        compiled(code)

@@ -1,0 +1,239 @@
+"""A segment that cannot run compiled runs operation by operation, and says so once."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Interpreter
+
+import fzero
+import fzero.graph.run._compile as compiling
+import fzero.graph.run._lower as lowering
+from fzero import optim
+from fzero._notice import notice
+from fzero.graph.run._compile import Code, CompileError, first_line
+from fzero.graph.run._fallback import Refusal, packed, prove, proved, united
+from tests.graph.test_compile import code_of
+from tests.graph.test_jit import bitwise
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+Inductor = Callable[[GraphModule, Any, Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_noticed_yet():
+    notice.cache_clear()
+
+
+def interpreted(gm: GraphModule, fakes: Any, made: Any) -> Any:
+    """In Inductor's place: run the operations one by one."""
+
+    def run(args: list[Any]) -> list[Any]:
+        mine = tuple(args)
+        args.clear()
+        return list(Interpreter(gm).run(*mine))
+
+    return run
+
+
+def in_inductors_place(patch: pytest.MonkeyPatch, inductor: Inductor) -> None:
+    patch.setattr(compiling, "inductor", inductor)
+    patch.setattr(lowering, "is_compiled", lambda code: True)
+
+
+def has(gm: GraphModule, name: str) -> bool:
+    return any(name in str(n.target) for n in gm.graph.nodes)
+
+
+def refusing(name: str, error: Exception) -> Inductor:
+    """Make what compiles all but segments with an operation of this name."""
+
+    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
+        if has(gm, name):
+            raise error
+        return interpreted(gm, fakes, made)
+
+    return inductor
+
+
+def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Inductor:
+    """Make what changes the first result of segments that compute a tanh."""
+
+    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
+        runs = interpreted(gm, fakes, made)
+
+        def changed(args: list[Any]) -> list[Any]:
+            first, *rest = runs(args)
+            return [change(first), *rest]
+
+        return changed if has(gm, "aten.tanh.default") else runs
+
+    return inductor
+
+
+def trained(backend: str = "inductor", **options: Any) -> tuple[Any, Any]:
+    """Train both ways; returns the executable, and asserts that numbers are those of the eager step."""
+    opt = optim.adamw(1e-2)
+    step = fzero.shard(train_step_for(mlp_loss, opt), 3, fzero.mesh(dp=2))
+    jitted = fzero.jit(step, backend=backend, **options)  # pyright: ignore[reportArgumentType]
+    eager, fast = step.init(mlp_params(), opt), step.init(mlp_params(), opt)
+    for i in range(2):
+        batch = step.mesh.split(mlp_batch(12, seed=i))
+        *eager, loss = step(*eager, batch)
+        *fast, other = jitted(*fast, batch)
+        bitwise((eager, loss), (fast, other))
+    (entry,) = jitted._entries.values()
+    return entry.executable, jitted
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "fzero"]
+
+
+OPCHECK = "expected size 2==2, stride 16==512 at dim=2\nUse torch.library.opcheck to test your custom op."
+
+
+def test_a_segment_that_does_not_compile_runs_uncompiled_and_a_notice_says_so(monkeypatch, caplog):
+    in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
+    executable, _ = trained()
+    assert 0 < executable.uncompiled < executable.distinct
+    (said,) = notices(caplog)
+    for part in ("segment ", "tanh", "helpers.py:", "stride 16==512", "slower", "strict=True"):
+        assert part in said
+    assert "opcheck" not in said
+
+
+def test_all_that_fail_alike_are_one_notice(monkeypatch, caplog):
+    in_inductors_place(monkeypatch, refusing("", FileNotFoundError("no C++ compiler\nSet TORCHDYNAMO_VERBOSE=1")))
+    executable, _ = trained()
+    assert executable.uncompiled == executable.distinct > 1
+    (said,) = notices(caplog)
+    assert f" and {executable.distinct - 1} more" in said and "no C++ compiler" in said and "VERBOSE" not in said
+
+
+def test_strict_raises_instead_and_loses_nothing(monkeypatch, caplog):
+    in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
+    opt = optim.sgd(0.1)
+    step = fzero.shard(train_step_for(mlp_loss, opt), 3, fzero.mesh(dp=2))
+    state, batch = step.init(mlp_params(), opt), step.mesh.split(mlp_batch(4))
+    with pytest.raises(
+        RuntimeError, match=r'(?s)segment \d.*tanh.*helpers.py:\d+.*stride 16==512.*backend="fx"'
+    ) as error:
+        fzero.jit(step, strict=True)(*state, batch)
+    assert "opcheck" not in str(error.value) and not notices(caplog)
+    step(*state, batch)  # they are still there
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x.float(), lambda x: x[..., :-1]],
+    ids=["strides", "dtype", "shape"],
+)
+def test_results_that_are_not_as_traced_are_found_before_the_first_step(monkeypatch, caplog, change):
+    in_inductors_place(monkeypatch, changing(change))
+    executable, _ = trained()
+    assert executable.uncompiled >= 1
+    (said,) = notices(caplog)
+    assert re.search(r"result 0 of its compiled code is float\d\d\[.*strides .*; traced was float64\[.*strides", said)
+
+
+def test_the_whole_step_falls_back_too(monkeypatch, caplog):
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no")
+
+    in_inductors_place(monkeypatch, fail)
+    trained("inductor-whole")
+    (said,) = notices(caplog)
+    assert "the whole step" in said
+    with pytest.raises(CompileError, match="the whole step"):
+        trained("inductor-whole", strict=True)
+
+
+def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
+    import fzero.graph.run._auto as auto
+
+    in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
+    monkeypatch.setattr(auto, "is_compiled", lambda code: True)
+    monkeypatch.setattr(auto, "can_load", lambda: True)
+    executable, _ = trained("auto")
+    assert executable.runs.fast is not None
+    assert 0 < executable.runs.fast.uncompiled < executable.distinct
+    assert len(notices(caplog)) == 1
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
+    code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
+    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.made)
+    with pytest.raises(torch.linalg.LinAlgError):
+        runs([torch.zeros(3, 3)])
+    prove(code, runs)
+
+
+def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
+    x = torch.ones(4, 3).t()[:, ::2]
+    code = code_of(lambda x: [torch.rand_like(x) + x], x)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.made))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 3), torch.ones(3).expand(2, 3), torch.ones(0, 3), torch.tensor(1), torch.ones(4, 6)[::2, 1::2]]
+)
+def test_arguments_are_made_up_as_their_stand_ins_lie(x):
+    seen = []
+
+    def runs(args: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.extend(args)
+        return [args[0] + 1]
+
+    prove(code_of(lambda x: [x + 1], x), runs)
+    assert [(a.shape, a.stride(), a.dtype) for a in seen] == [(x.shape, x.stride(), x.dtype)]
+
+
+def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
+    code = code_of(lambda x: [x.sin().cos()], torch.ones(1000))
+    for n in code.graph.nodes:
+        n.meta["fused"] = "sin" in n.name
+
+    def fail(args: Any) -> Any:
+        raise AssertionError(OPCHECK)
+
+    refusal = proved(code, lambda code: fail)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "it fails compiled: expected size 2==2, stride 16==512 at dim=2"
+    assert refusal.cost == "4.0 kB more than planned"
+
+
+def test_refusals_of_all_ranks_are_joined_and_the_first_rank_speaks():
+    a, b = Refusal("a", "why", ""), Refusal("b", "else", "1 B")
+    found = united([packed({}, 0), packed({"x": a}, 1), packed({"x": b, "y": b}, 2)])
+    assert found == {"x": a._replace(rank=1), "y": b._replace(rank=2)}
+
+
+def test_an_error_without_words_has_a_name():
+    assert first_line(KeyError()) == "KeyError"
+    assert first_line(RuntimeError("\n  first\nsecond")) == "first"
+
+
+def test_strict_is_a_flag_and_not_for_auto():
+    with pytest.raises(ValueError, match="strict='yes': expected True or False"):
+        fzero.jit(lambda x: x, strict="yes")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match='strict=True: backend="auto"'):
+        fzero.jit(lambda x: x, backend="auto", strict=True)
+
+
+def test_code_that_is_given_no_stand_in_is_not_proved():
+    code = Code(code_of(lambda x: [x + 1], torch.ones(2)).graph, [None], [], "generator")  # pyright: ignore
+
+    def fail(args: Any) -> Any:
+        raise AssertionError("not reached")
+
+    prove(code, fail)
