@@ -14,6 +14,9 @@ from fzero.moe._split import check_axis, check_parts
 __all__ = ["register", "split"]
 
 
+DEFAULT = "fzero, in place of grouped_mm"  # what transformers calls an implementation that nobody asked for
+
+
 def register(name: str = "fzero", axis: str = "ep") -> str:
     """Register an experts implementation that sends tokens to their experts over an axis, without drops.
 
@@ -50,6 +53,24 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
     return name
 
 
+def use_differentiable(module: torch.nn.Module) -> None:
+    """Have the experts of a copy of a model run by an implementation that `torch.func` differentiates.
+
+    Those of transformers' default, "grouped_mm", are an operator that it refuses. "eager" and "batched_mm" stay.
+
+    Args:
+        module: the copy, whose configuration is changed.
+    """
+    for m in module.modules():
+        if _has_experts(m) and m.config._experts_implementation == "grouped_mm":
+            m.config._experts_implementation = register(DEFAULT)
+
+
+def _has_experts(module: Any) -> bool:
+    """Return whether a module's forward pass is one of transformers' registry of experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
 def split(model: torch.nn.Module) -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits a model's experts over the axis they were registered for.
 
@@ -74,7 +95,7 @@ def split(model: torch.nn.Module) -> SplitRule:
     """
     leaves: dict[str, str] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+        if _has_experts(module):
             axis, count = _axis_of(name, module), module.num_experts
             own = [leaf for leaf, p in module.named_parameters(recurse=False) if p.ndim and len(p) == count]
             leaves |= {f"{name}.{leaf}" if name else leaf: axis for leaf in own}

@@ -14,6 +14,7 @@ from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
 from fzero.init._module import stand_ins
 from fzero.layout.boxes import is_box
+from fzero.moe.transformers import use_differentiable
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._checks import check_module, check_tensors
 from fzero.nn._closures import check_functions, copy_module
@@ -52,7 +53,8 @@ def functional(
 
     `apply` is the module as it is now: its training or evaluation mode, its tied and frozen parameters, its forward
     hooks and the objects that these are methods of. A later `module.eval()` or `head.weight = embed.weight` does not
-    reach it: take the module apart again, as in `functional(module.eval()).apply`. Nor does a value that forward leaves
+    reach it: take the module apart again, as in `functional(module.eval()).apply`. Experts of transformers that run by
+    its default, "grouped_mm", run by fzero's implementation in `apply`, which `torch.func` can differentiate. Nor does a value that forward leaves
     in an attribute (`self.aux = ...`) reach the module: have forward return it.
 
     Args:
@@ -93,6 +95,7 @@ def functional(
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     constants = {**buffers, **frozen}
     copied, mutable = copy_module(module, stand_ins(module)), _mutable(module)
+    use_differentiable(copied)
     if tp is not None:
         params, constants = tp.unpack(params), tp.unpack(constants)
         install(copied, tp)

@@ -126,3 +126,28 @@ def test_other_families(name):
     MODELS.setdefault(name, {**LATENT, **GROUPS, "n_group": 1, "head_dim": 8, "eos_token_id": None})
     RTOL[name] = 1e-6
     test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_experts_by_default_train_without_a_word_and_the_model_stays_as_it_is(name):
+    model = model_of(name, "")
+    chosen = model.config._experts_implementation
+    apply, params, buffers = fzero.nn.functional(model)
+    (batch, _) = batches()
+
+    def loss_fn(params: Any) -> torch.Tensor:
+        return loss_of(apply(params, buffers, batch["input_ids"])[0], batch)
+
+    assert model.config._experts_implementation == chosen == "grouped_mm"
+    grads, loss = torch.func.grad_and_value(loss_fn)(params)
+    by_loop = model_of(name, "eager")
+    expected = loss_of(by_loop(batch["input_ids"]), batch)
+    expected.backward()
+    assert_trees_close(loss, expected.detach())
+    assert_trees_close(grads, {k: p.grad for k, p in by_loop.named_parameters()})
+
+
+def test_experts_that_were_chosen_stay():
+    for experts in ("eager", "batched_mm", moe.transformers.register()):
+        apply, _, _ = fzero.nn.functional(model_of("mixtral", experts))
+        assert apply.module.config._experts_implementation == experts  # pyright: ignore

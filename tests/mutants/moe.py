@@ -307,4 +307,11 @@ MUTANTS = [
         "if x.origin is None:",
         ("tests/moe/test_training.py",),
     ),
+    Mutant(
+        "experts that were chosen are replaced",
+        "moe/transformers.py",
+        'm.config._experts_implementation == "grouped_mm"',
+        "True",
+        ("tests/moe/test_transformers.py",),
+    ),
 ]

@@ -1,0 +1,1 @@
+"""Every model that fzero names, trained in the default backend: `make sweep`."""
