@@ -3,5 +3,6 @@
 from fzero.data._batches import Batches, batches
 from fzero.data._mean import mean
 from fzero.data._once import once
+from fzero.data._padding import Padding, padding
 
-__all__ = ["Batches", "batches", "mean", "once"]
+__all__ = ["Batches", "Padding", "batches", "mean", "once", "padding"]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fzero.axes.axis import AxisName
-from fzero.data._load import Place, check_global_batch, check_sized, loaded
+from fzero.data._load import Place, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
 
@@ -25,6 +26,7 @@ def batches(
     shuffle: bool = True,
     axis: AxisName = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    pad: Padding | None = None,
     device: str | None = None,
     **loader: Any,
 ) -> "Batches":
@@ -44,6 +46,7 @@ def batches(
         shuffle: whether the order is random; else it is the data set's.
         axis: the axes along which ranks get examples of their own; by default all (`mesh.split`).
         collate: makes a tree of tensors `[examples, ...]` of a list of examples; by default torch's `default_collate`.
+        pad: how examples of unequal lengths are padded, as `fzero.data.padding` says.
         device: where batches go: "cuda" or "cpu"; by default the mesh's.
         **loader: given to `torch.utils.data.DataLoader`: `num_workers=4` loads ahead in processes, `pin_memory=True`
             speeds up the way to a GPU.
@@ -53,7 +56,8 @@ def batches(
 
     Raises:
         TypeError: if the data set has no length.
-        ValueError: if `global_batch` is not a multiple of the ranks, or above the data set's length.
+        ValueError: if `global_batch` is not a multiple of the ranks, or above the data set's length; or if `pad` was
+            made for another data set or batch.
 
     Example:
         >>> import fzero
@@ -72,7 +76,8 @@ def batches(
             f"global_batch={global_batch} is above the data set's {len(dataset)} examples: take a smaller one, or "
             "repeat the data set (torch.utils.data.ConcatDataset)"
         )
-    return Batches(dataset, mesh, global_batch, seed, shuffle, axis, collate, device, loader)
+    check_padding(pad, dataset, global_batch)
+    return Batches(dataset, mesh, global_batch, seed, shuffle, axis, collate, pad, device, loader)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Batches:
         shuffle: whether the order is random.
         axis: the axes along which ranks get examples of their own; None for all.
         collate: makes a tree of tensors of a list of examples.
+        pad: how examples of unequal lengths are padded.
         device: where batches go.
         loader: what `torch.utils.data.DataLoader` is given beside.
     """
@@ -98,13 +104,15 @@ class Batches:
     shuffle: bool = True
     axis: AxisName = None
     collate: Callable[[list[Any]], Any] | None = None
+    pad: Padding | None = None
     device: str | None = None
     loader: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.shuffle else "in order"
         sizes = f"{len(self.dataset):,} examples, {self.global_batch} a batch, {self.per_epoch:,} batches an epoch"
-        return f"Batches({sizes}, {order})"
+        padded = "" if self.pad is None else f", {len(self.pad.buckets)} lengths, {self.pad.share:.0%} padded"
+        return f"Batches({sizes}, {order}{padded})"
 
     @property
     def per_epoch(self) -> int:
@@ -140,7 +148,9 @@ class Batches:
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
         place = Place(self.mesh, self.axis, self.device)
-        return enumerate(loaded(self.dataset, self._from(start, stop), place, self.collate, self.loader), start)
+        return enumerate(
+            loaded(self.dataset, self._from(start, stop), place, self.collate, self.pad, self.loader), start
+        )
 
     def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:
         """List the indices of batch after batch, and draw each epoch's order once."""

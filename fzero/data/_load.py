@@ -9,10 +9,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fzero import tree
 from fzero.axes.axis import AxisName
+from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["Place", "check_global_batch", "check_sized", "loaded"]
+__all__ = ["Place", "check_global_batch", "check_padding", "check_sized", "loaded"]
 
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
@@ -57,17 +58,36 @@ def ranks_along(mesh: Mesh, axis: AxisName) -> int:
     return math.prod([sizes[name] for name in mesh.names(axis)])
 
 
+class _Padded(NamedTuple):
+    """A data set that is asked for an example and its length."""
+
+    dataset: Any
+    pad: Padding
+
+    def __getitem__(self, asked: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        index, length = asked
+        return self.pad.example(self.dataset[index], length)
+
+
 def loaded(
     dataset: Any,
     indices: Iterable[list[int]],
     place: Place,
     collate: Callable[[list[Any]], Any] | None,
+    pad: Padding | None,
     options: Mapping[str, Any],
 ) -> Iterator[PerRank]:
     """Load batch after batch, of which the examples are given by their indices, over all ranks."""
+
+    def own(indices: list[int]) -> list[Any]:
+        if pad is None:
+            return place.own(indices)
+        length = pad.length_of(indices)  # of the global batch: all ranks have one length
+        return [(i, length) for i in place.own(indices)]
+
     loader = DataLoader(
-        dataset,
-        batch_sampler=map(place.own, indices),  # pyright: ignore  an iterator will do: it is asked once
+        dataset if pad is None else _Padded(dataset, pad),  # pyright: ignore
+        batch_sampler=map(own, indices),  # pyright: ignore  an iterator will do: it is asked once
         collate_fn=collate,
         generator=torch.Generator(),  # else it draws from the global one, which is the user's
         **options,
@@ -82,6 +102,14 @@ def check_sized(dataset: Any) -> None:
             f"dataset is a {type(dataset).__name__}, which has no length or no examples by index: load a stream with "
             "torch's own DataLoader, a part for each rank, and box what it gives: mesh.local(batch)"
         )
+
+
+def check_padding(pad: Padding | None, dataset: Any, global_batch: int) -> None:
+    """Raise a ValueError for a padding that was made for another data set or batch."""
+    if pad is not None and len(pad.lengths) != len(dataset):
+        raise ValueError(f"pad has the lengths of {len(pad.lengths):,} examples, and the data set {len(dataset):,}")
+    if pad is not None and pad.global_batch != global_batch:
+        raise ValueError(f"pad was made for batches of {pad.global_batch}, and global_batch={global_batch}")
 
 
 def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: Mapping[str, Any]) -> None:

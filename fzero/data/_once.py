@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from fzero.axes.axis import AxisName
-from fzero.data._load import Place, check_global_batch, check_sized, loaded
+from fzero.data._load import Place, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
 
@@ -20,6 +21,7 @@ def once(
     global_batch: int,
     axis: AxisName = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    pad: Padding | None = None,
     device: str | None = None,
     **loader: Any,
 ) -> Iterator[tuple[PerRank, torch.Tensor]]:
@@ -33,6 +35,7 @@ def once(
         global_batch: how many examples all ranks take at once.
         axis: the axes along which ranks get examples of their own; by default all.
         collate: makes a tree of tensors `[examples, ...]` of a list of examples; by default torch's `default_collate`.
+        pad: how examples of unequal lengths are padded, as `fzero.data.padding` says.
         device: where batches go: "cuda" or "cpu"; by default the mesh's.
         **loader: given to `torch.utils.data.DataLoader`.
 
@@ -42,7 +45,7 @@ def once(
 
     Raises:
         TypeError: if the data set has no length.
-        ValueError: if `global_batch` is not a multiple of the ranks.
+        ValueError: if `global_batch` is not a multiple of the ranks, or `pad` was made for another data set or batch.
 
     Example:
         >>> import fzero
@@ -53,8 +56,9 @@ def once(
     """
     check_sized(dataset)
     check_global_batch(global_batch, mesh, axis, loader)
+    check_padding(pad, dataset, global_batch)
     length = len(dataset)
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
-    return zip(loaded(dataset, indices, Place(mesh, axis, device), collate, loader), rows, strict=True)
+    return zip(loaded(dataset, indices, Place(mesh, axis, device), collate, pad, loader), rows, strict=True)

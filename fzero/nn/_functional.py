@@ -53,9 +53,11 @@ def functional(
 
     `apply` is the module as it is now: its training or evaluation mode, its tied and frozen parameters, its forward
     hooks and the objects that these are methods of. A later `module.eval()` or `head.weight = embed.weight` does not
-    reach it: take the module apart again, as in `functional(module.eval()).apply`. Experts of transformers that run by
-    its default, "grouped_mm", run by fzero's implementation in `apply`, which `torch.func` can differentiate. Nor does a value that forward leaves
+    reach it: take the module apart again, as in `functional(module.eval()).apply`. Nor does a value that forward leaves
     in an attribute (`self.aux = ...`) reach the module: have forward return it.
+
+    Experts of transformers that run by its default, "grouped_mm", run by fzero's implementation in `apply`. The default
+    is an operator that `torch.func` refuses.
 
     Args:
         module: any module without hooks on gradients or on the backward pass.

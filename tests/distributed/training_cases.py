@@ -171,6 +171,12 @@ def each_process_loads_its_own_rows(mesh: fzero.Mesh) -> None:
         seen.clear()
         assert torch.equal(batch.value, pairs(alike)[i].value[mesh.rank])
         seen.clear()
+    texts = [torch.arange(1, 2 + 5 * i % 17) for i in range(4 * mesh.size)]
+    pad = fzero.data.padding([len(x) for x in texts], global_batch=2 * mesh.size, buckets=(4, 8, 12, 20), mask=None)
+    for m in (mesh, alike):
+        numbered = fzero.data.batches(texts, m, global_batch=2 * mesh.size, seed=3, pad=pad)
+        widths = [batch.value.shape[-1] for _, batch in numbered.steps(0, 4)]
+        assert widths == [pad.length_of(numbered.indices(i)) for i in range(4)], "on all ranks"
     w = {"w": torch.tensor([0.5, -3.0])}
 
     def of(mesh: fzero.Mesh) -> tuple[float, list[float]]:

@@ -9,6 +9,24 @@ MUTANTS = [
     Mutant(
         "all ranks load the first rows", "data/_load.py", "first = self.mesh.index(names) * rows", "first = 0", ON_GLOO
     ),
+    Mutant(
+        "each rank has a length of its own",
+        "data/_load.py",
+        "length = pad.length_of(indices)",
+        "length = pad.length_of(place.own(indices))",
+        ON_GLOO,
+    ),
+    Mutant("padding counts in the loss", "data/_padding.py", "self.fill.get(name, 0)", "0", DATA),
+    Mutant(
+        "padding is seen", "data/_padding.py", "torch.arange(length) < tokens", "torch.arange(length) < length", DATA
+    ),
+    Mutant(
+        "batches are as long as their first", "data/_padding.py", "max(self.lengths[i]", "min(self.lengths[i]", DATA
+    ),
+    Mutant("the last length is chosen first", "data/_padding.py", ".min(0)", ".max(0)", DATA),
+    Mutant(
+        "a batch is one example", "data/_padding.py", "(total / len(lengths)) ** batch", "(total / len(lengths))", DATA
+    ),
     Mutant("each rank loads all rows", "data/_load.py", "indices[first : first + rows]", "indices", ON_GLOO),
     Mutant("epochs have one order", "data/_batches.py", 'f"{self.seed}/{epoch}"', 'f"{self.seed}"', DATA),
     Mutant("seeds have one order", "data/_batches.py", 'f"{self.seed}/{epoch}"', 'f"{epoch}"', DATA),

@@ -58,4 +58,4 @@ def cases_of(model: Model, number: int) -> list[Case]:
         and (model.library == "transformers" or not ({"pp", "tp"} & case.mesh.keys() or case.remat))
     ]
     processes = [PROCESSES[number // 3 % len(PROCESSES)]] if number % 3 == 0 else []
-    return [case._replace(mask=case.mask and language) for case in [*found, *processes]]
+    return [case._replace(mask=case.mask and language) for case in [found[0], *processes, *found[1:]]]

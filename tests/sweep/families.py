@@ -3,6 +3,7 @@
 A family of transformers is a row of `FAMILIES`. Its sizes are those names of `TINY` that its configuration has.
 """
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -95,8 +96,8 @@ def of_transformers(name: str, kind: str, **more: Any) -> Callable[[str | None],
 
         transformers.utils.logging.set_verbosity_error()
         usual = transformers.AutoConfig.for_model(name)
-        own = {key: size for key, size in SIZES.items() if hasattr(usual, key)} | more
-        if getattr(usual, "layer_types", None):
+        own = own_sizes(usual, more)
+        if getattr(usual, "layer_types", None) and not isinstance(getattr(type(usual), "layer_types", None), property):
             kinds = transformers.AutoConfig.for_model(name, **{**own, "num_hidden_layers": 8}).layer_types
             own["layer_types"] = [kinds[0], kinds[-1]]
         config = transformers.AutoConfig.for_model(name, **own)
@@ -110,31 +111,64 @@ def of_transformers(name: str, kind: str, **more: Any) -> Callable[[str | None],
             "seq2seq": "AutoModelForSeq2SeqLM",
             "images": "AutoModel",
         }[kind]
-        chosen = {} if attention is None else {"attn_implementation": attention}
-        torch.manual_seed(0)
-        return getattr(transformers, auto).from_config(config, **chosen).train()
+        return built(getattr(transformers, auto), config, attention).train()
 
     return build
+
+
+def built(auto: Any, config: Any, attention: str | None) -> nn.Module:
+    """Build a model with an implementation of attention, or with products and a softmax where it has no other."""
+    for chosen in ({} if attention is None else {"attn_implementation": attention}, {"attn_implementation": "eager"}):
+        torch.manual_seed(0)
+        try:
+            return auto.from_config(copy.deepcopy(config), **chosen)
+        except ValueError as error:
+            if "does not support an attention implementation" not in str(error):
+                raise
+    raise AssertionError
+
+
+def own_sizes(usual: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that a configuration has, but not those that follow from others."""
+    names = [key for key in SIZES if hasattr(usual, key) and not isinstance(getattr(type(usual), key, None), property)]
+    return {key: SIZES[key] for key in names} | more
 
 
 def family(name: str, kind: str = "causal", like: dict[str, Any] | None = None, **more: Any) -> Model:
     return Model(name, "transformers", of_transformers(name, kind, **more), kind, **(like or {}))
 
 
-EXPERTS = {"loose": 20.0}
+EXPERTS: dict[str, Any] = {"loose": 20.0}
+NO_CHOICE: dict[str, Any] = {"attention": False}
 FAMILIES = [
     *map(family, ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3")),
-    *map(family, ("gpt_neox", "gpt_neo", "gptj", "opt", "bloom", "mpt", "falcon", "codegen", "gpt_bigcode")),
+    *map(family, ("gpt_neox", "opt", "bloom", "mpt", "falcon", "gpt_bigcode")),
+    family("gpt_neo", attention_types=[[["global", "local"], 1]]),
+    family("gptj", rotary_dim=8),
+    family("codegen", hidden_size=64, num_attention_heads=4, rotary_dim=8),
     *map(family, ("olmo", "olmo2", "granite", "stablelm", "cohere", "cohere2", "starcoder2", "glm", "glm4", "smollm3")),
     *map(family, ("nemotron", "persimmon", "biogpt", "xglm", "bitnet", "exaone4", "ernie4_5", "hunyuan_v1_dense")),
     *[family(name, like=EXPERTS) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")],
-    *[family(name, like=EXPERTS) for name in ("deepseek_v3", "minimax", "jamba", "llama4_text", "dbrx")],
-    *[family(name, like={"loose": 10.0}) for name in ("mamba", "mamba2", "lfm2", "rwkv")],
+    *[family(name, like=EXPERTS) for name in ("deepseek_v3", "minimax", "jamba", "llama4_text")],
+    *[family(name, like={"loose": 10.0}) for name in ("mamba", "lfm2", "rwkv")],
+    family("mamba2", like={"loose": 10.0}, num_heads=4, head_dim=16, n_groups=1, chunk_size=16, state_size=8),
     *[family(name, "masked") for name in ("bert", "roberta", "xlm-roberta", "electra", "distilbert", "esm", "albert")],
     *[family(name, "masked") for name in ("mpnet", "modernbert", "deberta-v2", "convbert", "fnet")],
     *[family(name, "seq2seq") for name in ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100")],
     *[family(name, "images") for name in ("vit", "deit", "beit", "dinov2", "siglip_vision_model", "clip_vision_model")],
-    *[family(name, "images", like={"attention": False}) for name in ("convnext", "resnet", "swin")],
+    family("convnext", "images", NO_CHOICE, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4),
+    family("resnet", "images", NO_CHOICE, hidden_sizes=[8, 16], depths=[1, 1], embedding_size=8, layer_type="basic"),
+    family(
+        "swin",
+        "images",
+        NO_CHOICE,
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[1, 2],
+        num_attention_heads=[1, 2],
+        window_size=2,
+        patch_size=2,
+    ),
 ]
 
 # ---------------------------------------------------------------- other libraries
