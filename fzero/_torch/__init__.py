@@ -17,11 +17,13 @@ from fzero._torch.autograd import (
 from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
 from fzero._torch.compiler import (
+    Form,
     compile_threads,
     have_equal_strides,
     importing,
     inductor,
     inductor_folder,
+    inductor_for_lengths,
     pickled,
     preparing,
     unpickled,
@@ -52,6 +54,7 @@ __all__ = [
     "Allocations",
     "Buffer",
     "DataDependentError",
+    "Form",
     "OneNode",
     "OpOverload",
     "TorchDispatchMode",
@@ -75,6 +78,7 @@ __all__ = [
     "in_transform",
     "inductor",
     "inductor_folder",
+    "inductor_for_lengths",
     "is_backward",
     "is_fake",
     "is_tracing",

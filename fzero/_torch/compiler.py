@@ -8,7 +8,7 @@ import functools
 import importlib
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +28,25 @@ from fzero._torch.tracing import fake_like
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
 
-__all__ = ["compile_threads", "importing", "inductor", "inductor_folder", "pickled", "preparing", "unpickled"]
+__all__ = [
+    "Form",
+    "compile_threads",
+    "have_equal_strides",
+    "importing",
+    "inductor",
+    "inductor_folder",
+    "inductor_for_lengths",
+    "pickled",
+    "preparing",
+    "unpickled",
+]
 
 
 def _memory_format(name: str) -> torch.memory_format:
     return getattr(torch, name)
+
+
+Form = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # a tensor's shape, strides, dtype and device
 
 
 def inductor(
@@ -52,18 +66,70 @@ def inductor(
     Returns:
         A function of a list of tensors, which it empties, so that arguments die as they are consumed.
     """
+    mode = _mode()
+    given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
+    return _compiled(lambda *args: _laid_out(_Reshaping(gm).run(*args), made), given, mode)
+
+
+def inductor_for_lengths(
+    gm: torch.fx.GraphModule,
+    arguments: Callable[[Any], Mapping[str, tuple[Any, Any]]],
+    forms: Callable[[Any], tuple[Sequence[Form], Sequence[Form]]],
+    length: int,
+) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
+    """Compile a flat graph once for all lengths of what it is given.
+
+    Args:
+        gm: the graph, as it was traced at one length.
+        arguments: of a length, to the arguments of each node by its name.
+        forms: of a length, to the forms of the graph's arguments and of its results.
+        length: at which it was traced.
+
+    Returns:
+        A function of a list of the length and the tensors, and one that says whether it holds for a length: Inductor
+        may have assumed, say, that a number divides by 16.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    mode = _mode()
+    env: Any = mode.shape_env
+    source = ConstantSource("length")
+    symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=length, source=source)
+
+    def stand_ins(forms: Sequence[Form]) -> list[torch.Tensor]:
+        with mode:
+            return [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in forms]
+
+    def run(size: Any, *args: torch.Tensor) -> tuple[Any, ...]:
+        return _laid_out(_AtLength(gm, arguments(size)).run(*args), stand_ins(forms(size)[1]))
+
+    runs = _compiled(run, [size, *stand_ins(forms(size)[0])], mode)
+
+    def holds(length: int) -> bool:
+        return length in env.var_to_range[symbol] and all(bool(g.expr.subs(symbol, length)) for g in env.guards)
+
+    return runs, holds
+
+
+def _mode() -> FakeTensorMode:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
+
+
+def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """Take a function apart on stand-ins, and compile what it is made of."""
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     preparing().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
     order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
-    given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
     with torch.no_grad(), mode:
-        apart = make_fx(_laid_out(gm, made), select_decomp_table(), _allow_non_fake_inputs=True)(*given)
+        apart = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
     output = next(n for n in apart.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
@@ -80,13 +146,42 @@ class _Reshaping(torch.fx.Interpreter):
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-def _laid_out(gm: torch.fx.GraphModule, made: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-    """Make the function of a graph whose results have the strides of their stand-ins."""
+class _AtLength(_Reshaping):
+    """Runs a graph with other arguments of its nodes than those that were traced."""
 
-    def run(*args: torch.Tensor) -> tuple[Any, ...]:
-        return tuple([_with_strides_of(like, x) for x, like in zip(_Reshaping(gm).run(*args), made, strict=True)])
+    def __init__(self, gm: torch.fx.GraphModule, arguments: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(gm)
+        self.arguments = arguments
 
-    return run
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        args, kwargs = self.arguments.get(n.name, (n.args, n.kwargs))
+        return self.map_nodes_to_values(args, n), self.map_nodes_to_values(kwargs, n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        pads = target is torch.ops.aten.constant_pad_nd.default
+        return _padded(*args, **kwargs) if pads else super().call_function(target, args, kwargs)
+
+
+def _padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+    """Pad as `constant_pad_nd` does, whose own kernel asks for sizes as numbers, which fixes a length."""
+    for i in range(len(pad) // 2):
+        dim = x.dim() - 1 - i
+        parts = [x]
+        for side, n in enumerate(pad[2 * i : 2 * i + 2]):
+            if n < 0:
+                size = parts[0].shape[dim] + n
+                parts = [parts[0].narrow(dim, 0 if side else -n, size)]
+        for side, n in enumerate(pad[2 * i : 2 * i + 2]):
+            if n > 0:
+                full = x.new_full([n if d == dim else s for d, s in enumerate(x.shape)], value)
+                parts = [*parts, full] if side else [full, *parts]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return x
+
+
+def _laid_out(results: Sequence[Any], made: Sequence[Any]) -> tuple[Any, ...]:
+    """Give results the strides of their stand-ins."""
+    return tuple([_with_strides_of(like, x) for x, like in zip(results, made, strict=True)])
 
 
 def _with_strides_of(like: Any, x: Any) -> Any:

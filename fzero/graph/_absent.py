@@ -75,7 +75,7 @@ def plan(
         262152
     """
     jitted = step if isinstance(step, Jitted) else jit(step)
-    jitted = replace(jitted, device=_device_of(device), _entries={}) if device is not None else jitted
+    jitted = jitted.untraced(device=_device_of(device)) if device is not None else jitted
     asked = step_of(jitted.step)
     mesh = asked.mesh
     if mesh is None:
@@ -85,9 +85,9 @@ def plan(
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
-        jitted = replace(jitted, device=jitted.device._replace(axes=shape), _entries={})
+        jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
     args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return replace(jitted, step=asked._on(absent(shape, _places(rank, shape))), _entries={}).plan(*args, **kwargs)
+    return jitted.untraced(step=asked._on(absent(shape, _places(rank, shape)))).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:

@@ -21,7 +21,8 @@ from fzero.graph.loops import graphs_in
 from fzero.graph.ops import name_of
 from fzero.graph.plan._cost import Device
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
-from fzero.graph.run._lower import lower
+from fzero.graph.run._lengths import Lengths, shapes_of
+from fzero.graph.run._lower import Demand, lower
 from fzero.graph.run._pieces import Executable
 from fzero.graph.spaces import check_spaces, moves
 from fzero.graph.trace._arguments import Arguments, Place, blocks_of
@@ -93,15 +94,22 @@ class Entry:
     written: list[int]
     executable: Executable | None = None
 
-    def run(self, arguments: Arguments, args: tuple[Any, ...]) -> Any:
-        """Run the step, and give the donated arguments' memory to the results."""
+    def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
+        """Run the step, and give the donated arguments' memory to the results.
+
+        Args:
+            arguments: of the call, taken apart.
+            args: those by position, as they were given.
+            lengths: what was compiled for calls of other lengths.
+        """
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
         if self.written:
             check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
-            self.executable = lower(self.chosen.graph, self.asked.backend, self.asked.step.mesh, self.asked.strict)
+            demand = Demand(self.asked.step.mesh, self.asked.strict, lengths, shapes_of(tensors))
+            self.executable = lower(self.chosen.graph, self.asked.backend, demand)
         given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
         try:
             with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)

@@ -18,6 +18,7 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
 from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._plan import Plan
+from fzero.graph.run._lengths import Lengths, shapes_of
 from fzero.graph.run._lower import BACKENDS
 from fzero.graph.trace._arguments import Arguments, arguments_of
 from fzero.graph.trace._key import Key, changed, key_of
@@ -43,6 +44,7 @@ def jit(
     dump: str | os.PathLike[str] | None = None,
     loop: bool = True,
     strict: bool = False,
+    dynamic: bool = True,
 ) -> "Jitted":
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
@@ -77,6 +79,8 @@ def jit(
             once. Where they cannot, a notice says why; docs/jit.md lists the cases.
         strict: whether a segment that cannot run compiled is an error. By default it runs operation by operation on all
             ranks, and a notice says which it is, why, and what that costs.
+        dynamic: whether, from the second length of a batch on, segments are compiled once for all lengths
+            ("inductor"). Each length is still traced and planned by itself.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -103,11 +107,13 @@ def jit(
         raise ValueError(f"loop={loop!r}: expected True or False")
     if not isinstance(strict, bool):
         raise ValueError(f"strict={strict!r}: expected True or False")
+    if not isinstance(dynamic, bool):
+        raise ValueError(f"dynamic={dynamic!r}: expected True or False")
     if strict and backend == "auto":
         raise ValueError('strict=True: backend="auto" compiles while the step runs, and never ends it; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else checked_folder(dump)
-    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict)
+    return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict, dynamic=dynamic)
 
 
 def _positions(donate: Any) -> tuple[int, ...] | None:
@@ -135,6 +141,7 @@ class Jitted:
         loop: whether micro-batches become a loop.
         device: that it is planned for, if it is not the one at hand; such a step is not run.
         strict: whether what cannot run compiled is an error.
+        dynamic: whether code serves several lengths of a batch.
     """
 
     step: Callable[..., Any]
@@ -145,7 +152,9 @@ class Jitted:
     loop: bool = True
     device: Device | None = None
     strict: bool = False
+    dynamic: bool = True
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
+    _lengths: Lengths = field(default_factory=Lengths, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """Forward to a sharded step: init, gather, layout, mesh, and what else it may come to offer.
@@ -159,6 +168,10 @@ class Jitted:
     def __repr__(self) -> str:
         step = self.step if hasattr(self.step, "stage") else self.name
         return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
+
+    def untraced(self, **changes: Any) -> "Jitted":
+        """Return the step with other attributes, not traced yet."""
+        return replace(self, _entries={}, _lengths=Lengths(), **changes)
 
     @property
     def traces(self) -> int:
@@ -217,8 +230,8 @@ class Jitted:
             arguments.check_plain()
             if self.backend in ("inductor", "inductor-whole"):
                 _torch.preparing()
-            entry = self._entry(arguments, args)
-            return step._checked(lambda *args, **kwargs: entry.run(arguments, args), *args, **kwargs)
+            entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
+            return step._checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
     @door
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -245,10 +258,18 @@ class Jitted:
                 if i >= len(args):
                     raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
             self._log_trace(arguments)
-            entry = entry_of(self._asked, arguments, args, len(self._entries))
+            entry = entry_of(self._asked_at(arguments), arguments, args, len(self._entries))
             self._log_donation(entry)
             self._entries[key] = entry
         return entry
+
+    def _asked_at(self, arguments: Arguments) -> Asked:
+        """Return what is asked of a trace: of one at another length the schedule of the first, whose code serves it."""
+        asked, earlier = self._asked, next(iter(self._entries.values()), None)
+        length = self._lengths.length_of(shapes_of(arguments.tensors)) if self.dynamic else None
+        if length is None or earlier is None or asked.knobs.memory_budget is not None:
+            return asked
+        return asked._replace(knobs=Knobs.of(earlier.chosen.settings))
 
     def _log_trace(self, arguments: Arguments) -> None:
         if not self._entries:

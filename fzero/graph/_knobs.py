@@ -1,6 +1,7 @@
 """The knobs of `fzero.jit`: what may be asked of a schedule, and what each knob takes."""
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -22,6 +23,12 @@ class Knobs(NamedTuple):
     recompute: bool | str = AUTO
     recast: bool | str = AUTO
     across_turns: bool | str = AUTO  # no argument of fzero.jit: asked for where a known schedule is made again
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> "Knobs":
+        """Return what asks for a schedule that is known by its settings, which tell some only where they are True."""
+        told = {"recast": False, "across_turns": False, **settings}
+        return Knobs(**{name: value for name, value in told.items() if name in Knobs._fields}).checked()
 
     def checked(self) -> "Knobs":
         """Return the knobs as plain numbers of Python.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -78,9 +77,7 @@ def planned(
     step, *args = made
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
-        told = {"recast": False, "across_turns": False, **settings}  # settings tell these where they are True
-        knobs: dict[str, Any] = {name: value for name, value in told.items() if name in Knobs._fields}
-        step = replace(step, knobs=Knobs(**knobs).checked(), _entries={})
+        step = step.untraced(knobs=Knobs.of(settings))
     mesh = getattr(step, "mesh", None)
     same = isinstance(mesh, Mesh) and mesh.size == world_size  # then it may have several axes
     return plan(step, *args, world_size=None if same else world_size, device=device, rank=rank)

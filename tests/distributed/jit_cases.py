@@ -94,6 +94,32 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.Mesh) -> None
             train_both(step, fzero.jit(step, strict=True), 1, 2 * mesh.size)
 
 
+@case
+def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.Mesh) -> None:
+    """Code for all lengths adds one here, so that copies of parameters would come to differ."""
+    names = ("_lower", "_compile", "_lengths")
+    lowering, compiling, lengths = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
+
+    def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
+        if mesh.rank == mesh.size - 1:
+            raise RuntimeError("no space left on device")
+        return lambda args: [x + 1 for x in gm.forward(*args[1:])], lambda n: True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "inductor", lambda gm, fakes, made: lambda args: gm.forward(*args))
+        patch.setattr(lengths, "inductor_for_lengths", for_lengths)
+        patch.setattr(lowering, "is_compiled", lambda code: True)
+        step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
+        jitted = fzero.jit(step, strict=True)
+        eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
+        for size in (2, 3, 4):
+            batch = mesh.split(mlp_batch(size * mesh.size, seed=size))
+            *eager, _ = step(*eager, batch)
+            *fast, _ = jitted(*fast, batch)
+        assert_trees_close(fast, eager)
+        assert jitted._lengths.refused
+
+
 class Unending:
     """In the place of a worker's process."""
 

@@ -25,6 +25,7 @@ __all__ = [
     "Runs",
     "can_load",
     "compile_all",
+    "compile_error",
     "compile_graph",
     "compiled",
     "described",
@@ -157,8 +158,15 @@ def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], made: Sequence[An
     Raises:
         CompileError: if that fails. Names the operations and their source lines.
     """
-    try:
+    with compile_error(graph, where):
         return inductor(GraphModule({}, graph), fakes, made)
+
+
+@contextmanager
+def compile_error(graph: Graph, where: str) -> Iterator[None]:
+    """Turn what Inductor raises into a `CompileError` that names the operations and their source lines."""
+    try:
+        yield
     except Exception as error:
         raise CompileError(described(graph, where), f"Inductor could not compile it: {first_line(error)}") from error
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -15,37 +15,53 @@ from fzero.graph.run._auto import auto
 from fzero.graph.run._clock import COMPILED, now, place_of, timed
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, proved, tell
+from fzero.graph.run._lengths import Lengths, Shapes, for_all_lengths
 from fzero.graph.run._pieces import Executable, codes_of, in_pieces, one_by_one, run_marked
 from fzero.graph.run._program import program_of
 from fzero.graph.run._progress import progress
 from fzero.graph.run._workers import spare_cores, start
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["BACKENDS", "lower"]
+__all__ = ["BACKENDS", "Demand", "lower"]
 
 
-def lower(graph: Graph, backend: str, mesh: Mesh | None = None, strict: bool = False) -> Executable:
+class Demand(NamedTuple):
+    """What is asked of an executable.
+
+    Attributes:
+        mesh: whose ranks run it, if they are to agree on when they run compiled code.
+        strict: whether what cannot run compiled is an error.
+        lengths: what was compiled for other lengths, if code is to serve several.
+        shapes: of the arguments that it is for.
+    """
+
+    mesh: Mesh | None = None
+    strict: bool = False
+    lengths: Lengths | None = None
+    shapes: Shapes = ()
+
+
+def lower(graph: Graph, backend: str, demand: Demand = Demand()) -> Executable:  # noqa: B008  it is a constant
     """Make a scheduled graph runnable.
 
     Args:
         graph: a flat graph.
         backend: one of `BACKENDS`.
-        mesh: whose ranks run it, if they are to agree on when they run compiled code.
-        strict: whether what cannot run compiled is an error.
+        demand: what else is asked of it.
 
     Raises:
         CompileError: if a segment cannot run compiled on some rank, and `strict`. Names its operations and their source
             lines.
     """
-    return BACKENDS[backend](graph, mesh, strict)
+    return BACKENDS[backend](graph, demand)
 
 
-def _fx(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
+def _fx(graph: Graph, demand: Demand) -> Executable:
     """Run the graph's operations one by one: the reference."""
     return one_by_one(arriving(graph))
 
 
-def _whole(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
+def _whole(graph: Graph, demand: Demand) -> Executable:
     """Compile the graph as one, collectives and all.
 
     It must be functional: Inductor would drop the copy of a value that a collective overwrites.
@@ -53,8 +69,8 @@ def _whole(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
     made = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
     compiled = attempt(lambda: compile_graph(graph, fakes, made, "the whole step"))
-    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, mesh)
-    tell([*refusals.values()], mesh, strict)
+    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.mesh)
+    tell([*refusals.values()], demand.mesh, demand.strict)
     if refusals or isinstance(compiled, Refusal):
         return one_by_one(graph)
 
@@ -66,10 +82,13 @@ def _whole(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
     return Executable(run, compiled=compiled)
 
 
-def _piecewise(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
+def _piecewise(graph: Graph, demand: Demand) -> Executable:
     """Compile each distinct segment between collectives once, and run segments and collectives in turn."""
     program = program_of(arriving(graph))
     codes = codes_of(program)
+    known = demand.lengths
+    shared = {} if known is None else for_all_lengths(codes, known, demand.shapes, demand.mesh)
+    codes = [code for code in codes if code.name not in shared]
     cold = [code for code in codes if not is_compiled(code)]
     # on a GPU each would take a context; a torch.Generator has no stand-in
     on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)
@@ -79,24 +98,25 @@ def _piecewise(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
             outcomes = {code.name: found for code, found in progress(compile_all(codes, proved), len(codes))}
     finally:
         workers.stop()
-    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
-    tell([*refusals.values()], mesh, strict)
-    return in_pieces(program, {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals})
+    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.mesh)
+    tell([*refusals.values()], demand.mesh, demand.strict)
+    alone = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}
+    return in_pieces(program, shared | alone)
 
 
-def _auto(graph: Graph, mesh: Mesh | None, strict: bool) -> Executable:
+def _auto(graph: Graph, demand: Demand) -> Executable:
     """Run operations one by one until all segments are compiled, which happens in another process."""
     graph = arriving(graph)
     program = program_of(graph)
     codes = codes_of(program)
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, 1 if cold else 0, nice=10)
-    runs = auto(one_by_one(graph), program, codes, workers, mesh)
+    runs = auto(one_by_one(graph), program, codes, workers, demand.mesh)
     weakref.finalize(runs, workers.stop)  # a step may be let go while they compile
     return Executable(runs, sum(1 for _ in program.compiled()), len(codes))
 
 
-BACKENDS: dict[str, Callable[[Graph, Mesh | None, bool], Executable]] = {
+BACKENDS: dict[str, Callable[[Graph, Demand], Executable]] = {
     "inductor": _piecewise,
     "auto": _auto,
     "fx": _fx,

@@ -18,7 +18,7 @@ from fzero.graph.ir import is_input, results
 from fzero.graph.run._borders import within_borders
 from fzero.graph.run._compile import compile_graph
 from fzero.graph.run._cut import is_alias
-from fzero.graph.run._lower import lower
+from fzero.graph.run._lower import Demand, lower
 from fzero.graph.run._pieces import Executable, one_by_one
 from tests.graph.test_compile import needs_compiler
 from tests.helpers import examples, train_step_for
@@ -153,7 +153,7 @@ def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch)
     watched = Watched()
     patch.setattr(programs, "cut", cut_at(places))
     patch.setattr(pieces, "within_borders", watched)
-    return lower(graph, "inductor", strict=True), watched
+    return lower(graph, "inductor", Demand(strict=True)), watched
 
 
 @needs_compiler

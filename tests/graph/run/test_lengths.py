@@ -1,0 +1,306 @@
+"""Lengths: code that serves all lengths computes what code for one does, and is used only where that is the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import GraphModule
+
+import fzero
+import fzero.graph.run._compile as compiling
+import fzero.graph.run._lengths as lengths_of
+from fzero import _torch, optim
+from fzero._torch import compiler
+from fzero.graph.run._compile import Code, name_of_code
+from fzero.graph.run._lengths import Lengths, Polynomial, _fit, for_all_lengths
+from fzero.graph.run._segment import _key
+from tests.graph.run.test_borders import traced
+from tests.graph.run.test_fallback import in_inductors_place, interpreted
+from tests.graph.test_compile import needs_compiler
+from tests.helpers import examples, train_step_for
+
+# ---------------------------------------------------------------- numbers
+
+
+@examples(60, 400)
+@given(
+    p=st.builds(Polynomial, st.integers(-9, 99), st.integers(0, 40), st.integers(0, 9)),
+    lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
+)
+def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
+    found = _fit(lengths, [p.at(n) for n in lengths])
+    assert found is not None and [found.at(n) for n in lengths] == [p.at(n) for n in lengths]
+    line = p._replace(square=0)
+    found = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
+    assert found is not None and [found.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
+
+
+def test_multiples_and_squares_go_before_lines():
+    assert _fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
+    assert _fit([64, 72], [256, 288]) == Polynomial(0, 4)
+    assert _fit([64, 72], [63, 71]) == Polynomial(-1, 1)
+    assert _fit([64, 72], [5, 5]) == Polynomial(5)
+    assert _fit([64, 72], [10, 11]) is None  # rounded up to another multiple
+    assert _fit([64, 72, 80], [3, 7, 5]) is None
+
+
+def shapes(*sizes: Sequence[int]) -> Any:
+    return tuple(tuple(s) for s in sizes)
+
+
+def test_a_call_has_a_length_if_it_differs_from_the_first_in_one():
+    known = Lengths()
+    assert known.length_of(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
+    assert known.length_of(shapes((4, 64), (4, 64), (7,))) is None
+    assert known.length_of(shapes((4, 72), (4, 72), (7,))) == 72 and known.start == 64
+    assert known.length_of(shapes((4, 72), (4, 64), (7,))) is None
+    assert known.length_of(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
+    assert known.length_of(shapes((4, 80), (4, 96), (7,))) is None
+    assert known.length_of(shapes((4, 80), (4, 80))) is None
+    assert known.length_of(shapes((4, 80), (4, 80), (7,))) == 80
+
+
+# ---------------------------------------------------------------- segments
+
+
+def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
+    """In Inductor's place: run the operations with their numbers at the length that is given."""
+
+    def run(args: list[Any]) -> list[Any]:
+        at, *mine = args
+        args.clear()
+        given, made = forms(at)
+        assert [(tuple(x.shape), x.stride()) for x in mine] == [(tuple(s), tuple(t)) for s, t, *_ in given]
+        out = list(compiler._AtLength(gm, arguments(at)).run(*mine))
+        assert [(tuple(x.shape), x.stride()) for x in out] == [(tuple(s), tuple(t)) for s, t, *_ in made]
+        return out
+
+    return run, lambda length: True
+
+
+def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = (x @ w).unflatten(-1, (2, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def by_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    scores = (x @ w) @ x.transpose(1, 2) + torch.arange(x.shape[1]).to(x.dtype)
+    return scores.softmax(-1).reshape(x.shape[0], -1).reshape(x.shape[0], x.shape[1], -1) @ x
+
+
+STEPS = {
+    "attention": attention,
+    "attention by products": by_products,
+    "shifted": lambda x, w: F.pad(x[:, 1:], (0, 0, 0, 1), value=-1.0) + x[:, :1],
+    "means": lambda x, w: x - x.mean(1, keepdim=True) * x.shape[1],
+    "tokens in one row": lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape),
+    "summed up": lambda x, w: x.transpose(1, 2).contiguous().cumsum(-1).transpose(1, 2) / x.shape[1],
+    "cut": lambda x, w: torch.cat([x[:, : x.shape[1] // 1 - 1], x[:, -1:] * w.sum()], 1),
+}
+STEPS |= {
+    f"{name}, backward": lambda x, w, f=f: torch.func.grad(lambda y: (f(y, w) ** 2).sum())(x) / 99
+    for name, f in STEPS.items()
+}
+
+
+def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(length)
+    args = [torch.randn(s, generator=g, dtype=torch.float64) for s in ((2, length, 8), (8, 8))]
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        for name in names:
+            x = STEPS[name](x, w)
+        return [x]
+
+    graph = traced(f, args)
+    fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    made = [n.meta["val"] for n in fzero.graph.ir.results(graph)]
+    return Code(graph, fakes, made, name_of_code(_key(graph))), args
+
+
+@examples(25, 200)
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(5, 40), min_size=5, max_size=5, unique=True),
+)
+def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
+    """And from the fourth length on nothing is compiled anew: three tell all numbers."""
+    known, count = Lengths(), 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return uncompiled(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths_of, "inductor_for_lengths", counted)
+        for i, length in enumerate(lengths):
+            code, args = code_at(names, length)
+            found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+            assert (code.name in found) == (i > 0) and count <= 2
+            if found:
+                expected = GraphModule({}, code.graph).forward(*args)
+                (got,) = found[code.name]([*args])
+                torch.testing.assert_close(got, expected[0], rtol=1e-10, atol=1e-10)
+
+
+def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
+    monkeypatch.setattr(lengths_of, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
+    known, found = Lengths(), []
+    for length in (7, 9, 11, 9):
+        code, args = code_at(["attention"], length)
+        found.append(code.name in for_all_lengths([code], known, shapes(*[x.shape for x in args]), None))
+    assert found == [False, True, False, True]
+
+
+def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
+    monkeypatch.setattr(lengths_of, "inductor_for_lengths", uncompiled)
+    STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
+    try:
+        known, found = Lengths(), []
+        for length in (10, 12, 14, 30, 32):
+            code, args = code_at(["branching"], length)
+            runs = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+            found.append(code.name in runs)
+            if runs:
+                (got,) = runs[code.name]([*args])
+                assert torch.equal(got, args[0] * (2 if length < 20 else 3))
+        assert found[:3] == [False, True, True]
+    finally:
+        del STEPS["branching"]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def tokens_loss(params: Any, batch: Any) -> torch.Tensor:
+    x = params["table"][batch["x"]]
+    for p in params["blocks"]:
+        x = x + attention(x, p["w"])
+    labels = F.pad(batch["x"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy((x @ params["table"].T).flatten(0, 1), labels.flatten())
+
+
+def tokens_params() -> Any:
+    g = torch.Generator().manual_seed(0)
+    blocks = [{"w": torch.randn(8, 8, generator=g, dtype=torch.float64) / 3} for _ in range(2)]
+    return {"table": torch.randn(11, 8, generator=g, dtype=torch.float64), "blocks": blocks}
+
+
+def tokens(length: int) -> Any:
+    return {"x": torch.randint(11, (4, length), generator=torch.Generator().manual_seed(length))}
+
+
+def train(backend: str, lengths: Sequence[int], **options: Any) -> tuple[Any, Any]:
+    opt = optim.adamw(1e-2)
+    step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
+    run, state, losses = fzero.jit(step, backend=backend, **options), step.init(tokens_params(), opt), []  # pyright: ignore
+    for length in lengths:
+        *state, loss = run(*state, step.mesh.split(tokens(length)))
+        losses.append(loss)
+    return [*losses, step.gather(state[0])], run
+
+
+class Counted:
+    """Counts what Inductor is given, for one length and for all."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.one, self.all = 0, 0
+        in_one, in_all = compiling.inductor, lengths_of.inductor_for_lengths
+
+        def one(*args: Any) -> Any:
+            self.one += 1
+            return in_one(*args)
+
+        def many(*args: Any) -> Any:
+            self.all += 1
+            return in_all(*args)
+
+        patch.setattr(compiling, "inductor", one)
+        patch.setattr(lengths_of, "inductor_for_lengths", many)
+
+
+@needs_compiler
+def test_one_compiled_segment_serves_all_lengths():
+    known, runs = Lengths(), None
+    for i, length in enumerate((7, 16, 33, 9)):
+        code, args = code_at(["attention, backward", "shifted"], length)
+        found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
+        if i == 0:
+            continue
+        (got,) = found[code.name]([*args])
+        torch.testing.assert_close(got, GraphModule({}, code.graph).forward(*args)[0], rtol=1e-9, atol=1e-9)
+        ((template, one, _),) = known.compiled[next(iter(known.compiled))]
+        assert runs in (None, one) and template.length == 16
+        runs = one
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_after_the_second_length_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr("fzero.graph.run._lower.spare_cores", lambda: 0)
+    counted = Counted(monkeypatch)
+    (*losses, params), run = train("inductor", (12, 16), strict=True)
+    one, many = counted.one, counted.all
+    assert many >= 2
+    lengths = (12, 16, 20, 9, 33, 16)
+    (*losses, params), run = train("inductor", lengths, strict=True)
+    assert counted.one <= 2 * one and counted.all == 2 * many and run.traces == 5
+    (*expected, whole), _ = train("fx", lengths)
+    torch.testing.assert_close(losses, expected, rtol=1e-8, atol=0)
+    fzero.testing.assert_trees_close(params, whole, 1e-6)
+
+
+def test_dynamic_false_compiles_for_each_length(monkeypatch):
+    in_inductors_place(monkeypatch, interpreted)
+    counted = Counted(monkeypatch)
+    for dynamic, many in ((False, 0), (True, 1)):
+        monkeypatch.setattr(lengths_of, "inductor_for_lengths", uncompiled)
+        counted = Counted(monkeypatch)
+        train("inductor", (12, 16, 20), dynamic=dynamic)
+        assert min(counted.all, 1) == many
+    with pytest.raises(ValueError, match="dynamic=1: expected True or False"):
+        fzero.jit(lambda x: x, dynamic=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(monkeypatch):
+    _, run = train("fx", (12, 40))
+    first, later = [e.chosen.settings for e in run._entries.values()]
+    assert first == later
+    _, run = train("fx", (12, 40), memory_budget=1e9)
+    assert len(run.plans()) == 2
+
+
+def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
+    in_inductors_place(monkeypatch, interpreted)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("symbols")
+
+    monkeypatch.setattr(lengths_of, "inductor_for_lengths", fail)
+    counted = Counted(monkeypatch)
+    found, run = train("inductor", (12, 16, 20), strict=True)
+    expected, _ = train("fx", (12, 16, 20))
+    fzero.testing.assert_trees_close(found, expected)
+    assert counted.one > 0 and all(not e.executable.uncompiled for e in run._entries.values())
+    assert counted.all < counted.one  # a template that failed is not tried again
+
+
+def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
+    opt = optim.sgd(0.1)
+    step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
+    run, args = fzero.jit(step, backend="fx"), step.init(tokens_params(), opt)
+    fzero.plan(run, *args, step.mesh.split(tokens(12)), world_size=4)
+    assert run._lengths.first is None
+
+
+def test_padding_by_joining_is_torchs():
+    x = torch.arange(24.0).view(2, 3, 4)
+    for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
+        assert torch.equal(compiler._padded(x, pad, 7), F.pad(x, pad, value=7))
+    assert torch.equal(compiler._padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
+    assert _torch.have_equal_strides(compiler._padded(x, [0, 0]), x)
