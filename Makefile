@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests test-all bench mutants faults docs format clean
+.PHONY: help train test lint types tests test-all sweep bench mutants faults docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -36,6 +36,10 @@ tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 
 test-all: $(VENV)/dev.stamp ## lint, types and all tests, also those that "make test" leaves out
 	HYPOTHESIS_PROFILE=all $(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
+	$(MAKE) sweep ARGS=
+
+sweep: $(VENV)/dev.stamp ## train every model in the default backend; goes on where it stopped, hours; ARGS="--models llama"
+	$(BIN)/python -m tests.sweep $(ARGS)
 
 bench: $(VENV)/bench.stamp ## compare with DDP, FSDP2 and DeepSpeed, two hours; ARGS="--models A" to choose
 	$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -62,8 +62,9 @@ def use_differentiable(module: torch.nn.Module) -> None:
         module: the copy, whose configuration is changed.
     """
     for m in module.modules():
-        if _has_experts(m) and m.config._experts_implementation == "grouped_mm":
-            m.config._experts_implementation = register(DEFAULT)
+        config: Any = m.config if _has_experts(m) else None
+        if config is not None and config._experts_implementation == "grouped_mm":
+            config._experts_implementation = register(DEFAULT)
 
 
 def _has_experts(module: Any) -> bool:

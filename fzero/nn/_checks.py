@@ -6,7 +6,7 @@ from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook
 from fzero.layout.boxes import is_box
 from fzero.nn._written import tensors_in
 
-__all__ = ["check_module", "check_tensors"]
+__all__ = ["check_module", "check_tensors", "explain_old_function"]
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
 
@@ -101,3 +101,18 @@ def check_tensors(given: object, names: frozenset[str], what: str, kind: str, bo
     if given.keys() != names:
         missing, extra = sorted(names - given.keys()), sorted(given.keys() - names)
         raise ValueError(f"{what} do not match the module {kind}: missing {missing}, and not its own {extra}")
+
+
+def explain_old_function(error: RuntimeError, name: str) -> None:
+    """Say what to do where a module applies an `autograd.Function` of torch's older form.
+
+    Raises:
+        RuntimeError: if the error is of one.
+    """
+    if "must override the setup_context staticmethod" in str(error):
+        raise RuntimeError(
+            f"fzero.nn.functional: {name} applies an autograd.Function, or an operator of a library, without "
+            "setup_context, which torch.func cannot differentiate; the traceback names the line. It may have another "
+            "way in evaluation mode, functional(module.eval()), or by its configuration; else give the Function a "
+            "setup_context"
+        ) from error

@@ -16,7 +16,7 @@ from fzero.init._module import stand_ins
 from fzero.layout.boxes import is_box
 from fzero.moe.transformers import use_differentiable
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
-from fzero.nn._checks import check_module, check_tensors
+from fzero.nn._checks import check_module, check_tensors, explain_old_function
 from fzero.nn._closures import check_functions, copy_module
 from fzero.nn._written import before_call, check_left, check_written, held, put_back, versions_of
 from fzero.tp._install import install
@@ -160,7 +160,8 @@ class Apply:
                 `fzero.value_and_grad` does.
             ValueError: if names are missing or unknown. Where layers are cut over an axis, also if the arguments of
                 forward are known to differ by rank along it.
-            RuntimeError: if the forward pass wrote a parameter, or in place a buffer that is not in `mutable`.
+            RuntimeError: if the forward pass wrote a parameter, or in place a buffer that is not in `mutable`. Also if
+                it applies an `autograd.Function` that `torch.func` cannot differentiate.
         """
         check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
@@ -186,6 +187,9 @@ class Apply:
             if before is not None:
                 check_left(before, module)
                 self._memory.seen.add(structure)
+        except RuntimeError as error:
+            explain_old_function(error, type(module).__name__)
+            raise
         finally:
             put_back(stand_ins, traced=is_tracing())
         return out

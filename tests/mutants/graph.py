@@ -14,6 +14,7 @@ PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS, FALLBACK = ("tests/graph/run/test_borders.py",), ("tests/graph/run/test_fallback.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
@@ -1016,6 +1017,63 @@ MUTANTS = [
         "graph/run/_fallback.py",
         "if mesh is None or not mesh.distributed:",
         "if True:",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    # lengths
+    Mutant(
+        "a branch is guessed",
+        "graph/run/_lengths.py",
+        "template.is_at(numbers, length) and holds(length)",
+        "holds(length)",
+        LENGTHS,
+    ),
+    Mutant(
+        "what holds for one length is used for all",
+        "graph/run/_lengths.py",
+        "template.is_at(numbers, length) and holds(length)",
+        "template.is_at(numbers, length)",
+        LENGTHS,
+    ),
+    Mutant(
+        "any size is the length",
+        "graph/run/_lengths.py",
+        "if len(pairs) != 1 or (self.places is not None and places != self.places):",
+        "if not pairs:",
+        LENGTHS,
+    ),
+    Mutant(
+        "a line goes before a square",
+        "graph/run/_lengths.py",
+        "    tries += [Polynomial(0, 0, a // x**2)] if a % x**2 == 0 else []\n",
+        "",
+        LENGTHS,
+    ),
+    Mutant(
+        "padding fixes a length",
+        "_torch/compiler.py",
+        "pads = target is torch.ops.aten.constant_pad_nd.default",
+        "pads = False",
+        LENGTHS,
+    ),
+    Mutant(
+        "a schedule of its own for each length",
+        "graph/_jit.py",
+        "return asked._replace(knobs=Knobs.of(earlier.chosen.settings))",
+        "return asked",
+        LENGTHS,
+    ),
+    Mutant(
+        "a plan elsewhere is the first length",
+        "graph/_jit.py",
+        "_entries={}, _lengths=Lengths(), **changes",
+        "_entries={}, **changes",
+        LENGTHS,
+    ),
+    Mutant(
+        "a rank compiles for each length alone",
+        "graph/run/_lengths.py",
+        "isinstance(x, Refusal)}, mesh)",
+        "isinstance(x, Refusal)}, None)",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),
     Mutant("strict is not asked", "graph/run/_fallback.py", "    if strict:\n", "    if False:\n", FALLBACK),

@@ -310,7 +310,7 @@ MUTANTS = [
     Mutant(
         "experts that were chosen are replaced",
         "moe/transformers.py",
-        'm.config._experts_implementation == "grouped_mm"',
+        'config._experts_implementation == "grouped_mm"',
         "True",
         ("tests/moe/test_transformers.py",),
     ),

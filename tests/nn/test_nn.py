@@ -686,3 +686,24 @@ def test_a_module_may_run_again_in_the_backward_pass_of_ranks_in_lockstep():
 
     again = one(fzero.remat(lambda p, x: apply(p, {}, x)[0]))  # first, for the copies are made once
     assert_trees_close(again, one(lambda p, x: apply(p, {}, x)[0]))
+
+
+def test_a_function_that_torch_func_cannot_differentiate_is_named():
+    class Old(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 2 * g
+
+    class Doubling(torch.nn.Linear):
+        def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return Old.apply(super().forward(x)) if self.training else 2 * super().forward(x)
+
+    apply, params, buffers = fzero.nn.functional(Doubling(3, 2))
+    with pytest.raises(RuntimeError, match=r"Doubling applies an autograd.Function.* without setup_context.*eval\(\)"):
+        torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)
+    apply, params, buffers = fzero.nn.functional(Doubling(3, 2).eval())
+    assert torch.func.grad(lambda p: apply(p, buffers, torch.ones(4, 3))[0].sum())(params)["bias"].tolist() == [8, 8]

@@ -177,9 +177,22 @@ FAMILIES = [
 def of_library(library: str, make: Callable[[Any], nn.Module]) -> Callable[[str | None], nn.Module]:
     def build(attention: str | None) -> nn.Module:
         torch.manual_seed(0)
-        return make(importlib.import_module(library)).eval()  # no dropout, and BatchNorm's kept statistics
+        module = make(importlib.import_module(library)).eval()  # no dropout, and BatchNorm's kept statistics
+        return module if library == "peft" else Called(module)
 
     return build
+
+
+class Called(nn.Module):
+    """Calls a model by the names that those of transformers have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        out = self.model(pixel_values, *more.values())
+        return getattr(out, "sample", out)
 
 
 def other(name: str, library: str, kind: str, make: Callable[[Any], nn.Module]) -> Model:

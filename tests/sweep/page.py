@@ -1,10 +1,71 @@
 """The page docs/models.md, from the results of a sweep."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from tests.sweep.cases import cases_of
+from tests.sweep.families import MODELS, Model
 
 __all__ = ["written"]
 
+Results = Mapping[tuple[str, str], Mapping[str, Any]]
 
-def written(results: dict[tuple[str, str], dict[str, Any]]) -> str:
+HEAD = """# Models
+
+What was trained by `fzero.jit(step)` in its default backend, Inductor, beside the same step in "fx" and beside
+unsharded training: losses of three steps, and the parameters after them. The models are tiny, with random weights, but
+have heads of 16 and sequences of 32, so that real kernels are chosen. `make sweep` trains them again, and
+`python -m tests.sweep --write` writes this page.
+
+- **compiled**: one simulated rank at stage 3; eager attention, a mask and two micro-batches at stage 2; bfloat16, a
+  mask and `remat` at stage 0; bfloat16, eager attention, `remat` and two micro-batches at stage 3. Images have no mask.
+- **processes**: two gloo ranks, at stage 0, 2 or 3; every third model.
+- **pipeline**: `fzero.nn.pipeline` over two stages. **tensor parallel**: `fzero.tp.layers` over two ranks.
+- "4 of 4" counts cases whose numbers agree; "refused" says why below; "not run" was not reached by the last sweep.
+
+"""
+
+
+def written(results: Results) -> str:
     """Write the page."""
-    return ""
+    lines = [HEAD + "| model | compiled | processes | pipeline | tensor parallel |\n| --- | --- | --- | --- | --- |"]
+    reasons: dict[str, list[str]] = {}
+    for number, model in enumerate(MODELS.values()):
+        groups: dict[str, list[Mapping[str, Any] | None]] = {}
+        for case in cases_of(model, number):
+            found = results.get((model.name, case.name))
+            groups.setdefault(_column(case.name), []).append(found)
+            if found is not None and found["outcome"] in ("refused", "failed", "wrong", "uncompiled"):
+                said = found["why"] or f"{found['from fx']:.0e} from fx"
+                reasons.setdefault(f"{_column(case.name)}, {found['outcome']}: {_short(said)}", []).append(model.name)
+        cells = [_cell(groups.get(name, [])) for name in ("compiled", "processes", "pipeline", "tensor parallel")]
+        lines.append(f"| {_title(model)} | {' | '.join(cells)} |")
+    lines.append("\n## What is refused, and why\n")
+    lines += [f"- {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _title(model: Model) -> str:
+    return (
+        model.name if model.library in ("torchvision", "timm", "diffusers", "peft") else f"{model.name} ({model.kind})"
+    )
+
+
+def _column(case: str) -> str:
+    if case in ("pipeline", "tensor parallel"):
+        return case
+    return "processes" if case.startswith("processes") else "compiled"
+
+
+def _cell(found: list[Mapping[str, Any] | None]) -> str:
+    known = [x for x in found if x is not None and x["outcome"] != "absent"]
+    if not known:
+        return "not run" if found else ""
+    if len({x["outcome"] for x in known}) == 1 and known[0]["outcome"] == "refused":
+        return "refused"
+    good = sum(x["outcome"] == "ok" for x in known)
+    return f"{good} of {len(known)}" if good < len(known) or len(known) > 1 else "yes"
+
+
+def _short(text: str) -> str:
+    return text.split(". ")[0].split("; ")[0].replace("|", "/")[:220]
