@@ -16,18 +16,8 @@ from fzero._torch.autograd import (
 )
 from fzero._torch.boxes import children_without_names, pytree, register_box
 from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
-from fzero._torch.compiler import (
-    Form,
-    compile_threads,
-    have_equal_strides,
-    importing,
-    inductor,
-    inductor_folder,
-    inductor_for_lengths,
-    pickled,
-    preparing,
-    unpickled,
-)
+from fzero._torch.compiled import Form, have_equal_strides, inductor, inductor_for_lengths
+from fzero._torch.compiler import compile_threads, importing, inductor_folder, pickled, preparing, unpickled
 from fzero._torch.dcp import unpickled_metadata
 from fzero._torch.dynamo import allow_in_graph, assume_constant_result
 from fzero._torch.graphs import graph_of

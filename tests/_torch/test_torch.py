@@ -3,7 +3,7 @@
 import shutil
 import threading
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import optree
 import pytest
@@ -249,6 +249,32 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
     for x, y in zip(expected, got, strict=True):
         torch.testing.assert_close(x, y)
         assert x.stride() == y.stride()
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
+    """The symbol, its range and the guards are the shape environment's."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack([x.view(2, 6).t()]) * 2]
+
+    fakes = _torch.fake_like([torch.ones(12)])
+    traced = _torch.trace(f, fakes)
+    (view,) = [n for n in traced.graph.nodes if "view" in str(n.target)]
+
+    def arguments(n: Any) -> Any:
+        return {view.name: ((view.args[0], [2, n]), {})}
+
+    def forms(n: Any) -> Any:
+        cpu = torch.device("cpu")
+        return [((2 * n,), (1,), torch.float32, cpu)], [((1, n, 2), (2 * n, 2, 1), torch.float32, cpu)]
+
+    runs, holds = _torch.inductor_for_lengths(traced, arguments, forms, 6)
+    for n in (6, 9, 4):
+        x = torch.randn(2 * n)
+        (y,) = runs([n, x])
+        assert holds(n) and torch.equal(y, torch.stack([x.view(2, n).t()]) * 2) and y.is_contiguous()
+    assert not holds(1)
 
 
 def test_levels_tell_what_tracks_a_tensor():

@@ -840,7 +840,7 @@ MUTANTS = [
         DONATION,
     ),
     Mutant("the shortest first", "graph/run/_compile.py", "-len(code.graph.nodes)", "len(code.graph.nodes)", COMPILE),
-    Mutant("Inductor's cache is passed by", "_torch/compiler.py", "shape_env=ShapeEnv(), ", "", COMPILE),
+    Mutant("Inductor's cache is passed by", "_torch/compiled.py", "shape_env=ShapeEnv(), ", "", COMPILE),
     Mutant("a worker compiles another key", "_torch/compiler.py", "copyreg.pickle(", "str(", COMPILE),
     Mutant("a worker outlives who started it", "graph/run/_workers.py", "target=_end_with,", "target=print,", COMPILE),
     Mutant(
@@ -986,14 +986,14 @@ MUTANTS = [
     # borders of segments, and segments that cannot run compiled
     Mutant(
         "a result lies as it is made",
-        "_torch/compiler.py",
+        "_torch/compiled.py",
         "if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):",
         "if True:",
         BORDERS,
     ),
     Mutant(
         "a view is a view of what lies otherwise",
-        "_torch/compiler.py",
+        "_torch/compiled.py",
         "torch.ops.aten.reshape.default if target in _VIEWS else target",
         "target",
         BORDERS,
@@ -1050,7 +1050,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding fixes a length",
-        "_torch/compiler.py",
+        "_torch/compiled.py",
         "pads = target is torch.ops.aten.constant_pad_nd.default",
         "pads = False",
         LENGTHS,

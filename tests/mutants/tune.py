@@ -376,7 +376,7 @@ MUTANTS = [
     Mutant("heads are cut", "tuning/_steps.py", "if n % config.tp:", "if False:", PLACES),
     Mutant(
         "whether a loop goes on across turns is forgotten",
-        "tuning/_planned.py",
+        "graph/_knobs.py",
         '"across_turns": False, **settings}',
         "**settings}",
         PLACES,

@@ -17,7 +17,7 @@ from tests.sweep.cases import Case, cases_of
 from tests.sweep.families import MODELS, Batch, Model, inputs_of, loss_of
 
 STEPS, SIZE = 3, 4
-ERRORS = {"float32": 1e-3, "bfloat16": 3e-2}  # of losses, and of parameters as a share of the largest of a leaf
+ERRORS = {"float32": 1e-3, "bfloat16": 6e-2}  # of losses, and of parameters as a share of the largest of a leaf
 KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and with the reason
     "has no repeated blocks",
     "lists of blocks",

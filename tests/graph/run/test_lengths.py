@@ -14,7 +14,7 @@ import fzero
 import fzero.graph.run._compile as compiling
 import fzero.graph.run._lengths as lengths_of
 from fzero import _torch, optim
-from fzero._torch import compiler
+from fzero._torch import compiled
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, Polynomial, _fit, for_all_lengths
 from fzero.graph.run._segment import _key
@@ -75,7 +75,7 @@ def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
         args.clear()
         given, made = forms(at)
         assert [(tuple(x.shape), x.stride()) for x in mine] == [(tuple(s), tuple(t)) for s, t, *_ in given]
-        out = list(compiler._AtLength(gm, arguments(at)).run(*mine))
+        out = list(compiled._AtLength(gm, arguments(at)).run(*mine))
         assert [(tuple(x.shape), x.stride()) for x in out] == [(tuple(s), tuple(t)) for s, t, *_ in made]
         return out
 
@@ -301,6 +301,6 @@ def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
 def test_padding_by_joining_is_torchs():
     x = torch.arange(24.0).view(2, 3, 4)
     for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
-        assert torch.equal(compiler._padded(x, pad, 7), F.pad(x, pad, value=7))
-    assert torch.equal(compiler._padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
-    assert _torch.have_equal_strides(compiler._padded(x, [0, 0]), x)
+        assert torch.equal(compiled._padded(x, pad, 7), F.pad(x, pad, value=7))
+    assert torch.equal(compiled._padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
+    assert _torch.have_equal_strides(compiled._padded(x, [0, 0]), x)
