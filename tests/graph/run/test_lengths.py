@@ -272,9 +272,8 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
     first, later = run.plans()
     assert first.settings == later.settings
     assert len(later.rejected) < len(first.rejected)  # and no other was tried in vain
-    few = len(later.rejected)
     _, run = train("fx", (12, 40), memory_budget=1e9)
-    assert all(len(plan.rejected) > few for plan in run.plans())
+    assert [e.asked.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
 
 def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
