@@ -40,7 +40,7 @@ def written(results: Results) -> str:
                 reasons.setdefault(f"{_column(case.name)}, {found['outcome']}: {_short(said)}", []).append(model.name)
         cells = [_cell(groups.get(name, [])) for name in ("compiled", "processes", "pipeline", "tensor parallel")]
         lines.append(f"| {_title(model)} | {' | '.join(cells)} |")
-    lines.append("\n## What is refused, and why\n")
+    lines.append("\n## What is refused or went wrong, and why\n")
     lines += [f"- {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
 
