@@ -113,6 +113,6 @@ def explain_old_function(error: RuntimeError, name: str) -> None:
         raise RuntimeError(
             f"fzero.nn.functional: {name} applies an autograd.Function, or an operator of a library, without "
             "setup_context, which torch.func cannot differentiate; the traceback names the line. It may have another "
-            "way in evaluation mode, functional(module.eval()), or by its configuration; else give the Function a "
-            "setup_context"
+            "way in evaluation mode, functional(module.eval()), or by its configuration; else replace that module, or "
+            "give the Function a setup_context"
         ) from error
