@@ -1019,6 +1019,7 @@ MUTANTS = [
         "if True:",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
     ),
+    Mutant("a view is a view, uncompiled", "graph/run/_pieces.py", "**RESHAPES, ", "", BORDERS),
     # lengths
     Mutant(
         "a branch is guessed",

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from fzero._torch import profiling
 from fzero.collectives import gloo
-from fzero.graph.ir import copied, is_input
+from fzero.graph.ir import aten, copied, is_input
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.run._borders import within_borders
 from fzero.graph.run._clock import COMPILED, name_of, now, place_of, timed, timed_graph
@@ -23,7 +23,10 @@ from fzero.layout.flat import packed, packed_by_copies
 
 __all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked"]
 
-INSTEAD = {**gloo.INSTEAD, packed: packed_by_copies}  # what runs in place of what was traced
+# What runs in place of what was traced. Kernels may lay a result out otherwise than their stand-in says: oneDNN gives a
+# convolution's gradients channels last. So a view is a reshape, which copies only then.
+RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+INSTEAD = {**gloo.INSTEAD, **RESHAPES, packed: packed_by_copies}
 
 
 @dataclass(frozen=True)

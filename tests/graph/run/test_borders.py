@@ -237,6 +237,13 @@ def test_a_view_of_what_lies_otherwise_is_a_reshape():
     torch.testing.assert_close(got, f(*args)[0])
 
 
+def test_a_kernel_that_lays_its_result_out_otherwise_is_no_end_of_a_step():
+    """As oneDNN does with a convolution's gradients, uncompiled too: a view is a reshape there."""
+    graph = traced(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
+    x = torch.arange(6.0).view(3, 2).t()
+    assert torch.equal(one_by_one(graph)([x])[0], x.reshape(-1) + 1)
+
+
 def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
     args = [torch.ones(2, 3), torch.ones(3)]
     graph, given = traced(lambda x, y: [x + y], args), []
