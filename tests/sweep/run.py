@@ -24,7 +24,7 @@ KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and
     "differ in",
     "changes what is handed on",
     "which depends on parameters",
-    "carries no plan",
+    "carries no tp_plan",
     "data-dependent control flow",
     "uses its blocks in another way",
     "without setup_context",
