@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "an executor packs as a trace does",
         "graph/run/_pieces.py",
-        "{**gloo.INSTEAD, packed: packed_by_copies}",
-        "{**gloo.INSTEAD}",
+        ", packed: packed_by_copies}",
+        "}",
         FLAT,
     ),
     Mutant(
