@@ -41,7 +41,10 @@ class Demand(NamedTuple):
     shapes: Shapes = ()
 
 
-def lower(graph: Graph, backend: str, demand: Demand = Demand()) -> Executable:  # noqa: B008  it is a constant
+NOTHING_MORE = Demand()
+
+
+def lower(graph: Graph, backend: str, demand: Demand = NOTHING_MORE) -> Executable:
     """Make a scheduled graph runnable.
 
     Args:
