@@ -56,12 +56,12 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     """Trace, plan and compile one rank's step of a world of two that need not be at hand, without running it."""
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
-    from fzero.graph import _absent
+    from fzero.graph import _one_rank
     from fzero.graph.run import _lower
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
-    elsewhere = step._on(_absent.absent((("dp", 2),)))
-    args = _absent.as_one_rank_holds(args, {"dp": 2}, stacked=True)
+    elsewhere = step._on(_one_rank.absent((("dp", 2),)))
+    args = _one_rank.as_one_rank_holds(args, {"dp": 2}, stacked=True)
     jitted = fzero.jit(elsewhere)
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()

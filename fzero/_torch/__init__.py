@@ -19,6 +19,7 @@ from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, vie
 from fzero._torch.compiled import Form, have_equal_strides, inductor, inductor_for_lengths
 from fzero._torch.compiler import compile_threads, importing, inductor_folder, pickled, preparing, unpickled
 from fzero._torch.dcp import unpickled_metadata
+from fzero._torch.decisions import FixedSizeError, decisions
 from fzero._torch.dynamo import allow_in_graph, assume_constant_result
 from fzero._torch.graphs import graph_of
 from fzero._torch.processes import c10d, default_store, group_of
@@ -34,7 +35,9 @@ from fzero._torch.tracing import (
     is_backward,
     is_fake,
     line_of,
+    memory_like,
     recorded,
+    stand_in_at,
     trace,
     user_line,
 )
@@ -44,6 +47,7 @@ __all__ = [
     "Allocations",
     "Buffer",
     "DataDependentError",
+    "FixedSizeError",
     "Form",
     "OneNode",
     "OpOverload",
@@ -55,6 +59,7 @@ __all__ = [
     "c10d",
     "children_without_names",
     "compile_threads",
+    "decisions",
     "default_store",
     "fake_like",
     "fakes_on",
@@ -73,6 +78,7 @@ __all__ = [
     "is_fake",
     "is_tracing",
     "line_of",
+    "memory_like",
     "pickled",
     "preparing",
     "profiling",
@@ -81,6 +87,7 @@ __all__ = [
     "raise_priority",
     "recorded",
     "register_box",
+    "stand_in_at",
     "storage_id",
     "trace",
     "unpickled",

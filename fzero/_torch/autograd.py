@@ -3,6 +3,7 @@
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -11,7 +12,9 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 __all__ = [
+    "deciding",
     "in_transform",
+    "is_deciding",
     "is_tracing",
     "profiling",
     "quiet_vmap_fallback",
@@ -20,10 +23,32 @@ __all__ = [
 ]
 
 
+class _Deciding(threading.local):
+    on = False
+
+
+_DECIDING = _Deciding()
+
+
+@contextmanager
+def deciding() -> Iterator[None]:
+    """Run a function as a trace would, whose operations nobody records."""
+    _DECIDING.on = True
+    try:
+        yield
+    finally:
+        _DECIDING.on = False
+
+
+def is_deciding() -> bool:
+    """Return whether this thread runs a function to see what it decides by a size: see `fzero._torch.decisions`."""
+    return _DECIDING.on
+
+
 def is_tracing() -> bool:
-    """Return whether Dynamo or make_fx records the operations that this thread runs now."""
+    """Return whether Dynamo or make_fx records the operations that this thread runs now, or it runs as if one did."""
     # not is_compiling(), which is the process's: another thread may be tracing
-    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None
+    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None or is_deciding()
 
 
 def in_transform() -> bool:

@@ -131,10 +131,10 @@ class _AtLength(_Reshaping):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         pads = target is torch.ops.aten.constant_pad_nd.default
-        return _padded(*args, **kwargs) if pads else super().call_function(target, args, kwargs)
+        return padded(*args, **kwargs) if pads else super().call_function(target, args, kwargs)
 
 
-def _padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+def padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     """Pad as `constant_pad_nd` does, whose own kernel asks for sizes as numbers, which fixes a length."""
     for i in range(len(pad) // 2):
         dim = x.dim() - 1 - i

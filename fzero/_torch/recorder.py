@@ -24,16 +24,19 @@ from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from fzero._torch.autograd import is_deciding
 from fzero._torch.buffers import storage_id
 
-__all__ = ["OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
+__all__ = ["DEVICE_OF", "INSTEAD", "OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")])
 _EINOPS = os.path.join("", "einops", "")
-_DEVICE = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
+# forward mode's zeros are of the meta device under vmap, and stand-ins are not
+INSTEAD: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
 
 
 def is_users(file: str) -> bool:
@@ -86,11 +89,9 @@ class Recorder(TorchDispatchMode):
         self.lines: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is torch.ops.aten._efficientzerotensor.default:
-            # forward mode's zeros are of the meta device under vmap, and stand-ins are not
-            func = torch.ops.aten.zeros.default
+        func = INSTEAD.get(func, func)
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
         if mode is None:  # within one node
@@ -134,6 +135,8 @@ class OneNode:
             except _NotPlainError:
                 return self.f(*args)
             return _record(mode.tracer, self, args, {}, (nodes, {}), recorder.lines)
+        if is_deciding() and all(type(x) is FakeTensor for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
+            return self.on_stand_ins(*args)
         return self.f(*args)
 
     def __repr__(self) -> str:

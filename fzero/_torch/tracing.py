@@ -33,6 +33,7 @@ __all__ = [
     "TRACING",
     "DataDependentError",
     "OpOverload",
+    "compiling",
     "fake_like",
     "fakes_on",
     "functional",
@@ -40,7 +41,9 @@ __all__ = [
     "is_backward",
     "is_fake",
     "line_of",
+    "memory_like",
     "recorded",
+    "stand_in_at",
     "trace",
     "user_line",
 ]
@@ -91,6 +94,25 @@ def fake_like(
         return in_buffers(tensors, empty)
 
 
+def memory_like(nbytes: int) -> torch.UntypedStorage:
+    """Make what stands in for so many bytes of memory."""
+    return torch.UntypedStorage(nbytes, device="meta")
+
+
+def stand_in_at(x: torch.Tensor, memory: torch.UntypedStorage, form: Sequence[int]) -> torch.Tensor:
+    """Make a stand-in that lies otherwise, and in other memory.
+
+    Args:
+        x: a stand-in, whose dtype and device it has.
+        memory: in which it lies: stand-ins in one memory share it.
+        form: its shape, then its strides, then where it begins.
+    """
+    assert isinstance(x, FakeTensor)
+    shape, strides, offset = form[: x.dim()], form[x.dim() : -1], form[-1]
+    meta = torch.empty(0, dtype=x.dtype, device="meta").set_(memory, offset, shape, strides)  # pyright: ignore
+    return FakeTensor(x.fake_mode, meta, x.fake_device)
+
+
 def fakes_on(fakes: Iterable[Any], kind: str) -> None:
     """Have stand-ins say that they lie on another kind of device, such as "cuda", which need not be at hand.
 
@@ -107,8 +129,8 @@ def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
+def compiling() -> Iterator[None]:
+    """Make `torch.compiler.iscompiling()` true, as torch.export does: models ask it before they read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -147,7 +169,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
     # within the stand-ins' mode, so that nothing is computed and no random number drawn
     # anomaly mode would read every gradient for NaNs; there are no values yet
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), _compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
+    with preserve_node_meta(), compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
         return _make_fx(with_lines, fakes)
 
 

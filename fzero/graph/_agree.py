@@ -18,7 +18,7 @@ from fzero.ranks import texts
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.texts import MissingRank, gather_texts
 
-__all__ = ["agree", "agreed", "order", "signatures"]
+__all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
 
 
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
@@ -154,10 +154,10 @@ def agree(
     groups, place = mesh.groups(), place_in_pipelines(graph)
     mine = {"": [asked, *signatures(graph, groups)], place or "no pipeline": of_own_stages(graph, groups)}
     digests = {part: _hashed(lines) for part, lines in mine.items()}
-    said = _everyones([digests, offers], mesh, name)
+    said = of_all_ranks([digests, offers], mesh, name)
     known: dict[str, str] = {}
     if any(known.setdefault(part, digest) != digest for theirs, _ in said for part, digest in theirs.items()):
-        _raise_first_difference(_everyones(mine, mesh, name), name)
+        _raise_first_difference(of_all_ranks(mine, mesh, name), name)
     everyones = [theirs for _, theirs in said]
     common = [key for key in offers if all(key in theirs for theirs in everyones) and _is_agreed(key, said)]
     if not common:
@@ -174,7 +174,7 @@ def _is_agreed(key: str, said: Sequence[Any]) -> bool:
     return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in said)
 
 
-def _everyones(mine: Any, mesh: Mesh, name: str) -> list[Any]:
+def of_all_ranks(mine: Any, mesh: Mesh, name: str) -> list[Any]:
     """Give what JSON can hold to all ranks, and get all ranks', in rank order."""
     try:
         return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]

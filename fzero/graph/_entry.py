@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import Given, Pipeline
 from fzero.graph._step import Step
 from fzero.graph.ir import is_input, results, values
+from fzero.graph.lengths import shapes_of
 from fzero.graph.loops import graphs_in
 from fzero.graph.ops import name_of
 from fzero.graph.plan._cost import Device
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
-from fzero.graph.run._lengths import Lengths, shapes_of
+from fzero.graph.run._lengths import Lengths
 from fzero.graph.run._lower import Demand, lower
 from fzero.graph.run._pieces import Executable
 from fzero.graph.spaces import check_spaces, moves
@@ -70,7 +72,7 @@ class Entry:
         asked: what `fzero.jit` was asked for.
         traced: the graph as it was traced, and what it captured.
         chosen: the schedule that was kept.
-        plan: what it does, to read.
+        rejected: the others.
         structure: of the results.
         into: for results that are written into donated tensors, the tensor's number.
         kept: the numbers of the results that are arguments, handed on and not donated.
@@ -79,12 +81,13 @@ class Entry:
         boxed: the positions of donated arguments that hold boxes.
         written: the numbers of the donated tensors that are not handed on as they came.
         executable: the schedule made runnable, once it has run.
+        is_traced: whether the step was traced for it; else its graph follows from those of other lengths.
     """
 
     asked: Asked
     traced: Traced
     chosen: Candidate
-    plan: Plan
+    rejected: list[Rejected]
     structure: Any
     into: dict[int, int]
     kept: list[int]
@@ -93,6 +96,14 @@ class Entry:
     boxed: list[int]
     written: list[int]
     executable: Executable | None = None
+    is_traced: bool = True
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the schedule does, to read."""
+        step, kept = self.asked.step, self.chosen
+        groups = None if step.mesh is None else step.mesh.groups()
+        return plan_of(kept.graph, step.name, kept.settings, self.rejected, self.asked.device, groups)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
         """Run the step, and give the donated arguments' memory to the results.
@@ -108,7 +119,7 @@ class Entry:
             check_separate(arguments, self.written, captured)
         if self.executable is None:
             arguments.check_real()  # the device is part of what an entry is kept by
-            demand = Demand(self.asked.step.mesh, self.asked.strict, lengths, shapes_of(tensors))
+            demand = Demand(self.asked.step.mesh, self.asked.strict, lengths, shapes_of(tensors), not self.is_traced)
             self.executable = lower(self.chosen.graph, self.asked.backend, demand)
         given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
         try:
@@ -198,7 +209,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         asked=asked,
         traced=traced,
         chosen=kept,
-        plan=plan_of(kept.graph, name, kept.settings, rejected, asked.device, None if mesh is None else mesh.groups()),
+        rejected=rejected,
         structure=structure,
         into=into,
         kept=_unchanged(traced, into),

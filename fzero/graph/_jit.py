@@ -12,13 +12,15 @@ from fzero import _torch
 from fzero._notice import notice, see
 from fzero._tracebacks import UsersFrames, door
 from fzero.axes.lockstep import in_lockstep
+from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Asked, Entry, entry_of
 from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
+from fzero.graph.lengths import shapes_of
 from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._plan import Plan
-from fzero.graph.run._lengths import Lengths, shapes_of
+from fzero.graph.run._lengths import Lengths
 from fzero.graph.run._lower import BACKENDS
 from fzero.graph.trace._arguments import Arguments, arguments_of
 from fzero.graph.trace._key import Key, changed, key_of
@@ -49,7 +51,8 @@ def jit(
     """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
 
     The step is traced at its first call, and again for arguments of another structure, shape, dtype or plain value (as
-    `jax.jit` does). Random operations draw anew at each call. Ranks simulated in lockstep run the step as it is.
+    `jax.jit` does), but for a length that changes (`dynamic`). Random operations draw anew at each call. Ranks
+    simulated in lockstep run the step as it is.
 
     Args:
         step: a sharded step, or any pure function of trees of tensors.
@@ -79,8 +82,8 @@ def jit(
             once. Where they cannot, a notice says why; docs/jit.md lists the cases.
         strict: whether a segment that cannot run compiled is an error. By default it runs operation by operation on all
             ranks, and a notice says which it is, why, and what that costs.
-        dynamic: whether, from the second length of a batch on, segments are compiled once for all lengths
-            ("inductor"). Each length is still traced and planned by itself.
+        dynamic: whether a trace serves several lengths of a batch. From the second length on segments are compiled once
+            for all ("inductor"); from the fourth on nothing is traced, unless the step decides otherwise for a length.
 
     Returns:
         A `Jitted` step: call it like `step`.
@@ -141,7 +144,7 @@ class Jitted:
         loop: whether micro-batches become a loop.
         device: that it is planned for, if it is not the one at hand; such a step is not run.
         strict: whether what cannot run compiled is an error.
-        dynamic: whether code serves several lengths of a batch.
+        dynamic: whether traces and code serve several lengths of a batch.
     """
 
     step: Callable[..., Any]
@@ -155,6 +158,7 @@ class Jitted:
     dynamic: bool = True
     _entries: dict[Key, Entry] = field(default_factory=dict, repr=False, compare=False)
     _lengths: Lengths = field(default_factory=Lengths, repr=False, compare=False)
+    _any_length: AnyLength = field(default_factory=AnyLength, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """Forward to a sharded step: init, gather, layout, mesh, and what else it may come to offer.
@@ -171,12 +175,12 @@ class Jitted:
 
     def untraced(self, **changes: Any) -> "Jitted":
         """Return the step with other attributes, not traced yet."""
-        return replace(self, _entries={}, _lengths=Lengths(), **changes)
+        return replace(self, _entries={}, _lengths=Lengths(), _any_length=AnyLength(), **changes)
 
     @property
     def traces(self) -> int:
         """How often the step was traced."""
-        return len(self._entries)
+        return sum(entry.is_traced for entry in self._entries.values())
 
     def plans(self, device: Device | None = None) -> list[Plan]:
         """List the plans of all calls that were traced so far, in order.
@@ -257,19 +261,33 @@ class Jitted:
             for i in self.donate or ():
                 if i >= len(args):
                     raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
-            self._log_trace(arguments)
-            entry = entry_of(self._asked_at(arguments), arguments, args, len(self._entries))
-            self._log_donation(entry)
-            self._entries[key] = entry
+            entry = self._at_length(key, arguments, args) if self.dynamic else None
+            self._entries[key] = entry = self._traced(self._asked, arguments, args) if entry is None else entry
+            if entry.is_traced:
+                self._lengths.planned.append((shapes_of(arguments.tensors), entry.chosen.graph))
         return entry
 
-    def _asked_at(self, arguments: Arguments) -> Asked:
-        """Return what is asked of a trace: of one at another length the schedule of the first, whose code serves it."""
-        asked, earlier = self._asked, next(iter(self._entries.values()), None)
-        length = self._lengths.length_of(shapes_of(arguments.tensors)) if self.dynamic else None
-        if length is None or earlier is None or asked.knobs.memory_budget is not None:
-            return asked
-        return asked._replace(knobs=Knobs.of(earlier.chosen.settings))
+    def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
+        """Return the entry of a call at another length: without a trace, or by the schedule of the first length."""
+        length = self._lengths.length_of(shapes_of(arguments.tensors))
+        if length is None or not self._entries or self._asked.knobs.memory_budget is not None:
+            return None
+        (first_key, first), *_ = self._entries.items()
+        if not differ_in_sizes(first_key, key):
+            return None
+        self._any_length.learn(self._lengths.start, first_key, first)
+        entry = self._any_length.entry(self._asked, length, arguments)
+        if entry is None:
+            asked = self._asked._replace(knobs=Knobs.of(first.chosen.settings))
+            entry = self._traced(asked, arguments, args)
+            self._any_length.learn(length, key, entry)
+        return entry
+
+    def _traced(self, asked: Asked, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
+        self._log_trace(arguments)
+        entry = entry_of(asked, arguments, args, len(self._entries))
+        self._log_donation(entry)
+        return entry
 
     def _log_trace(self, arguments: Arguments) -> None:
         if not self._entries:

@@ -21,7 +21,7 @@ __all__ = ["grouped_mm", "grouped_outer"]
 def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, w):
         y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=ends.to(torch.int32))
-        real = torch.arange(len(x), device=x.device) < ends[-1]
+        real = torch.arange(x.shape[0], device=x.device) < ends[-1]
         return torch.where(real.unsqueeze(-1), y, 0)  # the kernel writes nothing behind the last end
     y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
     for e, end in enumerate(ends.tolist()):
@@ -196,7 +196,7 @@ def grouped_mm(
             f"a matrix for each of the {shape[0]} experts that end in `ends`"
         )
     _check_dtypes("weights", weights, rows)
-    return apply_mm(rows, weights, ends, len(rows) if likely is None else likely)
+    return apply_mm(rows, weights, ends, rows.shape[0] if likely is None else likely)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -220,10 +220,10 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
         tensor([1., 5.])
     """
     _check_rows("x", x, ends)
-    if y.ndim != 2 or len(y) != len(x):
-        raise ValueError(f"y has the shape {list(y.shape)}: expected [{len(x)}, columns], a row for each of x's")
+    if y.ndim != 2 or y.shape[0] != x.shape[0]:
+        raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each of x's")
     _check_dtypes("y", y, x)
-    return apply_outer(x, y, ends, len(x))
+    return apply_outer(x, y, ends, x.shape[0])
 
 
 def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:

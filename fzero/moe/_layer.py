@@ -27,7 +27,7 @@ class Linear(Protocol):
 
 def linear_by_seats(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add `[e, f]`."""
-    _check_linear(rows, len(rows), weight, bias)
+    _check_linear(rows, rows.shape[0], weight, bias)
     y = einsum(rows, weight, "e r d, e d f -> e r f")
     return y if bias is None else y + rearrange(bias, "e f -> e 1 f")
 
@@ -36,13 +36,13 @@ def linear_by_ends(
     order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
-    ends, likely = order.ends, len(order.row)  # as many rows as this rank's tokens choose
+    ends, likely = order.ends, order.row.shape[0]  # as many rows as this rank's tokens choose
     _check_linear(rows, len(ends), weight, bias)
     y = grouped_mm(rows, weight, ends, likely)
     if bias is None:
         return y
     # a product with ones: its gradient is a sum by expert, where indexing would add row by row
-    return y + grouped_mm(rows.new_ones(len(rows), 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
+    return y + grouped_mm(rows.new_ones(rows.shape[0], 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
 
 
 def _check_linear(rows: torch.Tensor, count: int, weight: Any, bias: Any) -> None:

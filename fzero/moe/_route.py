@@ -176,11 +176,11 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
         raise TypeError(f"x is {given(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
-    first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * len(x)
+    first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * x.shape[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def noise(sequence: torch.Tensor) -> torch.Tensor:
         return random.uniform(random.fold_in(key, sequence), x.shape[1:], dtype)
 
-    drawn = torch.vmap(noise)(first + torch.arange(len(x), device=x.device))
+    drawn = torch.vmap(noise)(first + torch.arange(x.shape[0], device=x.device))
     return (x * (1 + amount * (2 * drawn - 1))).to(x.dtype)

@@ -64,15 +64,17 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
     ep = where_bound(axis)
     n, k = axis_size(ep), experts.shape[-1]
     tokens = rearrange(x, "... d -> (...) d")
-    room = len(tokens) * min(k, count // n)
+    room = tokens.shape[0] * min(k, count // n)
     row, counts = _sending(experts.flatten(), count, n, room)
     choice = inverse(row, n * room)
     token = torch.div(choice, k, rounding_mode="floor")
     sent = moved(tokens, rearrange(token, "r -> r 1"), rearrange(row, "(m k) -> m k", k=k))
     got, got_counts = all_to_all(sent, ep), all_to_all(counts, ep)
-    order = _by_expert(got_counts, room) if ep else torch.arange(len(got), device=got.device)
+    order = _by_expert(got_counts, room) if ep else torch.arange(got.shape[0], device=got.device)
     ends = got_counts.sum(0).cumsum(0)
-    rows = moved(got, rearrange(order, "r -> r 1"), rearrange(inverse(order, len(order)), "r -> r 1")) if ep else got
+    rows = (
+        moved(got, rearrange(order, "r -> r 1"), rearrange(inverse(order, order.shape[0]), "r -> r 1")) if ep else got
+    )
     return rows, Order(ends, choice, row, order)
 
 
@@ -81,7 +83,7 @@ def _sending(experts: torch.Tensor, count: int, n: int, room: int) -> tuple[torc
     ordered, order = experts.sort(stable=True)
     counts, first = counted(experts, count)
     rank = torch.div(ordered, count // n, rounding_mode="floor")
-    place = torch.arange(len(experts), device=experts.device) - first[rank * (count // n)]
+    place = torch.arange(experts.shape[0], device=experts.device) - first[rank * (count // n)]
     row = torch.where((rank < n) & (place < room), rank * room + place, n * room)
     return torch.zeros_like(row).scatter(0, order, row), rearrange(counts[:-1], "(n e) -> n e", n=n)
 
@@ -115,16 +117,18 @@ def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = 
         >>> unsort_rows(rows, order, torch.ones(3, 1)).flatten()
         tensor([5., 6., 7.])
     """
-    check_floating("y", y, f"[{len(order.order)}, width], what the experts return")
+    check_floating("y", y, f"[{order.order.shape[0]}, width], what the experts return")
     check_floating("gates", gates, "[.., k], one for each choice")
-    if y.ndim != 2 or len(y) != len(order.order):
-        raise ValueError(f"y has the shape {list(y.shape)}: expected [{len(order.order)}, width], as sort_rows has it")
-    if gates.numel() != len(order.row):
+    if y.ndim != 2 or y.shape[0] != order.order.shape[0]:
         raise ValueError(
-            f"gates has the shape {list(gates.shape)}: expected a gate for each of {len(order.row)} choices"
+            f"y has the shape {list(y.shape)}: expected [{order.order.shape[0]}, width], as sort_rows has it"
+        )
+    if gates.numel() != order.row.shape[0]:
+        raise ValueError(
+            f"gates has the shape {list(gates.shape)}: expected a gate for each of {order.row.shape[0]} choices"
         )
     if ep := where_bound(axis):
-        there = rearrange(inverse(order.order, len(order.order)), "r -> r 1")
+        there = rearrange(inverse(order.order, order.order.shape[0]), "r -> r 1")
         y = all_to_all(moved(y, there, rearrange(order.order, "r -> r 1")), ep)
     mine = moved(y, rearrange(order.row, "m -> m 1"), rearrange(order.choice, "r -> r 1"))
     return weighted(mine.unflatten(0, gates.shape), gates)

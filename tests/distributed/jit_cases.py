@@ -97,8 +97,8 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.Mesh) -> None
 @case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
-    names = ("_lower", "_compile", "_lengths")
-    lowering, compiling, lengths = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
+    names = ("_lower", "_compile", "_lengths", "_templates")
+    lowering, compiling, lengths, templates = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
 
     def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
         if mesh.rank == mesh.size - 1:
@@ -107,7 +107,8 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "inductor", lambda gm, fakes, made: lambda args: gm.forward(*args))
-        patch.setattr(lengths, "inductor_for_lengths", for_lengths)
+        patch.setattr(templates, "inductor_for_lengths", for_lengths)
+        patch.setattr(lengths, "helpers", lambda cold: 0)
         patch.setattr(lowering, "is_compiled", lambda code: True)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
         jitted = fzero.jit(step, strict=True)
@@ -118,6 +119,36 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
             *fast, _ = jitted(*fast, batch)
         assert_trees_close(fast, eager)
         assert jitted._lengths.refused
+
+
+@case
+def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.Mesh) -> None:
+    """Each rank has as many rows as it likes: no collective of the step depends on them."""
+    jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="fx")
+    eager, fast = jitted.step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
+    for i, size in enumerate((2, 3, 4, 5, *[6 + (i + mesh.rank) % 4 for i in range(6)])):
+        rows = mlp_batch(12, seed=i)
+        batch = fzero.PerRank(fzero.tree.map(lambda x, n=size: x[:n], rows))
+        *eager, expected = jitted.step(*eager, batch)
+        *fast, loss = jitted(*fast, batch)
+        assert torch.equal(loss, expected)
+    assert_trees_close(fast, eager, 0)
+    assert jitted.traces == 3
+
+
+@case
+def what_one_rank_decides_by_the_length_all_trace(mesh: fzero.Mesh) -> None:
+    """A rank whose step needs the number keeps the others from going on without it."""
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        rows = int(batch["x"].shape[0]) if mesh.rank == mesh.size - 1 else batch["x"].shape[0]
+        return mlp_loss(params, fzero.tree.map(lambda x: x[:rows], batch))
+
+    jitted = fzero.jit(fzero.shard(train_step_for(loss, OPT), stage=1, mesh=mesh), backend="fx")
+    state = jitted.init(mlp_params(), OPT)
+    for size in (2, 3, 4, 5, 6):
+        *state, _ = jitted(*state, mesh.split(mlp_batch(size * mesh.size, seed=size)))
+    assert jitted.traces == 5
 
 
 class Unending:

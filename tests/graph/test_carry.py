@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.graph import _absent, _choose
+from fzero.graph import _choose, _one_rank
 from fzero.graph._pipeline import Choice, Given, Pipeline
 from fzero.graph.ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
 from fzero.graph.loops import Loop, loop_of
@@ -28,8 +28,8 @@ def entry(train_step: Any, stage: int, vocab: int = 37, sizes: Any = None, over:
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(**small), over=over, check=False)
     tokens = torch.randint(37, (4 * step.mesh.size, 9))
     args = (*step.init(gpt_params(width=16, layers=2, vocab=vocab), ADAMW), step.mesh.split(tokens))
-    args = _absent.as_one_rank_holds(args, sizes, stacked=True)
-    jitted = fzero.jit(step._on(_absent.absent(tuple(sizes.items()))), **knobs)
+    args = _one_rank.as_one_rank_holds(args, sizes, stacked=True)
+    jitted = fzero.jit(step._on(_one_rank.absent(tuple(sizes.items()))), **knobs)
     jitted.plan(*args)
     (found,) = jitted._entries.values()
     return found

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, random, tree
 from fzero._notice import notice
-from fzero.graph import _absent, _agree, _entry, turns
+from fzero.graph import _agree, _entry, _one_rank, turns
 from fzero.graph.loops import loop_of
 from fzero.graph.plan._text import size
 from fzero.testing import optimizers, stages, trees, world_sizes
@@ -638,8 +638,10 @@ def rank_of(factor: float, **knobs: Any) -> Any:
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
-    jitted = fzero.jit(step._on(_absent.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs)
-    jitted.plan(*_absent.as_one_rank_holds(args, {"dp": 2}, stacked=True))
+    jitted = fzero.jit(
+        step._on(_one_rank.absent((("dp", 2),))), backend="fx", max_reuse_bytes=0, bucket_bytes=0, **knobs
+    )
+    jitted.plan(*_one_rank.as_one_rank_holds(args, {"dp": 2}, stacked=True))
     (entry,) = jitted._entries.values()
     return entry.traced.graph, entry.chosen.graph
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import nn, optim, tree
-from fzero.graph._absent import absent
+from fzero.graph._one_rank import absent
 from fzero.testing import assert_trees_close, stages, trees
 from tests.helpers import train_step_for
 from tests.memory import peak_bytes

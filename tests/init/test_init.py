@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._absent import absent
+from fzero.graph._one_rank import absent
 from fzero.testing import assert_trees_close, stages, trees
 from tests.memory import peak_bytes
 from tests.stages.test_axes import ARRANGEMENTS, parallel_params

@@ -14,6 +14,8 @@ PLAN = ("tests/graph/test_plan.py",)
 LOOPS = ("tests/graph/test_loops.py",)
 OWN_PART = ("tests/graph/test_own_part.py",)
 CUT = ("tests/graph/run/test_cut.py",)
+ANY_LENGTH = ("tests/graph/test_any_length.py",)
+DECISIONS = ("tests/_torch/test_decisions.py",)
 LENGTHS = ("tests/graph/run/test_lengths.py",)
 BORDERS, FALLBACK = ("tests/graph/run/test_borders.py",), ("tests/graph/run/test_fallback.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
@@ -256,8 +258,8 @@ MUTANTS = [
     Mutant(
         "zeros of forward mode stay",
         "_torch/recorder.py",
-        "is torch.ops.aten._efficientzerotensor.default",
-        "is None",
+        "torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default",
+        "",
         IN_PLACE,
     ),
     Mutant(
@@ -846,8 +848,8 @@ MUTANTS = [
     Mutant(
         "a worker stops at an error",
         "graph/run/_workers.py",
-        "compile_all(codes, _attempted)",
-        "compile_all(codes)",
+        "compile_all(codes, lambda code: _attempted(code, numbers[code.name]))",
+        "compile_all(codes, compiled)",
         COMPILE,
     ),
     Mutant("each rank takes all cores", "graph/run/_workers.py", "cores // max(", "cores // min(1, ", COMPILE),
@@ -1044,7 +1046,7 @@ MUTANTS = [
     ),
     Mutant(
         "a line goes before a square",
-        "graph/run/_lengths.py",
+        "graph/lengths.py",
         "    tries += [Polynomial(0, 0, a // x**2)] if a % x**2 == 0 else []\n",
         "",
         LENGTHS,
@@ -1059,14 +1061,14 @@ MUTANTS = [
     Mutant(
         "a schedule of its own for each length",
         "graph/_jit.py",
-        "return asked._replace(knobs=Knobs.of(earlier.chosen.settings))",
-        "return asked",
+        "self._asked._replace(knobs=Knobs.of(first.chosen.settings))",
+        "self._asked",
         LENGTHS,
     ),
     Mutant(
         "a plan elsewhere is the first length",
         "graph/_jit.py",
-        "_entries={}, _lengths=Lengths(), **changes",
+        "_entries={}, _lengths=Lengths(), _any_length=AnyLength(), **changes",
         "_entries={}, **changes",
         LENGTHS,
     ),
@@ -1076,6 +1078,84 @@ MUTANTS = [
         "isinstance(x, Refusal)}, mesh)",
         "isinstance(x, Refusal)}, None)",
         ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant(
+        "a branch at another length is not seen",
+        "graph/_any_length.py",
+        "self.formula is None or self.like is None or not self.holds(length)",
+        "self.formula is None or self.like is None",
+        ANY_LENGTH,
+    ),
+    Mutant(
+        "rounded sizes are polynomials",
+        "_torch/decisions.py",
+        "if not simple.is_polynomial(self.symbol) or",
+        "if simple.is_polynomial(self.symbol) and",
+        DECISIONS,
+    ),
+    Mutant(
+        "a number is no decision",
+        "_torch/decisions.py",
+        "if self.symbol in self.env.replacements:",
+        "if False:",
+        DECISIONS,
+    ),
+    Mutant(
+        "a length of one is like others", "_torch/decisions.py", "return size >= 2 and all(", "return all(", DECISIONS
+    ),
+    Mutant(
+        "fractions are whole numbers",
+        "_torch/decisions.py",
+        "isinstance(x, torch.SymFloat | torch.SymBool)",
+        "isinstance(x, torch.SymBool)",
+        DECISIONS,
+    ),
+    Mutant("whatever is divided leaves no rest", "_torch/decisions.py", "rest.is_zero and all(", "all(", DECISIONS),
+    Mutant(
+        "captured tensors are the first length's",
+        "graph/_any_length.py",
+        "if not all(_are_equal(first, other) for other in others):",
+        "if False:",
+        ANY_LENGTH,
+    ),
+    Mutant(
+        "what lies otherwise is like the rest",
+        "graph/_any_length.py",
+        "if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:",
+        "if False:",
+        ANY_LENGTH,
+    ),
+    Mutant("values keep their sizes", "graph/_formula.py", "made.get(id(val), val)", "val", ANY_LENGTH),
+    Mutant(
+        "flops are those of another length", "graph/_formula.py", '        n.meta.pop("flops", None)\n', "", ANY_LENGTH
+    ),
+    Mutant(
+        "a budget is one length's",
+        "graph/_jit.py",
+        "or not self._entries or self._asked.knobs.memory_budget is not None",
+        "or not self._entries",
+        ANY_LENGTH,
+    ),
+    Mutant(
+        "plain values are sizes",
+        "graph/_jit.py",
+        "        if not differ_in_sizes(first_key, key):\n            return None\n",
+        "",
+        ANY_LENGTH,
+    ),
+    Mutant(
+        "a rank goes on without a trace alone",
+        "graph/_any_length.py",
+        "if mesh is not None and mesh.distributed:",
+        "if False:",
+        ("tests/distributed/test_gloo.py", "-k", "jit-2"),
+    ),
+    Mutant(
+        "planned lengths teach nothing",
+        "graph/run/_lengths.py",
+        "    lengths.learn_planned(shapes)\n",
+        "",
+        LENGTHS,
     ),
     Mutant("strict is not asked", "graph/run/_fallback.py", "    if strict:\n", "    if False:\n", FALLBACK),
     Mutant(

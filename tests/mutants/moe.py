@@ -35,7 +35,7 @@ MUTANTS = [
         "logits.dtype, logits.dtype)",
         ROUTE,
     ),
-    Mutant("all ranks jitter alike", "moe/_route.py", "to(x.device) * len(x)", "to(x.device) * 0", ROUTE),
+    Mutant("all ranks jitter alike", "moe/_route.py", "to(x.device) * x.shape[0]", "to(x.device) * 0", ROUTE),
     Mutant("k is not checked", "moe/_route.py", "not 1 <= k <= choices", "not 1 <= k", INPUT),
     Mutant("gates are divided by zero", "moe/_route.py", ".clamp(min=_TINY)", "", ROUTE),
     # seats
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "sorted rows go back as they lie",
         "moe/_sorted.py",
-        "inverse(order.order, len(order.order))",
+        "inverse(order.order, order.order.shape[0])",
         "order.order",
         SEATS,
     ),
@@ -267,8 +267,8 @@ MUTANTS = [
         'transpose="reduce_scatter_flat",\n        replicated=True,',
         ("tests/moe/test_plan.py",),
     ),
-    Mutant("a plan keeps the parts of experts", "graph/_absent.py", "shape[dim] = whole // n", "pass", PLAN),
-    Mutant("experts are planned in unequal parts", "graph/_absent.py", "if whole % n:", "if False:", PLAN),
+    Mutant("a plan keeps the parts of experts", "graph/_one_rank.py", "shape[dim] = whole // n", "pass", PLAN),
+    Mutant("experts are planned in unequal parts", "graph/_one_rank.py", "if whole % n:", "if False:", PLAN),
     # clipping by expert
     Mutant("an expert is not summed over tp", "optim/_experts.py", "if s.dims[i] != 0]", "if False]", CLIP),
     Mutant("a wrong name clips nothing", "optim/_experts.py", "if paths and not any(layers):", "if False:", CLIP),

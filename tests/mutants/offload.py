@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan keeps the cut of another world",
-        "graph/_absent.py",
+        "graph/_one_rank.py",
         "for p in spec_of(uid).pieces]",
         "for p in x.spec.pieces]",
         SPACES,

@@ -255,5 +255,5 @@ MUTANTS = [
     Mutant(
         "ranks compare their stages with all", "graph/_agree.py", 'place or "no pipeline"', '"no pipeline"', PROCESSES
     ),
-    Mutant("every rank's plan is the first's", "graph/_absent.py", "dict(self.places).get(name, 0)", "0", PLAN),
+    Mutant("every rank's plan is the first's", "graph/_one_rank.py", "dict(self.places).get(name, 0)", "0", PLAN),
 ]

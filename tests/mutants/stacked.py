@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant("a row a stage", "stages/_evaluate.py", "(x, step.data_axes)", "(x, step.axis)", OUTPUTS),
     Mutant("stages have data", "stages/_sharded_step.py", "if name not in self.rules.apart", "", OUTPUTS),
     # tools
-    Mutant("a planned batch differs by stage", "graph/_absent.py", "PerRank(own, x.axes)", "PerRank(own)", PLAN),
+    Mutant("a planned batch differs by stage", "graph/_one_rank.py", "PerRank(own, x.axes)", "PerRank(own)", PLAN),
     Mutant("a block's path is the rank's", "layout/stacked.py", "else item.path(number)", "else path", TOOLS),
     Mutant("all blocks are the first", "layout/stacked.py", "item.numbers[places[", "item.numbers[0 * places[", TOOLS),
     Mutant("a table without numbers", "layout/table.py", "if s.stacked else None", "if False else None", TOOLS),

@@ -101,7 +101,13 @@ MUTANTS = [
     Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", COST),
     Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
     Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),
-    Mutant("a GPU's plan has a CPU's seconds", "graph/_entry.py", "rejected, asked.device,", "rejected, None,", TUNE),
+    Mutant(
+        "a GPU's plan has a CPU's seconds",
+        "graph/_entry.py",
+        "self.rejected, self.asked.device,",
+        "self.rejected, None,",
+        TUNE,
+    ),
     Mutant(
         "the network is as fast as the machine's links",
         "graph/plan/_links.py",

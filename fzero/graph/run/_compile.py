@@ -82,9 +82,14 @@ def compiled(code: Code) -> Runs:
         CompileError: if Inductor cannot compile it. Names its operations and their source lines.
     """
     runs = compile_graph(code.graph, code.fakes, code.made, code.where)
+    note_compiled(code)
+    return runs
+
+
+def note_compiled(code: Code) -> None:
+    """Leave a note of a segment beside Inductor's cache: see `is_compiled`."""
     with suppress(OSError):
         _file(code, "done").touch()
-    return runs
 
 
 def compile_all(codes: Sequence[Code], one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:

@@ -10,16 +10,17 @@ from torch.fx import Graph, Node
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph.ir import is_input, results
+from fzero.graph.lengths import Shapes
 from fzero.graph.run._arrivals import arriving
 from fzero.graph.run._auto import auto
 from fzero.graph.run._clock import COMPILED, now, place_of, timed
 from fzero.graph.run._compile import compile_all, compile_graph, is_compiled
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, proved, tell
-from fzero.graph.run._lengths import Lengths, Shapes, for_all_lengths
+from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._pieces import Executable, codes_of, in_pieces, one_by_one, run_marked
 from fzero.graph.run._program import program_of
 from fzero.graph.run._progress import progress
-from fzero.graph.run._workers import spare_cores, start
+from fzero.graph.run._workers import helpers, start
 from fzero.ranks.mesh import Mesh
 
 __all__ = ["BACKENDS", "Demand", "lower"]
@@ -33,12 +34,19 @@ class Demand(NamedTuple):
         strict: whether what cannot run compiled is an error.
         lengths: what was compiled for other lengths, if code is to serve several.
         shapes: of the arguments that it is for.
+        alone: whether other ranks may not come here now: they run other lengths, which this rank did not trace either.
     """
 
     mesh: Mesh | None = None
     strict: bool = False
     lengths: Lengths | None = None
     shapes: Shapes = ()
+    alone: bool = False
+
+    @property
+    def asked(self) -> Mesh | None:
+        """The mesh whose ranks agree on what runs compiled."""
+        return None if self.alone else self.mesh
 
 
 NOTHING_MORE = Demand()
@@ -72,7 +80,7 @@ def _whole(graph: Graph, demand: Demand) -> Executable:
     fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
     made = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
     compiled = attempt(lambda: compile_graph(graph, fakes, made, "the whole step"))
-    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.mesh)
+    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.asked)
     tell([*refusals.values()], demand.mesh, demand.strict)
     if refusals or isinstance(compiled, Refusal):
         return one_by_one(graph)
@@ -90,19 +98,19 @@ def _piecewise(graph: Graph, demand: Demand) -> Executable:
     program = program_of(arriving(graph))
     codes = codes_of(program)
     known = demand.lengths
-    shared = {} if known is None else for_all_lengths(codes, known, demand.shapes, demand.mesh)
-    codes = [code for code in codes if code.name not in shared]
+    shared = {} if known is None else for_all_lengths(codes, known, demand.shapes, demand.asked)
+    refused = set() if known is None else known.refused  # by some rank, so that no other runs it compiled
+    codes = [code for code in codes if code.name not in shared and code.name not in refused]
     cold = [code for code in codes if not is_compiled(code)]
-    # on a GPU each would take a context; a torch.Generator has no stand-in
-    on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)
-    workers = start(cold, min(spare_cores(), len(cold) - 1) if on_cpu else 0)
+    workers = start(cold, helpers(cold))
     try:
         with nullcontext() if cold else paused_collector():  # what is loaded is kept; what compiles leaves garbage
             outcomes = {code.name: found for code, found in progress(compile_all(codes, proved), len(codes))}
     finally:
         workers.stop()
-    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.mesh)
+    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.asked)
     tell([*refusals.values()], demand.mesh, demand.strict)
+    refused.update(refusals)
     alone = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}
     return in_pieces(program, shared | alone)
 

@@ -9,14 +9,16 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickled, unpickled
+from fzero.graph.lengths import Polynomial
 from fzero.graph.run._compile import Code, compile_all, compiled
+from fzero.graph.run._templates import Template, compile_template
 
-__all__ = ["Workers", "spare_cores", "start", "work"]
+__all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
 
 QUIET = subprocess.DEVNULL
 MOST = 7  # workers of one rank: each takes a second of a core, and 300 MB, to import torch
@@ -53,7 +55,13 @@ def spare_cores() -> int:
     return max(min(share, compile_threads()) - 1, 0)
 
 
-def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
+def helpers(cold: Sequence[Code]) -> int:
+    """Return how many workers help this process to compile segments: none on a GPU, where each would take a context."""
+    on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)  # a torch.Generator is None
+    return min(spare_cores(), len(cold) - 1) if on_cpu else 0
+
+
+def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[str, Template] | None = None) -> Workers:
     """Start workers that compile segments.
 
     Args:
@@ -61,11 +69,13 @@ def start(codes: Sequence[Code], count: int, nice: int = 0) -> Workers:
         count: how many to start, if it can be: not in a program without an interpreter of its own, or if a graph cannot
             be written down.
         nice: how much they give way to other processes, 0 to 19.
+        templates: by the name of the code, of those that are compiled for all lengths.
     """
+    known = templates or {}
+    lengths = [(known[c.name].length, known[c.name].numbers) if c.name in known else None for c in codes]
     try:
-        data = pickle.dumps(
-            ([code.name for code in codes], pickled([(code.graph, code.fakes, code.made) for code in codes]))
-        )
+        described = pickled([(code.graph, code.fakes, code.made) for code in codes])
+        data = pickle.dumps(([code.name for code in codes], lengths, described))
     except Exception:  # a setting of Inductor, or a constant, that cannot be pickled: this process compiles them
         return Workers()
     if not sys.executable:
@@ -91,13 +101,14 @@ def work(nice: int) -> None:
     """Compile the segments that standard input describes, and leave those that cannot be to who asked."""
     os.nice(nice)
     stdin = sys.stdin.buffer
-    names, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
+    names, lengths, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
     threading.Thread(target=_end_with, args=(stdin,), daemon=True).start()
     codes = []
     for name, make in zip(names, unpickled(graphs), strict=True):
         with suppress(Exception):  # an operation that only who asked has registered
             codes.append(Code(*make(), name))
-    for _ in compile_all(codes, _attempted):
+    numbers = dict(zip(names, lengths, strict=True))
+    for _ in compile_all(codes, lambda code: _attempted(code, numbers[code.name])):
         pass
     os._exit(0)  # without the end of an interpreter, which waits for a thread that reads
 
@@ -108,7 +119,10 @@ def _end_with(stdin: BinaryIO) -> None:
     os._exit(0)
 
 
-def _attempted(code: Code) -> None:
+def _attempted(code: Code, numbers: tuple[int, tuple[Polynomial, ...]] | None) -> None:
     """Compile a segment, or leave it: who asked meets the error itself, and can say where it comes from."""
     with suppress(Exception):
-        compiled(code)
+        if numbers is None:
+            compiled(code)
+        else:
+            compile_template(Template(code, *numbers, code.name))

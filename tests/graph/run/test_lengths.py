@@ -13,16 +13,24 @@ from torch.fx import GraphModule
 import fzero
 import fzero.graph.run._compile as compiling
 import fzero.graph.run._lengths as lengths_of
+import fzero.graph.run._templates as templates
 from fzero import _torch, optim
 from fzero._torch import compiled
 from fzero.graph._knobs import Knobs
+from fzero.graph.lengths import Polynomial, fit
 from fzero.graph.run._compile import Code, name_of_code
-from fzero.graph.run._lengths import Lengths, Polynomial, _fit, for_all_lengths
+from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
 from tests.graph.run.test_borders import traced
 from tests.graph.run.test_fallback import in_inductors_place, interpreted
 from tests.graph.test_compile import needs_compiler
 from tests.helpers import examples, train_step_for
+
+
+@pytest.fixture(autouse=True)
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths_of, "helpers", lambda cold: 0)
+
 
 # ---------------------------------------------------------------- numbers
 
@@ -33,20 +41,20 @@ from tests.helpers import examples, train_step_for
     lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
 )
 def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
-    found = _fit(lengths, [p.at(n) for n in lengths])
+    found = fit(lengths, [p.at(n) for n in lengths])
     assert found is not None and [found.at(n) for n in lengths] == [p.at(n) for n in lengths]
     line = p._replace(square=0)
-    found = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
+    found = fit(lengths[:2], [line.at(n) for n in lengths[:2]])
     assert found is not None and [found.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
 
 
 def test_multiples_and_squares_go_before_lines():
-    assert _fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
-    assert _fit([64, 72], [256, 288]) == Polynomial(0, 4)
-    assert _fit([64, 72], [63, 71]) == Polynomial(-1, 1)
-    assert _fit([64, 72], [5, 5]) == Polynomial(5)
-    assert _fit([64, 72], [10, 11]) is None  # rounded up to another multiple
-    assert _fit([64, 72, 80], [3, 7, 5]) is None
+    assert fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
+    assert fit([64, 72], [256, 288]) == Polynomial(0, 4)
+    assert fit([64, 72], [63, 71]) == Polynomial(-1, 1)
+    assert fit([64, 72], [5, 5]) == Polynomial(5)
+    assert fit([64, 72], [10, 11]) is None  # rounded up to another multiple
+    assert fit([64, 72, 80], [3, 7, 5]) is None
 
 
 def shapes(*sizes: Sequence[int]) -> Any:
@@ -138,7 +146,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
         return uncompiled(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lengths_of, "inductor_for_lengths", counted)
+        patch.setattr(templates, "inductor_for_lengths", counted)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
             found = for_all_lengths([code], known, shapes(*[x.shape for x in args]), None)
@@ -150,7 +158,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 
 def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
-    monkeypatch.setattr(lengths_of, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
+    monkeypatch.setattr(templates, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
     known, found = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
@@ -159,7 +167,7 @@ def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
 
 
 def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
-    monkeypatch.setattr(lengths_of, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
         known, found = Lengths(), []
@@ -211,7 +219,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.one, self.all = 0, 0
-        in_one, in_all = compiling.inductor, lengths_of.inductor_for_lengths
+        in_one, in_all = compiling.inductor, templates.inductor_for_lengths
 
         def one(*args: Any) -> Any:
             self.one += 1
@@ -222,7 +230,7 @@ class Counted:
             return in_all(*args)
 
         patch.setattr(compiling, "inductor", one)
-        patch.setattr(lengths_of, "inductor_for_lengths", many)
+        patch.setattr(templates, "inductor_for_lengths", many)
 
 
 @needs_compiler
@@ -243,24 +251,41 @@ def test_one_compiled_segment_serves_all_lengths():
 @needs_compiler
 @pytest.mark.slow
 def test_after_the_second_length_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr("fzero.graph.run._lower.spare_cores", lambda: 0)
+    monkeypatch.setattr("fzero.graph.run._workers.spare_cores", lambda: 0)
     counted = Counted(monkeypatch)
     (*losses, params), run = train("inductor", (12, 16), strict=True)
     one, many = counted.one, counted.all
     assert many >= 2
     lengths = (12, 16, 20, 9, 33, 16)
     (*losses, params), run = train("inductor", lengths, strict=True)
-    assert counted.one <= 2 * one and counted.all == 2 * many and run.traces == 5
+    assert counted.one <= 2 * one and counted.all == 2 * many and run.traces == 3
     (*expected, whole), _ = train("fx", lengths)
     torch.testing.assert_close(losses, expected, rtol=1e-8, atol=0)
     fzero.testing.assert_trees_close(params, whole, 1e-6)
+
+
+def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
+    in_inductors_place(monkeypatch, interpreted)
+    monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
+    opt = optim.adamw(1e-2)
+    step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
+    run, state = fzero.jit(step), step.init(tokens_params(), opt)
+    for length in (12, 40):
+        run.plan(*state, step.mesh.split(tokens(length)))
+    counted, losses = Counted(monkeypatch), []
+    for length in (12, 16, 40, 20, 12):
+        *state, loss = run(*state, step.mesh.split(tokens(length)))
+        losses.append(loss)
+    assert counted.one == 0 < counted.all
+    (*expected, _), _ = train("fx", (12, 16, 40, 20, 12))
+    fzero.testing.assert_trees_close(losses, expected)
 
 
 def test_dynamic_false_compiles_for_each_length(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
     counted = Counted(monkeypatch)
     for dynamic, many in ((False, 0), (True, 1)):
-        monkeypatch.setattr(lengths_of, "inductor_for_lengths", uncompiled)
+        monkeypatch.setattr(templates, "inductor_for_lengths", uncompiled)
         counted = Counted(monkeypatch)
         train("inductor", (12, 16, 20), dynamic=dynamic)
         assert min(counted.all, 1) == many
@@ -283,7 +308,7 @@ def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monke
     def fail(*args: Any) -> Any:
         raise RuntimeError("symbols")
 
-    monkeypatch.setattr(lengths_of, "inductor_for_lengths", fail)
+    monkeypatch.setattr(templates, "inductor_for_lengths", fail)
     counted = Counted(monkeypatch)
     found, run = train("inductor", (12, 16, 20), strict=True)
     expected, _ = train("fx", (12, 16, 20))
@@ -303,6 +328,6 @@ def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
 def test_padding_by_joining_is_torchs():
     x = torch.arange(24.0).view(2, 3, 4)
     for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
-        assert torch.equal(compiled._padded(x, pad, 7), F.pad(x, pad, value=7))
-    assert torch.equal(compiled._padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
-    assert _torch.have_equal_strides(compiled._padded(x, [0, 0]), x)
+        assert torch.equal(compiled.padded(x, pad, 7), F.pad(x, pad, value=7))
+    assert torch.equal(compiled.padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
+    assert _torch.have_equal_strides(compiled.padded(x, [0, 0]), x)

@@ -1,0 +1,189 @@
+"""Private torch APIs that find what a function decides by a size: it runs on stand-ins, one of whose sizes is a symbol.
+
+They were seen on torch 2.11 and 2.13. `tests/_torch/test_decisions.py` says which one broke when torch changes.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fzero._torch.autograd import deciding
+from fzero._torch.compiled import padded
+from fzero._torch.recorder import DEVICE_OF, INSTEAD, user_line
+from fzero._torch.tracing import compiling
+
+if TYPE_CHECKING:  # sympy takes longer to import than fzero
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["FixedSizeError", "decisions"]
+
+DEGREE = 2  # of the polynomials that sizes may be
+
+
+class FixedSizeError(RuntimeError):
+    """A function cannot be run with a symbol for a size, or needs its number. Says why."""
+
+
+def decisions(
+    f: Callable[..., Any], tensors: Sequence[torch.Tensor], places: Collection[tuple[int, int]], device: torch.device
+) -> Callable[[int], bool]:
+    """Find for which sizes a function runs the same operations, with sizes that are polynomials of the one.
+
+    It runs `f` once, computes nothing, and lets torch note each comparison that Python, or an operation, makes.
+
+    Args:
+        f: a function of tensors. What it returns is ignored.
+        tensors: its arguments; their values are not looked at, and they may be on the meta device.
+        places: the positions `(tensor, dimension)` of the size, which is one number at all of them.
+        device: where the tensors are to lie.
+
+    Returns:
+        A function of a size: whether every comparison has the outcome that it has for the given one.
+
+    Raises:
+        FixedSizeError: if `f` needs the size as a number, if a size that follows from it is no polynomial of degree 2,
+            or if `f` cannot be run so.
+    """
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # a value is no size
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    stand_ins = [_stand_in(x, mode, {d for j, d in places if j == i}, device) for i, x in enumerate(tensors)]
+    symbol = _symbol_of(stand_ins, places)
+    operations = _Operations(symbol, env)
+    try:
+        with compiling(), mode, _Substitutes(), operations, deciding():
+            f(*stand_ins)
+    except FixedSizeError:
+        raise
+    except Exception as error:  # whatever a user's function and torch's kernels raise
+        raise FixedSizeError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+    operations.check_not_fixed("")
+    conditions = [guard.expr for guard in env.guards]
+
+    @cache
+    def holds(size: int) -> bool:
+        # torch takes a symbol for a size of 2 or more: 0 and 1 broadcast, and lie otherwise
+        return size >= 2 and all(c.xreplace({symbol: sympy.Integer(size)}) == sympy.true for c in conditions)
+
+    return holds
+
+
+def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], device: torch.device) -> Any:
+    if not dims:
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    kinds = [DimDynamic.DUCK if d in dims else DimDynamic.STATIC for d in range(x.dim())]
+    real = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(kinds))
+
+
+def _symbol_of(stand_ins: Sequence[torch.Tensor], places: Collection[tuple[int, int]]) -> "sympy.Symbol":
+    found = {stand_ins[i].shape[d].node.expr for i, d in places}  # pyright: ignore[reportAttributeAccessIssue]
+    if len(found) != 1:
+        raise FixedSizeError("the sizes that change are not one length")
+    return found.pop()
+
+
+class _Operations(TorchDispatchMode):
+    """Runs operations on stand-ins, and checks that the size stays a symbol, and all sizes polynomials of it."""
+
+    def __init__(self, symbol: "sympy.Symbol", env: "ShapeEnv") -> None:
+        super().__init__()
+        self.symbol, self.env = symbol, env
+        self.known: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func is torch.ops.aten.constant_pad_nd.default:
+            with self:
+                return padded(*args, **(kwargs or {}))
+        out = INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        self.check_not_fixed(user_line())
+        for x in tree_leaves((args, kwargs, out)):
+            self._check(x)
+        return out
+
+    def check_not_fixed(self, line: str) -> None:
+        """Check that nothing has asked for the size as a number.
+
+        Raises:
+            FixedSizeError: if something has.
+        """
+        if self.symbol in self.env.replacements:
+            raise FixedSizeError(f"it needs the length as a number{line and f', at the latest at {line}'}")
+
+    def _check(self, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            for size in (*x.shape, *x.stride(), x.storage_offset()):
+                self._check(size)
+        elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.known:
+            simple = _simplified(expr, self.symbol)
+            if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > DEGREE:
+                raise FixedSizeError(f"a size at {user_line()} is {expr}, no polynomial of the length")
+            self.known.add(expr)
+        elif isinstance(x, torch.SymFloat | torch.SymBool):
+            raise FixedSizeError(f"an operation at {user_line()} is given {x}, no whole number")
+
+
+def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:
+    """Replace what torch leaves standing: a division without rest, and `Max(1, x)`, as strides have it, of x from 1 on.
+
+    The size is 2 or more.
+    """
+    from torch.utils._sympy.functions import FloorDiv, Max
+
+    for found in sorted(expr.atoms(FloorDiv, Max), key=lambda x: x.count_ops()):
+        args = [x.as_poly(symbol) if x.is_polynomial(symbol) else None for x in found.args if x != 1]
+        if len(args) == 2 and isinstance(found, FloorDiv) and None not in args:
+            quotient, rest = args[0].div(args[1])
+            whole = rest.is_zero and all(c.is_integer for c in quotient.all_coeffs())
+            expr = expr.xreplace({found: quotient.as_expr()}) if whole else expr
+        elif len(args) == 1 and isinstance(found, Max) and args[0] is not None:
+            *rising, _ = args[0].all_coeffs()
+            positive = min(rising, default=0) >= 0 and args[0].eval(2) >= 1
+            expr = expr.xreplace({found: args[0].as_expr()}) if positive else expr
+    return expr
+
+
+class _Substitutes(TorchFunctionMode):
+    """Runs functions of torch that ask in C++ for sizes as numbers by others whose results have the same shapes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _SUBSTITUTES.get(func, func)(*args, **(kwargs or {}))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = torch.matmul(x, weight.t())
+    return y if bias is None else y + bias
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or not p:
+        return x
+    return x.mul_(1.0) if inplace else x * 1.0
+
+
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
+    return F.scaled_dot_product_attention(*args[5:], **given | {"dropout_p": 0.0})
+
+
+_SUBSTITUTES: dict[Any, Any] = {
+    F.linear: _linear,
+    F.dropout: _dropout,
+    torch.dropout: lambda x, p, train: _dropout(x, p, train),
+    F.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,198 @@
+"""Calls of lengths that were not traced: from the fourth length of a batch on, a step's graph follows from three.
+
+A trace is most of what another length costs. But at another length Python may take another branch, and a size may
+follow from the length otherwise. So the step is run once more, on stand-ins whose length is a symbol, to see what it
+decides by the length (`fzero._torch.decisions`). Its sizes must be polynomials of degree 2 at the most, which three
+lengths determine. A length for which a decision has another outcome is traced.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero import _torch
+from fzero.graph._agree import of_all_ranks
+from fzero.graph._choose import Candidate
+from fzero.graph._collector import paused_collector
+from fzero.graph._entry import Asked, Entry
+from fzero.graph._formula import SAMPLES, Formula, formula_of, structure_of
+from fzero.graph._one_rank import absent, as_one_rank_holds
+from fzero.graph.ir import is_input, values
+from fzero.graph.lengths import Shapes, shapes_of
+from fzero.graph.plan._cost import seconds
+from fzero.graph.plan._liveness import peak_bytes
+from fzero.graph.trace._arguments import Arguments, arguments_of
+from fzero.graph.trace._key import Key
+from fzero.graph.turns import recorded
+from fzero.ranks.mesh import Mesh
+
+__all__ = ["AnyLength", "differ_in_sizes"]
+
+ENOUGH = 8  # traces, of which three are to be alike
+MORE = "more lengths are to be traced"
+
+log = logging.getLogger("fzero.jit")
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A call that was traced, and its length."""
+
+    length: int
+    key: Key
+    entry: Entry
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """The schedule but for its numbers. Small values are treated otherwise than large ones, so it may change."""
+        e = self.entry
+        into = tuple(e.into.items()), tuple(e.kept), tuple(e.donated.items()), tuple(e.written)
+        return structure_of(e.chosen.graph), into
+
+
+@dataclass
+class AnyLength:
+    """A step at all lengths.
+
+    Attributes:
+        traced: the calls that were traced, of one length each, until there are enough.
+        formula: the graph at all lengths, if there is one.
+        like: an entry whose graph it is at one length.
+        holds: for which lengths.
+        is_known: whether it is known if there is one.
+    """
+
+    traced: list[_Traced] = field(default_factory=list)
+    formula: Formula | None = None
+    like: Entry | None = None
+    holds: Callable[[int], bool] = field(default=lambda length: False)
+    is_known: bool = False
+
+    def learn(self, length: int, key: Key, entry: Entry) -> None:
+        """Note a call that was traced."""
+        if not self.is_known and length not in [known.length for known in self.traced]:
+            self.traced.append(_Traced(length, key, entry))
+
+    def entry(self, asked: Asked, length: int, arguments: Arguments) -> Entry | None:
+        """Return the entry of a call without a trace; None if it needs one.
+
+        From the fourth length on all ranks of a distributed mesh call this together, until they know whether later ones
+        need one.
+
+        Args:
+            asked: what `fzero.jit` was asked for.
+            length: of the call.
+            arguments: of the call, taken apart.
+
+        Raises:
+            RuntimeError: if a rank does not come to the fourth length in time.
+        """
+        if not self.is_known and len(self.traced) >= SAMPLES:
+            self._find(asked, arguments)
+        if self.formula is None or self.like is None or not self.holds(length):
+            return None
+        with paused_collector():
+            graph = self.formula.at(length)
+        inputs = [x for n in graph.nodes if is_input(n) for x in values(n)]
+        forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
+        if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
+            return None
+        chosen = Candidate(self.like.chosen.choice, graph, peak_bytes(graph), seconds(graph, asked.device))
+        return replace(self.like, chosen=chosen, rejected=[], executable=None, is_traced=False)
+
+    def _find(self, asked: Asked, arguments: Arguments) -> None:
+        """Find the formula, and for which lengths it holds, if all ranks do."""
+        formula, holds, why = None, self.holds, ""
+        groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
+        alike = max(groups, key=len)
+        if len(alike) < SAMPLES:
+            why = "its graphs differ by more than sizes" if len(self.traced) >= ENOUGH else MORE
+        else:
+            try:
+                formula, holds = _formula(alike), _decisions(asked, self.traced[0], arguments)
+            except _torch.FixedSizeError as error:
+                why = str(error)
+        mesh = asked.step.mesh
+        if mesh is not None and mesh.distributed:
+            reasons = of_all_ranks(why, mesh, asked.step.name)
+            why = next((f"{reason} (on rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
+        self.is_known = MORE not in why
+        if not why:
+            self.formula, self.holds, self.like = formula, holds, alike[0].entry
+        elif self.is_known:
+            log.info("%s: each length is traced by itself: %s", asked, why)
+        if self.is_known:
+            self.traced = self.traced[:1]
+
+
+def differ_in_sizes(key: Key, other: Key) -> bool:
+    """Return whether two calls are alike but for sizes and strides."""
+
+    def rest(key: Key) -> Key:
+        tensors = tuple([(len(shape), dtype, device, grad) for shape, dtype, _, device, grad in key.tensors])
+        return key._replace(tensors=tensors)
+
+    return rest(key) == rest(other)
+
+
+def _formula(traced: Sequence[_Traced]) -> Formula:
+    first, *others = [x.entry.traced.constants for x in traced]
+    if not all(_are_equal(first, other) for other in others):
+        raise _torch.FixedSizeError("the step captures another tensor at another length")
+    found = formula_of([(x.length, x.entry.chosen.graph) for x in traced])
+    if found is None:
+        raise _torch.FixedSizeError("a number in its graph is no polynomial of the length")
+    return found
+
+
+def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether traces have captured the same: the same objects, or tensors of the same values."""
+
+    def equal(a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return both and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+
+    return len(some) == len(others) and all(equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def _decisions(asked: Asked, first: _Traced, arguments: Arguments) -> Callable[[int], bool]:
+    """Find what the step decides by the length, as one rank runs it.
+
+    Raises:
+        FixedSizeError: if that cannot be found.
+    """
+    devices = {x.device for x in arguments.tensors if not x.is_meta} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise _torch.FixedSizeError("its arguments lie on several devices")
+    mesh, step = asked.step.mesh, asked.step
+    metas = [torch.empty_strided(s, strides, dtype=dtype, device="meta") for s, dtype, strides, *_ in first.key.tensors]
+    before, now = _of_one_rank(arguments.rebuild(metas), mesh), _of_one_rank(arguments.rebuild(arguments.tensors), mesh)
+    if mesh is not None:
+        places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
+        step = step._on(absent(mesh.shape, tuple(places)))
+
+    def run(*tensors: torch.Tensor) -> None:
+        given, named = now.rebuild(tensors)
+        step(*given, **named)
+
+    whole = asked.backend == "inductor-whole"
+    with _torch.TRACING, recorded(asked.loop and not whole, pipelines=not whole):
+        places = _changed(shapes_of(before.tensors), shapes_of(now.tensors))
+        return _torch.decisions(run, now.tensors, places, devices.pop())
+
+
+def _of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
+    if mesh is not None:
+        call = as_one_rank_holds(call, dict(mesh.shape), stacked=mesh.simulated)
+    return arguments_of(*call)
+
+
+def _changed(before: Shapes, now: Shapes) -> list[tuple[int, int]]:
+    both = zip(before, now, strict=True)
+    return [(i, d) for i, (s, t) in enumerate(both) for d, (a, b) in enumerate(zip(s, t, strict=True)) if a != b]

@@ -1,0 +1,86 @@
+"""Numbers that follow from a length: the whole numbers of a graph, as polynomials of the length of a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+__all__ = ["Polynomial", "Sample", "Shapes", "fit", "mapped", "polynomials", "shapes_of", "whole_numbers"]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+    """Return the shapes of a call's arguments."""
+    return tuple([tuple(x.shape) for x in tensors])
+
+
+class Polynomial(NamedTuple):
+    """A whole number that follows from a length: `constant + linear * length + square * length**2`."""
+
+    constant: int
+    linear: int = 0
+    square: int = 0
+
+    def at(self, length: Any) -> Any:
+        """Return the number at a length, which may be symbolic."""
+        if not self.linear and not self.square:
+            return self.constant
+        found = self.linear * length if self.linear else 0
+        found = found + self.square * length * length if self.square else found
+        return found + self.constant if self.constant else found
+
+
+class Sample(NamedTuple):
+    """The numbers of a graph at a length."""
+
+    length: int
+    numbers: tuple[int, ...]
+
+
+def mapped(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda node: node) -> Any:
+    """Apply `f` to the whole numbers in the arguments of a node, and `g` to nodes."""
+    if isinstance(x, Node):
+        return g(x)
+    if isinstance(x, list | tuple):
+        return tuple([mapped(y, f, g) for y in x]) if isinstance(x, tuple) else [mapped(y, f, g) for y in x]
+    if isinstance(x, dict):
+        return {name: mapped(y, f, g) for name, y in x.items()}
+    if isinstance(x, slice):
+        return slice(*[mapped(y, f, g) for y in (x.start, x.stop, x.step)])
+    return f(x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+
+def whole_numbers(x: Any) -> list[int]:
+    """List the whole numbers in the arguments of a node."""
+    found: list[int] = []
+    mapped(x, found.append)
+    return found
+
+
+def polynomials(samples: Sequence[Sample]) -> tuple[Polynomial, ...] | None:
+    """Find polynomials of the length that give the numbers of all samples; None if a number is none."""
+    lengths = [s.length for s in samples]
+    found = [fit(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
+    return None if any(p is None for p in found) else tuple([p for p in found if p is not None])
+
+
+def fit(lengths: Sequence[int], values: Sequence[int]) -> Polynomial | None:
+    """Find the simplest polynomial through some points: a constant, a multiple of the length or its square, a line.
+
+    Through three points or more it may be a parabola, and then there is one polynomial of degree 2 at the most.
+    """
+    (x, y, *_), (a, b, *_) = lengths, values
+    if a == b == values[-1] and len({*values}) == 1:
+        return Polynomial(a)
+    tries = [Polynomial(0, a // x)] if a % x == 0 else []
+    tries += [Polynomial(0, 0, a // x**2)] if a % x**2 == 0 else []
+    slope, rest = divmod(b - a, y - x)
+    tries += [Polynomial(a - slope * x, slope)] if not rest else []
+    if len(lengths) > 2 and not rest:
+        z, c = lengths[2], values[2]
+        curve, rest = divmod((c - a) * (y - x) - (b - a) * (z - x), (z - x) * (z - y) * (y - x))
+        linear = slope - curve * (x + y)
+        tries += [Polynomial(a - linear * x - curve * x * x, linear, curve)] if not rest else []
+    return next((p for p in tries if all(p.at(n) == v for n, v in zip(lengths, values, strict=True))), None)
