@@ -146,15 +146,15 @@ def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:
     from torch.utils._sympy.functions import FloorDiv, Max
 
     for found in sorted(expr.atoms(FloorDiv, Max), key=lambda x: x.count_ops()):
-        args = [x.as_poly(symbol) if x.is_polynomial(symbol) else None for x in found.args if x != 1]
-        if len(args) == 2 and isinstance(found, FloorDiv) and None not in args:
-            quotient, rest = args[0].div(args[1])
+        polynomials = [x.as_poly(symbol) for x in found.args if x != 1 and x.is_polynomial(symbol)]
+        if isinstance(found, FloorDiv) and len(polynomials) == 2:
+            quotient, rest = polynomials[0].div(polynomials[1])
             whole = rest.is_zero and all(c.is_integer for c in quotient.all_coeffs())
             expr = expr.xreplace({found: quotient.as_expr()}) if whole else expr
-        elif len(args) == 1 and isinstance(found, Max) and args[0] is not None:
-            *rising, _ = args[0].all_coeffs()
-            positive = min(rising, default=0) >= 0 and args[0].eval(2) >= 1
-            expr = expr.xreplace({found: args[0].as_expr()}) if positive else expr
+        elif isinstance(found, Max) and 1 in found.args and len(polynomials) == len(found.args) - 1 == 1:
+            *rising, _ = polynomials[0].all_coeffs()
+            positive = min(rising, default=0) >= 0 and polynomials[0].eval(2) >= 1
+            expr = expr.xreplace({found: polynomials[0].as_expr()}) if positive else expr
     return expr
 
 
