@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
-from fzero.checkpoint._cut import Cut, Group, Leaf
+from fzero.checkpoint._cut import Leaf, LeafGroup, ShardedTree
 from fzero.checkpoint._manifest import BLOCK, File, Manifest, header, parsed
 
 LAYERS = 8
@@ -137,8 +137,8 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
             leaves += [
                 Leaf(f"{tree_name}.blocks.{layer}.{name}.weight", (81_000_000,), torch.float32) for name in names
             ]
-            groups.append(Group(tuple(numbers), ("dp",), -(-len(names) * 81_000_000 // ranks)))
-    cut = Cut((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
+            groups.append(LeafGroup(tuple(numbers), ("dp",), -(-len(names) * 81_000_000 // ranks)))
+    cut = ShardedTree((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
     files = []
     for r in range(ranks):
         size = len(header(cut, r)) + cut.starts(r)[-1]

@@ -162,12 +162,12 @@ class _Line(NamedTuple):
     kwargs: Any
 
 
-class _Number(NamedTuple):
+class _NodeNumber(NamedTuple):
     number: int
 
 
 def _lines(graph: Graph) -> list[_Line]:
-    number = {n: _Number(i) for i, n in enumerate(graph.nodes)}
+    number = {n: _NodeNumber(i) for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> _Line:
         target = ("torch.ops", *str(n.target).split(".")) if isinstance(n.target, OpOverload) else n.target
@@ -181,11 +181,11 @@ def _graph(lines: Sequence[_Line]) -> Graph:
     graph, nodes = Graph(), list[Node]()
 
     def node(x: Any) -> Any:
-        return nodes[x.number] if isinstance(x, _Number) else x
+        return nodes[x.number] if isinstance(x, _NodeNumber) else x
 
     for line in lines:
         named = isinstance(line.target, tuple)
         target: Any = functools.reduce(getattr, line.target[1:], torch.ops) if named else line.target
-        args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _Number))
+        args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _NodeNumber))
         nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
     return graph

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from fzero._torch.recorder import is_users
 
 __all__ = [
+    "CallSite",
     "Memory",
-    "Operation",
-    "Place",
+    "WatchedOperation",
     "is_real",
     "lines_of_nodes",
     "memory_of",
@@ -41,7 +41,7 @@ _RUNS = ("grad_and_value_impl", "_vjp_with_argnums")
 _COLLECTIVES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collectives") + os.sep
 
 
-class Operation(NamedTuple):
+class WatchedOperation(NamedTuple):
     """An operation that runs.
 
     Attributes:
@@ -62,7 +62,9 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, before: Callable[[Operation], Any], after: Callable[[Operation, Any, Any], None]) -> None:
+    def __init__(
+        self, before: Callable[[WatchedOperation], Any], after: Callable[[WatchedOperation, Any, Any], None]
+    ) -> None:
         super().__init__()
         self.before, self.after = before, after
 
@@ -75,20 +77,22 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _operation(func: Any, args: Any, kwargs: Any) -> Operation:
+def _operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
     leaves = tree_leaves((args, kwargs))
     given = [x for x in leaves if isinstance(x, torch.Tensor)]
     numbers = [x for x in leaves if isinstance(x, float)]
     if not isinstance(func, OpOverload):
-        return Operation(str(func), given, [], numbers)
+        return WatchedOperation(str(func), given, [], numbers)
     named = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
     writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     written = [x for name in writes for x in tree_leaves(named.get(name)) if isinstance(x, torch.Tensor)]
-    return Operation(func._schema.name, given, written, numbers)
+    return WatchedOperation(func._schema.name, given, written, numbers)
 
 
 @contextmanager
-def watching(before: Callable[[Operation], Any], after: Callable[[Operation, Any, Any], None]) -> Iterator[None]:
+def watching(
+    before: Callable[[WatchedOperation], Any], after: Callable[[WatchedOperation, Any, Any], None]
+) -> Iterator[None]:
     """Show each operation that runs within, those of ranks in lockstep too.
 
     Args:
@@ -120,7 +124,7 @@ def lines_of_nodes() -> Iterator[None]:
 # ---------------------------------------------------------------- lines
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where an operation runs.
 
     Attributes:
@@ -136,7 +140,7 @@ class Place(NamedTuple):
     forward: bool = False
 
 
-def place_now() -> Place:
+def place_now() -> CallSite:
     """Return where the operation that is shown now runs."""
     node: Any = torch._C._current_autograd_node()
     frames = list(_frames())
@@ -144,14 +148,14 @@ def place_now() -> Place:
     collective = any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in frames)
     line = f"{users.f_code.co_filename}:{users.f_lineno}" if users is not None else ""
     if node is None:
-        return Place(
+        return CallSite(
             line, "", collective, any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
         )
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
     # a line that the engine has called, a backward of the user's own, is nearer than the forward operation's
     called = users is not None and engine is not None and frames.index(users) < frames.index(engine)
     name = node.name if isinstance(node.name, str) else node.name()  # that of a Function under torch.func is its own
-    return Place(line if called else _line_of(node) or line, name, collective)
+    return CallSite(line if called else _line_of(node) or line, name, collective)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -13,7 +13,17 @@ from fzero._torch import is_tracing
 from fzero._torch.state import OwnSettings
 from fzero.axes._threads import threads_here
 
-__all__ = ["GROUPS", "Abandoned", "DivergedError", "Group", "Letter", "Place", "Run", "group_of", "shown"]
+__all__ = [
+    "GROUPS",
+    "Abandoned",
+    "DivergedError",
+    "Letter",
+    "LockstepRun",
+    "RankGroup",
+    "RankStatus",
+    "group_of",
+    "shown",
+]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -43,14 +53,14 @@ class Abandoned(BaseException):
     """Ends a rank after another has failed; no Exception, so that a program's own handlers let it through."""
 
 
-class Place(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank is: what it waits in, and at which line; or that it has ended."""
 
     what: str
     line: str
 
 
-ENDED = Place("ended", "")
+ENDED = RankStatus("ended", "")
 
 
 class Letter(NamedTuple):
@@ -67,7 +77,7 @@ def shown(xs: Tensors) -> str:
 
 
 @dataclass
-class Group:
+class RankGroup:
     """Ranks that meet: those along some axes.
 
     Attributes:
@@ -79,7 +89,7 @@ class Group:
         awaited: whom a rank that waits for a message is waiting for: the sender and the tag.
     """
 
-    run: "Run"
+    run: "LockstepRun"
     axis: str
     members: list[int]
     brought: dict[int, Tensors] = field(default_factory=dict)
@@ -87,7 +97,7 @@ class Group:
     awaited: dict[int, Letter] = field(default_factory=dict)
 
 
-class Run:
+class LockstepRun:
     """One run of a program on all ranks: where each rank is, and whose turn it is.
 
     Attributes:
@@ -101,7 +111,7 @@ class Run:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.waiting: dict[int, Place] = {}
+        self.waiting: dict[int, RankStatus] = {}
         self.given: dict[int, Any] = {}
         self.ended: dict[int, Any] = {}
         self.gone: set[int] = set()
@@ -133,7 +143,7 @@ class Run:
         ranks = ((rank + i) % self.size for i in range(1, self.size + 1))
         return next((r for r in ranks if r not in self.gone and (self.error or r not in self.waiting)), None)
 
-    def pause(self, rank: int, place: Place) -> None:
+    def pause(self, rank: int, place: RankStatus) -> None:
         """Note that a rank waits at a place, until something is `given` to it and it is no longer `waiting`."""
         self.waiting[rank] = place
 
@@ -154,9 +164,9 @@ class Run:
         """End all ranks, each in its turn, so that none undoes what another does meanwhile."""
         self.error = self.error or error
 
-    def places(self) -> dict[Place, list[int]]:
+    def places(self) -> dict[RankStatus, list[int]]:
         """Return which ranks are where, of those that wait or have ended."""
-        found: dict[Place, list[int]] = {}
+        found: dict[RankStatus, list[int]] = {}
         for rank in range(self.size):
             if rank in self.waiting or rank in self.ended:
                 found.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
@@ -171,7 +181,7 @@ class Run:
         )
 
 
-def _said(place: Place, ranks: list[int]) -> str:
+def _said(place: RankStatus, ranks: list[int]) -> str:
     """Say that these ranks are there: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     if place == ENDED:
@@ -179,11 +189,11 @@ def _said(place: Place, ranks: list[int]) -> str:
     return f"{who} wait{'s' * (len(ranks) == 1)} in {place.what}" + (f" ({place.line})" if place.line else "")
 
 
-GROUPS: dict[str, Group] = {}
+GROUPS: dict[str, RankGroup] = {}
 """The groups of the ranks that run now, by their keys."""
 
 
-def group_of(key: str) -> Group:
+def group_of(key: str) -> RankGroup:
     """Return a group of ranks that run.
 
     Raises:

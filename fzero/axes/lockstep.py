@@ -16,7 +16,7 @@ import torch
 
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
-from fzero.axes._run import GROUPS, Abandoned, DivergedError, Group, Place, Run, group_of, shown
+from fzero.axes._run import GROUPS, Abandoned, DivergedError, LockstepRun, RankGroup, RankStatus, group_of, shown
 from fzero.axes._threads import threads_here
 from fzero.axes.axis import Axis
 from fzero.axes.mailbox import check_received
@@ -69,14 +69,14 @@ def meet(group: str, rank: int, what: str, xs: Tensors, compute: Callable[[list[
     """
     g = group_of(group)
     me = g.members[rank]
-    g.run.pause(me, Place(f"{what} over {g.axis!r} of {shown(xs)}", user_line()))
+    g.run.pause(me, RankStatus(f"{what} over {g.axis!r} of {shown(xs)}", user_line()))
     g.brought[me] = xs
     if len(g.brought) == len(g.members):
         _conclude(g, compute)
     return g.run.await_gift(me)
 
 
-def _conclude(g: Group, compute: Callable[[list[Tensors], bool], list[Any]]) -> None:
+def _conclude(g: RankGroup, compute: Callable[[list[Tensors], bool], list[Any]]) -> None:
     """Compute for all ranks of a group, and let them go on; unless they called different things."""
     if len({g.run.waiting[r].what for r in g.members}) > 1:
         return  # they wait for ever, which is found when nobody can go on
@@ -98,8 +98,8 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
         DivergedError: if ranks do not meet.
         BaseException: what a rank's program raises, with a note that names the rank.
     """
-    this, number = Run(math.prod([size for _, size in shape])), next(_NUMBERS)
-    groups: dict[str, Group] = {}
+    this, number = LockstepRun(math.prod([size for _, size in shape])), next(_NUMBERS)
+    groups: dict[str, RankGroup] = {}
     axes = [_axes_of(this, groups, number, shape, rank) for rank in range(this.size)]
     inherit, context = thread_state(), contextvars.copy_context()
 
@@ -120,7 +120,7 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
     return [this.ended[rank] for rank in range(this.size)]
 
 
-def _run_all(run: Run, of_rank: Callable[[int], Any]) -> None:
+def _run_all(run: LockstepRun, of_rank: Callable[[int], Any]) -> None:
     """Run every rank on a thread of its own, and wait until all are gone."""
     started: list[Future[None]] = []
     try:
@@ -135,7 +135,7 @@ def _run_all(run: Run, of_rank: Callable[[int], Any]) -> None:
         raise
 
 
-def _run_rank(run: Run, rank: int, of_rank: Callable[[int], Any]) -> None:
+def _run_rank(run: LockstepRun, rank: int, of_rank: Callable[[int], Any]) -> None:
     """Run one rank in its turns, to its end or until another has failed."""
     run.await_turn(rank)
     try:
@@ -153,7 +153,7 @@ def _run_rank(run: Run, rank: int, of_rank: Callable[[int], Any]) -> None:
 
 
 def _axes_of(
-    run: Run, groups: dict[str, Group], number: int, shape: Sequence[tuple[str, int]], rank: int
+    run: LockstepRun, groups: dict[str, RankGroup], number: int, shape: Sequence[tuple[str, int]], rank: int
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Make a rank's axes, and those that stand for several: one for each way to choose from the mesh's."""
     place, coordinates = rank, []
@@ -167,7 +167,7 @@ def _axes_of(
             fixed = {i: c for i, c in enumerate(coordinates) if i not in chosen}
             members = _ranks_at(shape, fixed)
             key = f"lockstep/{number}/{name}/{members[0]}"
-            groups.setdefault(key, Group(run, name, members))
+            groups.setdefault(key, RankGroup(run, name, members))
             me = members.index(rank)
             (alone if k == 1 else several).append(Axis(name, len(members), key, me, torch.tensor(me)))
     return tuple(alone), tuple(several)

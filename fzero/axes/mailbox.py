@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from fzero._torch import user_line
-from fzero.axes._run import DivergedError, Group, Letter, Place, group_of, shown
+from fzero.axes._run import DivergedError, Letter, RankGroup, RankStatus, group_of, shown
 
 __all__ = ["check_received", "collect", "post"]
 
@@ -54,7 +54,7 @@ def collect(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
     else:
         me = g.members[rank]
         what = f"receive of a message from rank {g.members[source]} with tag {tag} over {g.axis!r} of {shown([like])}"
-        g.run.pause(me, Place(what, user_line()))
+        g.run.pause(me, RankStatus(what, user_line()))
         g.awaited[me] = letter
         x = g.run.await_gift(me)
     if x.shape != like.shape or x.dtype != like.dtype:
@@ -65,7 +65,7 @@ def collect(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
     return x
 
 
-def check_received(groups: Iterable[Group]) -> None:
+def check_received(groups: Iterable[RankGroup]) -> None:
     """Check, when all ranks have ended, that each message was received.
 
     Raises:

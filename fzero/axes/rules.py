@@ -11,8 +11,8 @@ from fzero.axes.axis import AxisName
 __all__ = [
     "DEFAULT_RULES",
     "DtypeRule",
+    "LayoutRules",
     "OverRule",
-    "Rules",
     "SplitRule",
     "SplitRules",
     "Stacked",
@@ -76,7 +76,7 @@ class Stacks(Protocol):
         ...
 
 
-class Rules(NamedTuple):
+class LayoutRules(NamedTuple):
     """How a tree is cut, given the path and the leaf.
 
     Attributes:
@@ -100,7 +100,7 @@ class Rules(NamedTuple):
         return {axis: found for rule in self.stacks for axis, found in rule.stacked(paths, sizes).items()}
 
 
-DEFAULT_RULES = Rules()
+DEFAULT_RULES = LayoutRules()
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     return () if split is None else (split, *inner)
 
 
-def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> Rules:
+def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> LayoutRules:
     """Make rules of the arguments by these names.
 
     Raises:
@@ -153,7 +153,7 @@ def given_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitR
     apart = tuple([name for rule in rules_in(cuts) if isinstance(rule, WorkApart) for name in rule.apart])
     stacks = tuple([rule for rule in rules_in(cuts) if isinstance(rule, Stacks)])
     if over is None or callable(over):
-        return Rules(units, over, cuts, apart=apart, stacks=stacks)
+        return LayoutRules(units, over, cuts, apart=apart, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):
         raise TypeError(f"over={over!r}: expected names of axes, or a rule, a function (path, leaf) -> names")
-    return Rules(units, lambda path, leaf: over, cuts, apart=apart, stacks=stacks)
+    return LayoutRules(units, lambda path, leaf: over, cuts, apart=apart, stacks=stacks)

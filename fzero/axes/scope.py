@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.axes.axis import Axis, AxisName, joined
-from fzero.axes.rules import DEFAULT_RULES, Rules
+from fzero.axes.rules import DEFAULT_RULES, LayoutRules
 
 __all__ = [
     "Axes",
@@ -107,7 +107,7 @@ class Scope(NamedTuple):
     """
 
     axes: Axes = Axes()
-    rules: Rules = DEFAULT_RULES
+    rules: LayoutRules = DEFAULT_RULES
     micro_batch: int | torch.Tensor = 0
     in_loss: bool = False
     own: tuple[OwnMemory, ...] = ()
@@ -143,7 +143,7 @@ def scope_here() -> Scope | None:
     return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
-def rules_here() -> Rules:
+def rules_here() -> LayoutRules:
     """Return the rules given to `fzero.shard`, if its step is running."""
     return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
 

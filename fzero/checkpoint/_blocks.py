@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Block", "Range", "Run", "rectangles", "runs", "whole"]
+__all__ = ["Block", "BlockRange", "CommonRun", "rectangles", "runs", "whole"]
 
 Block = tuple[tuple[int, int], ...]
 """A part of a tensor: its offset and size along each dimension."""
 
 
-class Range(NamedTuple):
+class BlockRange(NamedTuple):
     """The elements of a block from `start` to before `stop`, in row-major order of the block."""
 
     block: Block
@@ -19,7 +19,7 @@ class Range(NamedTuple):
     stop: int
 
 
-class Run(NamedTuple):
+class CommonRun(NamedTuple):
     """Elements that follow one another in two ranges: where they begin in each, from its start, and how many."""
 
     at: int
@@ -71,7 +71,7 @@ def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[R
         yield Rectangle((i, *r.offsets), (1, *r.sizes), i * row + r.flat)
 
 
-def runs(source: Range, target: Range) -> Iterator[Run]:
+def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
     """List the elements of a tensor that two ranges of it have in common, as runs that are contiguous in both.
 
     Of ranges of one block there is at most one run. A block that is cut otherwise gives a run for each row.
@@ -79,7 +79,7 @@ def runs(source: Range, target: Range) -> Iterator[Run]:
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
-            yield Run(start - source.start, start - target.start, stop - start)
+            yield CommonRun(start - source.start, start - target.start, stop - start)
         return
     mine, theirs = [tuple([size for _, size in r.block]) for r in (source, target)]
     for a in rectangles(mine, source.start, source.stop):
@@ -88,8 +88,8 @@ def runs(source: Range, target: Range) -> Iterator[Run]:
 
 
 def _common(
-    source: Range, mine: tuple[int, ...], a: Rectangle, target: Range, theirs: tuple[int, ...], b: Rectangle
-) -> Iterator[Run]:
+    source: BlockRange, mine: tuple[int, ...], a: Rectangle, target: BlockRange, theirs: tuple[int, ...], b: Rectangle
+) -> Iterator[CommonRun]:
     """List the runs of the box in which two rectangles meet."""
     box = []
     for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.block, *b[:2], target.block, strict=True):
@@ -102,10 +102,10 @@ def _common(
     numel = math.prod([high - low for low, high in box[d:]])
     for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
         first = (*outer, *[low for low, _ in box[d:]])
-        yield Run(_place(first, source, mine), _place(first, target, theirs), numel)
+        yield CommonRun(_place(first, source, mine), _place(first, target, theirs), numel)
 
 
-def _place(element: tuple[int, ...], within: Range, shape: tuple[int, ...]) -> int:
+def _place(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
     """Return where an element lies in a range; the element is given by its place along each dimension."""
     at = 0
     for i, (offset, _), size in zip(element, within.block, shape, strict=True):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import Block, Range, whole
+from fzero.checkpoint._blocks import Block, BlockRange, whole
 from fzero.layout.spec import Split
 
-__all__ = ["ALIGNMENT", "Cut", "Group", "Leaf", "Piece"]
+__all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "ShardedTree"]
 
 ALIGNMENT = 64  # bytes; data begins at a multiple of it in a file
 
@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-class Group(NamedTuple):
+class LeafGroup(NamedTuple):
     """Leaves that are concatenated, and cut in equal parts.
 
     Attributes:
@@ -71,7 +71,7 @@ class Group(NamedTuple):
     copies: tuple[int, ...] = ()
 
 
-class Piece(NamedTuple):
+class LeafPiece(NamedTuple):
     """What a rank holds of a leaf.
 
     Attributes:
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
 
     leaf: int
     group: int
-    range: Range
+    range: BlockRange
     at: int
 
     @property
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedTree:
     """How a tree lies on the ranks of a mesh.
 
     Attributes:
@@ -106,7 +106,7 @@ class Cut:
 
     mesh: tuple[tuple[str, int], ...]
     leaves: tuple[Leaf, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[LeafGroup, ...]
     ties: dict[str, str]
     values: dict[str, Any]
 
@@ -206,25 +206,25 @@ class Cut:
             block[s.dims[place]] = (offset * s.size + self.index((s.axis,), rank), size)
         return tuple([(index * size, size) for index, size in block])
 
-    def held(self, rank: int) -> Iterator[Piece]:
+    def held(self, rank: int) -> Iterator[LeafPiece]:
         """List what a rank holds."""
         for g in range(len(self.groups)):
             yield from self._pieces(g, rank, *self.held_span(g, rank), skipped=())
 
-    def owned(self, rank: int) -> Iterator[Piece]:
+    def owned(self, rank: int) -> Iterator[LeafPiece]:
         """List what a rank writes, in the order of its file: the larger elements first, so that all are aligned."""
         for g in self.order:
             yield from self._pieces(g, rank, *self.owned_span(g, rank), skipped=self.groups[g].copies)
 
-    def _pieces(self, g: int, rank: int, start: int, stop: int, skipped: Sequence[int]) -> Iterator[Piece]:
+    def _pieces(self, g: int, rank: int, start: int, stop: int, skipped: Sequence[int]) -> Iterator[LeafPiece]:
         """List the parts of leaves that a range of a group has, for a rank, but for the leaves at some places."""
         base, _ = self.held_span(g, rank)
         offsets = self.offsets[g]
         for place, i in enumerate(self.groups[g].leaves):
             a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
             if a < b and place not in skipped:
-                here = Range(self.block(g, place, rank), a - offsets[place], b - offsets[place])
-                yield Piece(i, g, here, a - base)
+                here = BlockRange(self.block(g, place, rank), a - offsets[place], b - offsets[place])
+                yield LeafPiece(i, g, here, a - base)
 
     @cached_property
     def order(self) -> list[int]:
@@ -258,7 +258,7 @@ class Cut:
         found[-1] = at
         return found
 
-    def writers(self, i: int, wanted: Range) -> Iterator[tuple[int, int, Range]]:
+    def writers(self, i: int, wanted: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
         """Find who writes the elements of a range of a leaf.
 
         Yields:
@@ -283,7 +283,7 @@ class Cut:
                     low_here, high_here = max(a, offset), min(b, offset + numel)
                     before = self._written(g, low_here) - self._written(g, a)
                     at = self.starts(rank)[g] + before * self.itemsize(g)
-                    yield rank, at, Range(block, low_here - offset, high_here - offset)
+                    yield rank, at, BlockRange(block, low_here - offset, high_here - offset)
 
 
 def _between(start: int, stop: int, size: int) -> range:

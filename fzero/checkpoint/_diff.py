@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._cut import Cut
+from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole
 from fzero.checkpoint._look import fill_leaf
@@ -69,7 +69,7 @@ def differences(
             yield Difference(path, a, b, count, largest)
 
 
-def _texts(cut: Cut) -> dict[str, str]:
+def _texts(cut: ShardedTree) -> dict[str, str]:
     """Describe each leaf and value by its path; a value by all of it."""
     leaves = {path: f"{cut.leaves[i]}{' per rank' if cut.leaves[i].per_rank else ''}" for path, i in cut.number.items()}
     return {**leaves, **{path: f"the value {value!r}" for path, value in cut.values.items()}}

@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 
 from fzero.checkpoint._bytes import bytes_of
-from fzero.checkpoint._cut import Cut, Leaf
+from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole
@@ -123,12 +123,12 @@ def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
 
 
-def _order(cut: Cut, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def _order(cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """List names and leaves as a file has them: the larger elements first, so that all are aligned."""
     return sorted(names.items(), key=lambda item: (-_dtype(cut.leaves[item[1]], dtype).itemsize, item[0]))
 
 
-def _header(files: Files, cut: Cut, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
+def _header(files: Files, cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
     """Make the header of a safetensors file; its metadata is what `from_pretrained` asks for.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._remote import Remote
 
-__all__ = ["Files", "Local", "Remote", "files_at", "locked"]
+__all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
 
 _VECTORS = 1024  # at most in one call of the system
 _AHEAD = 1 << 24  # bytes
@@ -91,10 +91,10 @@ def files_at(path: Any) -> Files:
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in ("file", "local"):
         return Remote(text)
-    return Local(rest if separator else text)
+    return LocalFolder(rest if separator else text)
 
 
-class Local:
+class LocalFolder:
     """A folder of this machine, or of a file system that all machines of a run mount."""
 
     sees_all = True
@@ -105,9 +105,9 @@ class Local:
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
 
-    def at(self, name: str) -> "Local":
+    def at(self, name: str) -> "LocalFolder":
         """Return the files of a folder in this one."""
-        return Local(self._at(name))
+        return LocalFolder(self._at(name))
 
     def names(self) -> list[str]:
         """List the files that are there; none if there is no folder."""

@@ -15,7 +15,7 @@ from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
-from fzero.checkpoint._memory import Machines, Shared
+from fzero.checkpoint._memory import Machines, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, Saving, Staging, start_save
 from fzero.ranks.agreement import numbers_of_all, texts_of_all
 from fzero.ranks.mesh import Mesh
@@ -68,7 +68,7 @@ def checkpoints(
         if n is not None and (type(n) is not int or n < 1):
             raise ValueError(f"{name}={n!r}: expected a whole number, 1 or more")
     files = files_at(root)
-    shared = None if memory is None else Shared.of(memory, _run_of(files, mesh), Machines(mesh, timeout))
+    shared = None if memory is None else SharedMemory.of(memory, _run_of(files, mesh), Machines(mesh, timeout))
     return Checkpoints(files, mesh, keep, every, timeout, shared)
 
 
@@ -97,7 +97,7 @@ class Checkpoints:
         keep: int,
         every: int | None,
         timeout: float,
-        shared: Shared | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._files, self._mesh, self._keep, self._every, self._timeout = files, mesh, keep, every, timeout
         self._shared, self._staging, self._saving = shared, Staging(), None

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.checkpoint._blocks import Range
-from fzero.checkpoint._cut import Cut, Group, Leaf, Piece
+from fzero.checkpoint._blocks import BlockRange
+from fzero.checkpoint._cut import Leaf, LeafGroup, LeafPiece, ShardedTree
 from fzero.checkpoint._manifest import NAMES
-from fzero.checkpoint._parts import Origin, Part, in_order, parts_of
+from fzero.checkpoint._parts import LeafSource, UnitPart, in_order, parts_of
 from fzero.checkpoint._values import is_json
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.spec import Spec, check_cut_for
@@ -30,7 +30,7 @@ class Lying(NamedTuple):
         at: where it begins there, in elements.
     """
 
-    piece: Piece
+    piece: LeafPiece
     memory: torch.Tensor
     at: int
 
@@ -48,10 +48,10 @@ class Holdings:
             tree, which no layout changes.
     """
 
-    cut: Cut
+    cut: ShardedTree
     ranks: range
     memory: tuple["Boxed | Plain", ...]
-    origins: dict[str, Origin]
+    origins: dict[str, LeafSource]
 
     def held(self, rank: int) -> Iterator[Lying]:
         """List what a rank holds, and where it lies."""
@@ -61,7 +61,7 @@ class Holdings:
         """List what a rank writes, in the order of its file, and where it lies."""
         return self._lying(self.cut.owned(rank), rank)
 
-    def _lying(self, pieces: Iterator[Piece], rank: int) -> Iterator[Lying]:
+    def _lying(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[Lying]:
         for piece in pieces:
             yield from self.memory[piece.group].lying(self.cut, piece, rank)
 
@@ -78,7 +78,7 @@ class Boxed:
     parts: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
-    def lying(self, cut: Cut, piece: Piece, rank: int) -> Iterator[Lying]:
+    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
         """Find where a rank's piece lies: in one tensor, or where a shard is in two maybe in both."""
         row = cut.index(self.axes, rank)
         if len(self.parts) == 1:
@@ -88,7 +88,7 @@ class Boxed:
         for x in self.parts:
             a, b = max(piece.at, first), min(piece.at + piece.numel, first + x.shape[-1])
             if a < b:
-                own = Range(block, start + a - piece.at, start + b - piece.at)
+                own = BlockRange(block, start + a - piece.at, start + b - piece.at)
                 yield Lying(piece._replace(range=own, at=a), x[row], a - first)
             first += x.shape[-1]
 
@@ -103,7 +103,7 @@ class Plain:
 
     leaves: dict[int, torch.Tensor]
 
-    def lying(self, cut: Cut, piece: Piece, rank: int) -> Iterator[Lying]:
+    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
         """Find where a rank's piece lies."""
         yield Lying(piece, self.leaves[piece.leaf], piece.range.start)
 
@@ -163,17 +163,22 @@ class _Found:
     def __init__(self, what: str, mesh: tuple[tuple[str, int], ...], together: bool) -> None:
         self.what, self.mesh, self.together = what, mesh, together
         self.leaves: list[Leaf] = []
-        self.groups: list[Group] = []
+        self.groups: list[LeafGroup] = []
         self.memory: list[Boxed | Plain] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
-        self.origins: dict[str, Origin] = {}
+        self.origins: dict[str, LeafSource] = {}
         self.own: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
-        self.size = Cut(mesh, (), (), {}, {}).ranks
+        self.size = ShardedTree(mesh, (), (), {}, {}).ranks
 
     def _add(
-        self, path: str, shape: Sequence[int], dtype: torch.dtype, per_rank: bool = False, origin: Origin | None = None
+        self,
+        path: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        per_rank: bool = False,
+        origin: LeafSource | None = None,
     ) -> int:
         if dtype not in NAMES:
             raise TypeError(f"{self.what} leaf {path!r} is of {dtype}, which no checkpoint holds")
@@ -181,15 +186,15 @@ class _Found:
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
 
-    def _take(self, path: str, origin: Origin | None = None) -> None:
+    def _take(self, path: str, origin: LeafSource | None = None) -> None:
         if path in self.origins:
             raise ValueError(
                 f"{self.what} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
                 "without"
             )
-        self.origins[path] = origin or Origin(path)
+        self.origins[path] = origin or LeafSource(path)
 
-    def _tie(self, path: str, first: str, origin: Origin | None = None) -> None:
+    def _tie(self, path: str, first: str, origin: LeafSource | None = None) -> None:
         self._take(path, origin)
         self.ties[path] = first
 
@@ -214,10 +219,10 @@ class _Found:
             copied = {m.index: known[m.path] for m in part.members if m.is_copy}
             leaves = tuple([own[i] if i in own else copied[i] for i in range(len(spec.paths))])
             copies = tuple(sorted(copied))
-            self.groups.append(Group(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
+            self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
             self.memory.append(memory)
 
-    def _add_members(self, part: Part, dtype: torch.dtype) -> dict[int, int]:
+    def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
         """Add the leaves of a part of a unit, and return the number of each by its place in the unit."""
         at: dict[int, int] = {}
         for m in part.members:
@@ -232,7 +237,7 @@ class _Found:
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
         axes = tuple(names) if box.axes is None else tuple([name for name in names if name in box.axes])
-        n = Cut(self.mesh, (), (), {}, {}).size(axes)
+        n = ShardedTree(self.mesh, (), (), {}, {}).size(axes)
         paths, values, _ = tree.flatten_with_paths(box.value)
         for sub, x in zip(paths, values, strict=True):
             name = f"{path}.{sub}" if sub else path
@@ -240,8 +245,8 @@ class _Found:
                 raise TypeError(f"{self.what} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
             shape = x.shape if self.together else (n, *x.shape)
             numel = x.numel() // n if self.together else x.numel()
-            i = self._add(name, shape, x.dtype, per_rank=True, origin=Origin(path))
-            self.groups.append(Group((i,), axes, numel))
+            i = self._add(name, shape, x.dtype, per_rank=True, origin=LeafSource(path))
+            self.groups.append(LeafGroup((i,), axes, numel))
             self.memory.append(Boxed((x,), axes) if self.together else Boxed((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
@@ -257,7 +262,7 @@ class _Found:
     def holdings(self, ranks: range, paths: Sequence[str]) -> Holdings:
         for leaves in self.plain.values():  # one after the other, so that each rank writes one long range of them
             numel = sum(x.numel() for x in leaves.values())
-            self.groups.append(Group(tuple(leaves), (), numel))
+            self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(Plain(leaves))
-        cut = Cut(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        cut = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
         return Holdings(cut, ranks, tuple(self.memory), in_order(self.origins, paths))

@@ -9,15 +9,15 @@ from fzero import tree
 from fzero._notice import see
 from fzero._tracebacks import door
 from fzero.checkpoint._agree import all_or_none, check_same
-from fzero.checkpoint._blocks import Range, runs
+from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._bytes import bytes_of, is_direct
-from fzero.checkpoint._cut import Cut
+from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._empty import made_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings, is_whole
 from fzero.checkpoint._manifest import BLOCK, Manifest, read_manifest, sum_of
-from fzero.checkpoint._memory import Shared
+from fzero.checkpoint._memory import SharedMemory
 from fzero.checkpoint._values import is_none, paths_of, values_like
 from fzero.layout.elements import put_elements
 from fzero.ranks.agreement import numbers_of_all
@@ -105,7 +105,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, seen:
     manifest, made, mine = prepared[0]
     check_same(f"loading {files.path!r}", Manifest("", mine.cut, (), 0.0).text(), mesh)
     by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, mine), mesh)
-    if isinstance(files, Shared):
+    if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)
     all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, mine, by_file), mesh)
     paths, entries, structure = tree.flatten_with_paths(made, is_whole)
@@ -117,7 +117,7 @@ def _leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
 
-def check_alike(files: Files, saved: Cut, mine: Cut, partial: bool) -> None:
+def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bool) -> None:
     """Check that a tree has the leaves of a checkpoint, with their shapes and dtypes.
 
     Raises:
@@ -146,7 +146,7 @@ def check_alike(files: Files, saved: Cut, mine: Cut, partial: bool) -> None:
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(found[:3]) + more + hint)
 
 
-def _differs(path: str, saved: Cut, mine: Cut, theirs: str, what: str) -> str:
+def _differs(path: str, saved: ShardedTree, mine: ShardedTree, theirs: str, what: str) -> str:
     one, other = saved.number.get(path), mine.number.get(path)
     if one is not None and other is not None and saved.leaves[one].per_rank and mine.leaves[other].per_rank:
         return (
@@ -194,7 +194,7 @@ def _fill(files: Files, manifest: Manifest, mine: Holdings, by_file: dict[int, l
 
 
 def wanted_of(
-    manifest: Manifest, leaf: int, wanted: Range, x: torch.Tensor, first: int
+    manifest: Manifest, leaf: int, wanted: BlockRange, x: torch.Tensor, first: int
 ) -> Iterator[tuple[int, Wanted]]:
     """Find the parts of files that a range of a leaf is in; it lies in a tensor, from the element `first` on.
 

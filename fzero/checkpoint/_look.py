@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint._blocks import Range, whole
-from fzero.checkpoint._cut import Cut, Leaf
+from fzero.checkpoint._blocks import BlockRange, whole
+from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole
@@ -90,7 +90,7 @@ def _within(value: Any, path: str) -> Any:
 def fill_leaf(files: Files, manifest: Manifest, number: int, x: torch.Tensor) -> torch.Tensor:
     """Read all of a leaf into a contiguous tensor of its shape and dtype, and return that."""
     by_file: dict[int, list[Wanted]] = {}
-    for writer, part in wanted_of(manifest, number, Range(whole(tuple(x.shape)), 0, x.numel()), x, 0):
+    for writer, part in wanted_of(manifest, number, BlockRange(whole(tuple(x.shape)), 0, x.numel()), x, 0):
         by_file.setdefault(writer, []).append(part)
     for writer, wanted in sorted(by_file.items()):
         read_blocks(files, manifest, writer, wanted)
@@ -127,7 +127,7 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda done, total:
     return done
 
 
-def _blocks(cut: Cut, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+def _blocks(cut: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     """Yield a rank, and where a block of its file begins and how large it is, in bytes."""
     for rank in range(cut.ranks):
         size = manifest.files[rank].size

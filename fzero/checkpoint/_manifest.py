@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fzero.checkpoint._cut import ALIGNMENT, Cut, Group, Leaf
+from fzero.checkpoint._cut import ALIGNMENT, Leaf, LeafGroup, ShardedTree
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
 from fzero.layout.spec import Split
@@ -90,12 +90,12 @@ class Manifest:
     """
 
     nonce: str
-    cut: Cut
+    cut: ShardedTree
     files: tuple[File, ...]
     written: float
 
     @classmethod
-    def of(cls, nonce: str, cut: Cut, files: Sequence[File]) -> "Manifest":
+    def of(cls, nonce: str, cut: ShardedTree, files: Sequence[File]) -> "Manifest":
         """Make the manifest of files that were written now."""
         return cls(nonce, cut, tuple(files), time.time())
 
@@ -174,7 +174,7 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def header(cut: Cut, rank: int) -> bytes:
+def header(cut: ShardedTree, rank: int) -> bytes:
     """Make the header of a rank's file: safetensors', so that any reader of these reads the ranges of leaves."""
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
     at = 0
@@ -268,7 +268,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     paths = [x.path for x in leaves]
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to none")
-    cut = Cut(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    cut = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
     written = [i for g in cut.groups for place, i in enumerate(g.leaves) if place not in g.copies]
     _check(sorted(written) == [*range(len(leaves))], "leaves are in no group, or two")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
@@ -290,9 +290,9 @@ def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
     return leaf
 
 
-def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> Group:
+def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> LeafGroup:
     split, at, copies = (*more, *[()] * (3 - len(more)))
-    group = Group(
+    group = LeafGroup(
         tuple(map(_int, members)),
         tuple(map(_text, axes)),
         _int(shard),

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from fzero.checkpoint._bytes import bytes_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
-from fzero.checkpoint._files import Local
+from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parsed
 from fzero.ranks.agreement import numbers_of_all, texts_of_all
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["Machines", "Shared"]
+__all__ = ["Machines", "SharedMemory"]
 
 
 def host() -> str:
@@ -78,7 +78,7 @@ class Machines:
         return bytes(bytes_of(x))
 
 
-class Shared(Local):
+class SharedMemory(LocalFolder):
     """A folder of each machine's shared memory: `memory/fzero/MACHINE/RUN/...`."""
 
     sees_all = False
@@ -94,13 +94,13 @@ class Shared(Local):
         return self.machines.leader(self.machines.hosts[self.machines.rank]) == self.machines.rank
 
     @classmethod
-    def of(cls, memory: str, run: str, machines: Machines) -> "Shared":
+    def of(cls, memory: str, run: str, machines: Machines) -> "SharedMemory":
         """Return the folder of a run."""
         return cls(os.path.join(memory, "fzero", machines.hosts[machines.rank], run), machines)
 
-    def at(self, name: str) -> "Shared":
+    def at(self, name: str) -> "SharedMemory":
         """Return the files of a folder in this one."""
-        return Shared(self._at(name), self.machines)
+        return SharedMemory(self._at(name), self.machines)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: nobody else knows the folder."""

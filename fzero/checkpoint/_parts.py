@@ -6,10 +6,10 @@ from typing import NamedTuple
 from fzero.layout.spec import Spec, Split
 from fzero.layout.stacked import item_of, prefix_of, stacked_of
 
-__all__ = ["Member", "Origin", "Part", "in_order", "parts_of"]
+__all__ = ["LeafSource", "Member", "UnitPart", "in_order", "parts_of"]
 
 
-class Origin(NamedTuple):
+class LeafSource(NamedTuple):
     """Where a leaf of a checkpoint comes from in a tree.
 
     Attributes:
@@ -35,11 +35,11 @@ class Member(NamedTuple):
 
     index: int
     path: str
-    origin: Origin
+    origin: LeafSource
     is_copy: bool = False
 
 
-class Part(NamedTuple):
+class UnitPart(NamedTuple):
     """The leaves that some ranks, nearly always all, have of a unit.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     at: tuple[tuple[str, int], ...] = ()
 
 
-def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[Part]:
+def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
     """List what ranks have of a unit: all the same leaves, or of a stacked list each those of its own items.
 
     Args:
@@ -69,14 +69,14 @@ def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[
     """
     stacks = stacked_of(spec)
     if stacks is None:
-        return [Part([Member(i, path, Origin(path)) for path, i in members], spec.whole_shapes, spec.split)]
+        return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.whole_shapes, spec.split)]
     along, stacked = stacks
     path, index = members[0]
     prefix = prefix_of(path, spec.paths[index])
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.whole_shapes])
     others = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [Part([], shapes, tuple(others), ((along.axis, place),)) for place in range(along.size)]
+    parts = [UnitPart([], shapes, tuple(others), ((along.axis, place),)) for place in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
         if item is None:
             raise ValueError(
@@ -87,12 +87,12 @@ def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[
         for part, number in zip(parts, item.numbers, strict=True):
             known, is_copy = (some, True) if number is None else (number, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a copy of a tied leaf has one place
-                origin = Origin(path, item.list, known)
+                origin = LeafSource(path, item.list, known)
                 part.members.append(Member(index, item.path(known), origin, is_copy))
     return parts
 
 
-def in_order(origins: Mapping[str, Origin], paths: Sequence[str]) -> dict[str, Origin]:
+def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
     """Put leaves in the order of their tree, and those of a stacked list in the order of the whole list.
 
     Args:
@@ -105,7 +105,7 @@ def in_order(origins: Mapping[str, Origin], paths: Sequence[str]) -> dict[str, O
         if o.list is not None:
             first[o.list] = min(first.get(o.list, len(paths)), position[o.path])
 
-    def place(item: tuple[str, Origin]) -> tuple[int, int, int]:
+    def place(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
         o = item[1]
         return (position[o.path], 0, 0) if o.list is None else (first[o.list], o.number, position[o.path])
 

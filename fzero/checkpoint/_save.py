@@ -14,12 +14,12 @@ from fzero._notice import notice
 from fzero._tracebacks import door
 from fzero.checkpoint._agree import Reports, agree, all_or_none
 from fzero.checkpoint._bytes import chunks, whole_or_chunks
-from fzero.checkpoint._cut import Cut
+from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parsed, sum_of
-from fzero.checkpoint._memory import Shared
+from fzero.checkpoint._memory import SharedMemory
 from fzero.ranks.agreement import checksum, numbers_of_all
 from fzero.ranks.mesh import Mesh
 
@@ -227,7 +227,7 @@ def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[
 
 
 def _write_all(
-    files: Files, cut: Cut, pieces: dict[int, list[_Part]], reports: Reports, then: Callable[[], None]
+    files: Files, cut: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, then: Callable[[], None]
 ) -> None:
     """Write this process's files, and let rank 0 commit all of them."""
     names = {rank: data_name(reports.nonce, rank, cut.ranks) for rank in pieces}
@@ -263,7 +263,7 @@ def _write_all(
                 failed = reports.lead(write_alone, commit)
         else:
             failed = reports.follow(write)
-            if not failed and isinstance(files, Shared) and files.leads:
+            if not failed and isinstance(files, SharedMemory) and files.leads:
                 data = reports.heard("manifest", 0).encode()
                 files.put(MANIFEST, data)
                 tidy(parsed(data))

@@ -16,7 +16,7 @@ from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
 from fzero.axes.axis import Axis
 from fzero.axes.scope import Noted, OneLoss, one_loss_here
-from fzero.collectives.table import Row, row_of
+from fzero.collectives.table import LinearMap, row_of
 
 __all__ = ["Exposed", "check_copies", "noted"]
 
@@ -122,7 +122,7 @@ class Exposed:
 # ---------------------------------------------------------------- types, as the autograd graph tells them
 
 
-def _over(node: Any, axis: str) -> Row | None:
+def _over(node: Any, axis: str) -> LinearMap | None:
     """Return the row of a node that is a collective over an axis."""
     found = row_of(node)
     return found[0] if found is not None and axis in found[1].axis.split(",") else None

@@ -12,7 +12,7 @@ from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives._copies import noted
 from fzero.collectives.sums import dimension, group_psum, tensor
-from fzero.collectives.table import Along, Pairs, Row, Source, Tensors, add_row, apply, apply_along
+from fzero.collectives.table import Along, LinearMap, Pairs, Source, Tensors, add_row, apply, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_to_all", "broadcast", "ppermute"]
@@ -36,7 +36,7 @@ def _group_ppermute(binding: Binding, options: Pairs, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="ppermute",
         wire="ppermute",
         stacked=_stacked_ppermute,
@@ -58,7 +58,7 @@ def _group_all_to_all(binding: Binding, options: Along, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="all_to_all",
         wire="all_to_all",
         stacked=lambda n, options, xs: [xs[0].transpose(0, options.dim)],  # [from, .., to, ..] -> [to, .., from, ..]
@@ -90,7 +90,7 @@ def _group_psum_to_one(binding: Binding, options: Source, xs: Tensors) -> Tensor
 
 
 add_row(
-    Row(
+    LinearMap(
         name="broadcast",
         wire="broadcast",
         stacked=lambda n, options, xs: [xs[0][options.rank]],
@@ -101,7 +101,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="psum_to_one",
         wire="all_reduce",
         stacked=lambda n, options, xs: [_only(xs[0], options.rank)],

@@ -25,7 +25,7 @@ FIRST_TAG, TAGS = 1 << 20, 1 << 20  # of our messages, which so meet no other's
 _NUMBERS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
 
 
-class Sent(NamedTuple):
+class PendingMessages(NamedTuple):
     """Messages on their way.
 
     Attributes:
@@ -50,7 +50,7 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
         held.clear()
         return whole.flatten(0, 1)
 
-    return Sent(works, finish)
+    return PendingMessages(works, finish)
 
 
 def all_gather_into(
@@ -66,7 +66,7 @@ def all_gather_into(
         def copied(leaf: torch.Tensor, at: int) -> torch.Tensor:
             return leaf.copy_(c10d.wait_tensor(whole).narrow(0, at, leaf.numel()).view_as(leaf))
 
-        return [Sent([], partial(copied, leaf, at)) for leaf, at in zip(leaves, offsets, strict=True)]
+        return [PendingMessages([], partial(copied, leaf, at)) for leaf, at in zip(leaves, offsets, strict=True)]
     x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(group_of(group))
     held, sent = [x] * len(leaves), []
 
@@ -77,7 +77,7 @@ def all_gather_into(
     for leaf, at in zip(leaves, offsets, strict=True):
         mine = _between(x, rank * k, at, at + leaf.numel())
         rows = [_between(leaf.view(-1), at, r * k, r * k + k) for r in range(ranks)]
-        sent.append(Sent(_exchange([mine] * ranks, rows, rank, group), partial(arrived, leaf)))
+        sent.append(PendingMessages(_exchange([mine] * ranks, rows, rank, group), partial(arrived, leaf)))
         if rows[rank].data_ptr() != mine.data_ptr():  # else x lies where it belongs
             rows[rank].copy_(mine)
     return sent
@@ -96,12 +96,12 @@ def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     rank = dist.get_rank(group_of(group))
     # a tensor each, which dies by itself; its own part needs none
     rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(mine)]
-    return Sent(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank))
+    return PendingMessages(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank))
 
 
 def wait(sent: Any) -> torch.Tensor:
     """Wait for a collective, ours or torch's, and return its result."""
-    if not isinstance(sent, Sent):
+    if not isinstance(sent, PendingMessages):
         return c10d.wait_tensor(sent)
     with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
         while sent.works:  # once each: gloo would wait for a second message

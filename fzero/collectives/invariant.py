@@ -16,7 +16,7 @@ from fzero import tree
 from fzero.axes.axis import Axis, AxisName, Binding
 from fzero.axes.scope import joint, resolve
 from fzero.collectives.sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
-from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
+from fzero.collectives.table import Along, LinearMap, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather_invariant", "one_of_copies", "own_part", "psum_invariant", "pvary"]
@@ -52,7 +52,7 @@ def _stacked_pad(n: int, options: Along, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="pvary",
         wire="",
         stacked=lambda n, options, xs: [xs[0]],
@@ -64,7 +64,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="psum_invariant",
         wire="all_reduce",
         stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
@@ -75,7 +75,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="all_gather_invariant",
         wire="all_gather",
         stacked=stacked_gather,
@@ -86,7 +86,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="own_part_invariant",
         wire="",
         stacked=_diagonal,
@@ -99,7 +99,7 @@ add_row(
 )
 # from the joint map to one value: copies that are equal are one, whose gradient they share
 add_row(
-    Row(
+    LinearMap(
         name="one_of_copies",
         wire="",
         stacked=lambda n, options, xs: [xs[0][0]],
@@ -112,7 +112,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="share_of_copy",
         wire="",
         stacked=lambda n, options, xs: [xs[0][0] / n],
@@ -126,7 +126,7 @@ add_row(
 )
 # the same cut as part of the joint map: no rank's value need be another's
 add_row(
-    Row(
+    LinearMap(
         name="own_part",
         wire="",
         stacked=_diagonal,
@@ -137,7 +137,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="own_part_padded",
         wire="",
         stacked=_stacked_pad,

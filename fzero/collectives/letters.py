@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.axes.axis import Binding
-from fzero.collectives.gloo import Sent, wait
+from fzero.collectives.gloo import PendingMessages, wait
 from fzero.collectives.messages import start_receive, start_send
 from fzero.schedules import Message, Schedule
 from fzero.schedules._actions import Value
@@ -36,7 +36,7 @@ class Letters:
     forms: Sequence[torch.Tensor]
     device: torch.device
     here: dict[Value, list[Any]] = field(default_factory=dict)
-    leaving: dict[Message, list[Sent]] = field(default_factory=dict)
+    leaving: dict[Message, list[PendingMessages]] = field(default_factory=dict)
 
     def put(self, value: Value, xs: Sequence[torch.Tensor]) -> None:
         """Keep what a stage has made for the next stage, or for the message that is sent."""
@@ -45,7 +45,7 @@ class Letters:
     def take(self, value: Value) -> Tensors:
         """Return what another stage has made, waiting for it if it is on its way."""
         found = self.here.pop(value)
-        return [wait(x) if isinstance(x, Sent) else x for x in found]
+        return [wait(x) if isinstance(x, PendingMessages) else x for x in found]
 
     def do(self, deed: Deed) -> None:
         """Start to send or to receive a message, or wait until one has left."""

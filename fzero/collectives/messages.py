@@ -17,8 +17,8 @@ from fzero.axes.axis import Axis, Binding
 from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import resolve
 from fzero.collectives import _record
-from fzero.collectives.gloo import Sent, wait
-from fzero.collectives.table import Post, Row, Tensors, add_row, apply
+from fzero.collectives.gloo import PendingMessages, wait
+from fzero.collectives.table import LinearMap, Post, Tensors, add_row, apply
 
 __all__ = ["receive", "send", "start_receive", "start_send"]
 
@@ -26,32 +26,32 @@ FIRST_TAG = 1 << 21  # above those of fzero.collectives.gloo
 TAGS = 1 << 29
 
 
-def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> Sent:
+def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingMessages:
     """Start to send a tensor to the rank at place `to` of an axis. Until it is waited for, it must not be written."""
     x = x.detach().contiguous()
     _record.add("send", binding, x.numel(), x.numel(), x.dtype, "")
     if is_lockstep(binding.group):
         mailbox.post(binding.group, binding.rank, to, tag, x)
-        return Sent([], lambda: x)
+        return PendingMessages([], lambda: x)
     group: Any = group_of(binding.group)
     works = [dist.isend(x, group=group, group_dst=to, tag=FIRST_TAG + tag)] if x.numel() else []
-    return Sent(works, lambda: x)
+    return PendingMessages(works, lambda: x)
 
 
-def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -> Sent:
+def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -> PendingMessages:
     """Start to receive a tensor like `like`, whose values do not matter, from the rank at place `source` of an axis."""
     if is_lockstep(binding.group):
-        return Sent([], lambda: mailbox.collect(binding.group, binding.rank, source, tag, like))
+        return PendingMessages([], lambda: mailbox.collect(binding.group, binding.rank, source, tag, like))
     x, group = torch.empty_like(like, memory_format=torch.contiguous_format), group_of(binding.group)
     works = [dist.irecv(x, group=group, group_src=source, tag=FIRST_TAG + tag)] if x.numel() else []
-    return Sent(works, lambda: x)
+    return PendingMessages(works, lambda: x)
 
 
 # ---------------------------------------------------------------- as linear maps
 
 
 # messages of rank programs that may not have left yet, by process group
-_LEAVING: "WeakKeyDictionary[Any, list[Sent]]" = WeakKeyDictionary()
+_LEAVING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
 MOST = 64  # of them; beyond, the oldest is waited for
 
 
@@ -91,8 +91,8 @@ def _back(options: Post) -> Post:
     return options._replace(tag=options.tag ^ 1)
 
 
-add_row(Row("send", "", _by_vmap, _send, transpose="receive", replicated=False, dual=_back))
-add_row(Row("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_back))
+add_row(LinearMap("send", "", _by_vmap, _send, transpose="receive", replicated=False, dual=_back))
+add_row(LinearMap("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_back))
 
 
 def _posted(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, Post]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.collectives.table import NO_AXIS, OnDevice, Row, Tensors, add_row, apply
+from fzero.collectives.table import NO_AXIS, LinearMap, OnDevice, Tensors, add_row, apply
 
 __all__ = ["Coming", "arrived", "on_its_way", "to_device", "to_host"]
 
@@ -50,7 +50,7 @@ def _add_row(name: str, transpose: str, move: Callable[[torch.Tensor, OnDevice],
     def moved(_: Any, options: OnDevice, xs: Tensors) -> Tensors:
         return [move(x, options) for x in xs]
 
-    add_row(Row(name=name, wire="", stacked=moved, local=moved, transpose=transpose, replicated=False))
+    add_row(LinearMap(name=name, wire="", stacked=moved, local=moved, transpose=transpose, replicated=False))
 
 
 _add_row("to_host", "to_device", lambda x, options: _down(x))

@@ -16,7 +16,7 @@ from fzero.axes.axis import AxisName, Binding
 from fzero.axes.scope import axis_size, joint, resolve
 from fzero.collectives import gloo
 from fzero.collectives._copies import noted
-from fzero.collectives.table import Along, Row, Tensors, Whole, add_row, apply_along
+from fzero.collectives.table import Along, LinearMap, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
@@ -68,7 +68,7 @@ def stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="psum",
         wire="all_reduce",
         stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
@@ -78,7 +78,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="all_gather",
         wire="all_gather",
         stacked=stacked_gather,
@@ -89,7 +89,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="psum_scatter",
         wire="reduce_scatter",
         stacked=stacked_scatter,

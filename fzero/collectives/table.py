@@ -25,13 +25,13 @@ __all__ = [
     "ALONE",
     "NO_AXIS",
     "Along",
+    "LinearMap",
     "OfDeal",
     "OfUnit",
     "OnDevice",
     "Options",
     "Pairs",
     "Post",
-    "Row",
     "Source",
     "Tensors",
     "Whole",
@@ -112,7 +112,7 @@ class Post(NamedTuple):
 Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice | Post
 
 
-class Row(NamedTuple):
+class LinearMap(NamedTuple):
     """A linear map over the ranks of one axis.
 
     Attributes:
@@ -147,10 +147,10 @@ class Row(NamedTuple):
     wire_dtype: Callable[[Any, torch.Tensor], torch.dtype] = lambda options, x: x.dtype
 
 
-_ROWS: dict[str, Row] = {}
+_ROWS: dict[str, LinearMap] = {}
 
 
-def add_row(row: Row) -> None:
+def add_row(row: LinearMap) -> None:
     """Put a linear map into the table."""
     _ROWS[row.name] = row
 
@@ -211,14 +211,14 @@ class _LinearMap(torch.autograd.Function):
         return ys, (None if row.replicated else 0,) * len(ys)
 
 
-def row_of(node: Any) -> tuple[Row, Binding, Options] | None:
+def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
     """Return which row of the table, over which axis, a node of an autograd graph differentiates; None for others."""
     if type(node).__name__.startswith(_LinearMap.__name__):
         return _ROWS[node.name], node.binding, node.options
     return None
 
 
-def _meet(row: Row, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _meet(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row where all ranks are threads: one of them computes the stacked map for all."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:

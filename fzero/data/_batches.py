@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.axes.axis import AxisName
-from fzero.data._load import Place, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._load import BatchTarget, check_global_batch, check_padding, check_sized, loaded
 from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
@@ -147,7 +147,7 @@ class Batches:
         """
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
-        place = Place(self.mesh, self.axis, self.device)
+        place = BatchTarget(self.mesh, self.axis, self.device)
         return enumerate(
             loaded(self.dataset, self._from(start, stop), place, self.collate, self.pad, self.loader), start
         )

@@ -13,12 +13,12 @@ from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["Place", "check_global_batch", "check_padding", "check_sized", "loaded"]
+__all__ = ["BatchTarget", "check_global_batch", "check_padding", "check_sized", "loaded"]
 
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
 
-class Place(NamedTuple):
+class BatchTarget(NamedTuple):
     """Where batches go.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Padded(NamedTuple):
 def loaded(
     dataset: Any,
     indices: Iterable[list[int]],
-    place: Place,
+    place: BatchTarget,
     collate: Callable[[list[Any]], Any] | None,
     pad: Padding | None,
     options: Mapping[str, Any],

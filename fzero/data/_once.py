@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fzero.axes.axis import AxisName
-from fzero.data._load import Place, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._load import BatchTarget, check_global_batch, check_padding, check_sized, loaded
 from fzero.data._padding import Padding
 from fzero.layout.boxes import PerRank
 from fzero.ranks.mesh import Mesh
@@ -61,4 +61,4 @@ def once(
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
-    return zip(loaded(dataset, indices, Place(mesh, axis, device), collate, pad, loader), rows, strict=True)
+    return zip(loaded(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)

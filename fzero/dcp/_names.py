@@ -7,9 +7,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fzero import tree
 from fzero._torch import pytree
-from fzero.checkpoint._cut import Cut
+from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._holdings import is_whole
-from fzero.checkpoint._parts import Origin
+from fzero.checkpoint._parts import LeafSource
 
 __all__ = ["Keys", "Name", "flat", "keys_of", "names_of", "nested", "parts_of", "place_of"]
 
@@ -17,7 +17,7 @@ Name = Callable[[str], str]
 Keys = tuple[str | int, ...]
 
 
-def keys_of(values: Any, origins: Mapping[str, Origin]) -> dict[str, Keys]:
+def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
     """Return the keys that lead to each leaf of a tree, by its path: what DCP needs to build the tree again."""
     try:
         pairs, _ = pytree.tree_flatten_with_path(values, is_whole)
@@ -28,7 +28,7 @@ def keys_of(values: Any, origins: Mapping[str, Origin]) -> dict[str, Keys]:
     return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
 
 
-def _of_item(keys: Keys, origin: Origin) -> Keys:
+def _of_item(keys: Keys, origin: LeafSource) -> Keys:
     """Return the keys that lead to a leaf in the whole list, given those in a stacked one."""
     at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == origin.list), None)
     return keys if at is None else (*keys[:at], origin.number, *keys[at + 1 :])
@@ -40,7 +40,7 @@ def _key(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(cut: Cut, name: Name | None) -> dict[str, str]:
+def names_of(cut: ShardedTree, name: Name | None) -> dict[str, str]:
     """Return the name of each leaf and value, by its path.
 
     Raises:

@@ -13,10 +13,10 @@ from fzero.layout.spec import facts
 from fzero.layout.stacked import own_path, prefix_of
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["Part", "nonfinite_parts"]
+__all__ = ["NonFiniteLeaf", "nonfinite_parts"]
 
 
-class Part(NamedTuple):
+class NonFiniteLeaf(NamedTuple):
     """A leaf, or some ranks' part of one, that is not finite: its path, its value, and these ranks."""
 
     path: str
@@ -24,21 +24,21 @@ class Part(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[Part]:
+def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[NonFiniteLeaf]:
     """List the leaves of a step's arguments, or results, that are not finite."""
     everywhere = (0,) if mesh is None else (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     for path, x in zip(paths, entries, strict=True):
         if not is_box(x):
-            found = [Part(path, x, everywhere)] if isinstance(x, torch.Tensor) else []
+            found = [NonFiniteLeaf(path, x, everywhere)] if isinstance(x, torch.Tensor) else []
         elif mesh is None:  # boxes of a program's own ranks
-            found = [Part(path, y, ()) for y in tree.tensors(x)]
+            found = [NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
             found = _parts(path, x, mesh)
         yield from [part for part in found if kind_of(part.value)]
 
 
-def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[Part]:
+def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
     """List the parts of a box by leaf and rank; in a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):
@@ -55,7 +55,7 @@ def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[Part]:
             part = x if mesh.distributed or not axes else x[row]
             if isinstance(box, Shard):
                 part, place = _in_unit(path, box, part, mesh, mine[0])
-            yield Part(place, part, mine)
+            yield NonFiniteLeaf(place, part, mine)
 
 
 def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:

@@ -14,7 +14,7 @@ from fzero.debug._report import Nonfinite, Origin
 from fzero.debug._trail import Trail, explain, packed, unpacked
 from fzero.debug._watch import Watch
 from fzero.graph._jit import Jitted
-from fzero.graph._step import Step, step_of
+from fzero.graph._step import TrainStep, step_of
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.texts import gather_texts
 
@@ -66,7 +66,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     return find
 
 
-def _watched(step: Step, args: Any, kwargs: Any) -> Trail:
+def _watched(step: TrainStep, args: Any, kwargs: Any) -> Trail:
     """Run a step under the watch."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch.watched import Memory, Operation, is_real, memory_of, place_now
+from fzero._torch.watched import Memory, WatchedOperation, is_real, memory_of, place_now
 from fzero.axes.scope import bound
 from fzero.debug._trail import Birth, Edge, Made, Reached, Trail
 
@@ -70,11 +70,11 @@ class Watch:
 
     # ------------------------------------------------------------ what the watch is shown
 
-    def before(self, operation: Operation) -> list[Edge]:
+    def before(self, operation: WatchedOperation) -> list[Edge]:
         """Return what those values were made of that the operation may write over."""
         return [] if operation.name in _OVERWRITE else self._edges(operation.written, operation)
 
-    def after(self, operation: Operation, known: list[Edge], results: Sequence[torch.Tensor]) -> None:
+    def after(self, operation: WatchedOperation, known: list[Edge], results: Sequence[torch.Tensor]) -> None:
         """Look at what an operation has made."""
         name = operation.name
         if name.startswith(_MESSAGES):
@@ -107,12 +107,12 @@ class Watch:
         """Note a result if it is not finite."""
         kind = kind_of(x)
         if kind:
-            found = self._edges_of(x, kind, Operation("", [x], [], []))
+            found = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
             self.trail.results.append(Reached(place, kind.nan, found))
 
     # ------------------------------------------------------------ operations
 
-    def _look(self, operation: Operation, known: list[Edge], new: Sequence[torch.Tensor]) -> None:
+    def _look(self, operation: WatchedOperation, known: list[Edge], new: Sequence[torch.Tensor]) -> None:
         found = [(x, kind_of(x)) for x in (*new, *operation.written)]
         kind = Kind(*[any(k[i] for _, k in found) for i in range(3)])
         written = {id(x) for x in operation.written}
@@ -126,7 +126,7 @@ class Watch:
         number = self._made(kind.nan, parents, self._birth(operation, kind) if first else None)
         self._remember([x for x, k in found if k], number)
 
-    def _sent(self, operation: Operation, results: Sequence[torch.Tensor]) -> None:
+    def _sent(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
         """Note what goes to other ranks, and that something comes: when, only who waits for it knows."""
         meeting = self.meetings()
         receives = "recv" in operation.name
@@ -139,8 +139,8 @@ class Watch:
 
         self._expect([*results, *operation.written, *(operation.given if receives else ())], received)
 
-    def _read_too_early(self, operation: Operation) -> Callable[[bool], int]:
-        operation, birth = Operation(operation.name, [], [], []), list[Birth]()  # tensors would be kept alive
+    def _read_too_early(self, operation: WatchedOperation) -> Callable[[bool], int]:
+        operation, birth = WatchedOperation(operation.name, [], [], []), list[Birth]()  # tensors would be kept alive
 
         def made(nan: bool) -> int:
             birth[:] = birth or [self._birth(operation, _FINITE, given=False)]
@@ -175,11 +175,11 @@ class Watch:
             self._regions.pop(storage, None)
         return left
 
-    def _edges(self, xs: Sequence[torch.Tensor], operation: Operation) -> list[Edge]:
+    def _edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
         found = [(x, kind_of(x)) for x in xs]
         return [e for x, kind in found if kind for e in self._edges_of(x, kind, operation)]
 
-    def _edges_of(self, x: torch.Tensor, kind: Kind, operation: Operation) -> list[Edge]:
+    def _edges_of(self, x: torch.Tensor, kind: Kind, operation: WatchedOperation) -> list[Edge]:
         """Return what a tensor that is not finite was made of."""
         memory = memory_of(x)
         here = [
@@ -200,7 +200,7 @@ class Watch:
         self.trail.made.append(Made(nan, parents, birth, meeting))
         return len(self.trail.made) - 1
 
-    def _captured(self, kind: Kind, operation: Operation) -> int:
+    def _captured(self, kind: Kind, operation: WatchedOperation) -> int:
         """Note a tensor that was there before, and is no argument: one that a function captured."""
         birth = self._birth(operation, kind, given=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
@@ -210,7 +210,7 @@ class Watch:
     def _order(self) -> tuple[int, int, int]:
         return self.meetings() if self.rank is not None else 0, self.rank or 0, len(self.trail.made)
 
-    def _birth(self, operation: Operation, kind: Kind, given: bool = True) -> Birth:
+    def _birth(self, operation: WatchedOperation, kind: Kind, given: bool = True) -> Birth:
         place = place_now()
         file, _, number = place.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
@@ -236,7 +236,7 @@ class Watch:
         return (place,) if axes or self.size == 1 else ()
 
 
-def _shown(operation: Operation) -> str:
+def _shown(operation: WatchedOperation) -> str:
     """Show what an operation was given: dtypes, shapes, ranges of finite values, and what is not finite."""
     return ", ".join([_range(x) for x in operation.given[:3] if is_real(x)])
 

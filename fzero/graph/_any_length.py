@@ -18,7 +18,7 @@ from fzero import _torch
 from fzero.graph._agree import of_all_ranks
 from fzero.graph._choose import Candidate
 from fzero.graph._collector import paused_collector
-from fzero.graph._entry import Asked, Entry
+from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._formula import SAMPLES, Formula, formula_of, structure_of
 from fzero.graph._one_rank import absent, as_one_rank_holds
 from fzero.graph.ir import is_input, values
@@ -77,7 +77,7 @@ class AnyLength:
         if not self.is_known and length not in [known.length for known in self.traced]:
             self.traced.append(_Traced(length, key, entry))
 
-    def entry(self, asked: Asked, length: int, arguments: Arguments) -> Entry | None:
+    def entry(self, asked: JitOptions, length: int, arguments: Arguments) -> Entry | None:
         """Return the entry of a call without a trace; None if it needs one.
 
         From the fourth length on all ranks of a distributed mesh call this together, until they know whether later ones
@@ -104,7 +104,7 @@ class AnyLength:
         chosen = Candidate(self.like.chosen.choice, graph, peak_bytes(graph), seconds(graph, asked.device))
         return replace(self.like, chosen=chosen, rejected=[], executable=None, is_traced=False)
 
-    def _find(self, asked: Asked, arguments: Arguments) -> None:
+    def _find(self, asked: JitOptions, arguments: Arguments) -> None:
         """Find the formula, and for which lengths it holds, if all ranks do."""
         formula, holds, why = None, self.holds, ""
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
@@ -161,7 +161,7 @@ def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def _decisions(asked: Asked, first: _Traced, arguments: Arguments) -> Callable[[int], bool]:
+def _decisions(asked: JitOptions, first: _Traced, arguments: Arguments) -> Callable[[int], bool]:
     """Find what the step decides by the length, as one rank runs it.
 
     Raises:

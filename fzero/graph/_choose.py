@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from fzero._notice import see
 from fzero.graph._knobs import Knobs
-from fzero.graph._pipeline import FITTING, Choice, Given, Pipeline
+from fzero.graph._pipeline import FITTING, Choice, PassContext, PassManager
 from fzero.graph._wire import full_bytes
 from fzero.graph.ir import is_collective, is_reduction, parameter_gathers
 from fzero.graph.loops import graphs_in, loop_of, shared_graphs
@@ -46,13 +46,13 @@ class Candidate(NamedTuple):
         return self.choice.settings()
 
 
-def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
+def candidates(graph: Graph, given: PassContext, knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open.
 
     Each choice of recompute, re-gather and buckets is scheduled first so that it takes the least memory. Those that fit
     are then scheduled in the other orders too, which start collectives ahead.
     """
-    passes, ratings = Pipeline(graph, given), dict[Graph, tuple[int, float]]()
+    passes, ratings = PassManager(graph, given), dict[Graph, tuple[int, float]]()
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
     (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes))
     leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
@@ -77,7 +77,7 @@ def candidates(graph: Graph, given: Given, knobs: Knobs) -> list[Candidate]:
 
 
 def _with_recast(
-    passes: Pipeline, knobs: Knobs, found: list[Candidate], ratings: dict[Graph, tuple[int, float]]
+    passes: PassManager, knobs: Knobs, found: list[Candidate], ratings: dict[Graph, tuple[int, float]]
 ) -> list[Candidate]:
     """Add to schedules those in which wide copies are made again, where that takes less memory; or as was asked."""
     if knobs.recast is False:
@@ -99,7 +99,7 @@ def _gathers(graph: Graph) -> list[Node]:
     return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
 
 
-def _choices(passes: Pipeline, knobs: Knobs) -> list[Choice]:
+def _choices(passes: PassManager, knobs: Knobs) -> list[Choice]:
     """List what may be computed again, gathered again and joined, as far as the knobs leave it open."""
     graph = passes.traced
     gathers = _gathers(graph)
@@ -123,7 +123,7 @@ def _ways(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
     return list(itertools.product(ahead, flying))
 
 
-def _rated(passes: Pipeline, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
+def _rated(passes: PassManager, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
     """Schedule a graph by a choice, and rate what no other choice made before."""
     scheduled = passes.scheduled(choice)
     if scheduled not in ratings:

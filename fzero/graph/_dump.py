@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.graph._pipeline import Choice, Passed, Pipeline
+from fzero.graph._pipeline import Choice, Passed, PassManager
 from fzero.graph.ir import is_collective, shown
 from fzero.graph.loops import loop_of
 from fzero.graph.ops import title_of
@@ -22,7 +22,7 @@ __all__ = ["checked_folder", "dump", "folder_of"]
 SUMMARY, LEFT_OUT = "peaks.txt", "left out"
 
 
-class State(NamedTuple):
+class DumpedGraph(NamedTuple):
     """A graph at one place of the list of passes: what its file is called, what the pass was given, and the graph."""
 
     title: str
@@ -69,7 +69,7 @@ def folder_of(folder: str, mesh: Mesh | None, traces: int) -> Path:
     return Path(folder, *rank, *([f"trace_{traces + 1}"] if traces else []))
 
 
-def dump(folder: Path, passes: Pipeline, choice: Choice, name: str, body: Graph | None = None) -> None:
+def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Graph | None = None) -> None:
     """Write the graph as traced, and after each pass, into numbered files of a folder, and a table of their peaks.
 
     Args:
@@ -94,9 +94,9 @@ def dump(folder: Path, passes: Pipeline, choice: Choice, name: str, body: Graph 
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("[0-9][0-9]_*.txt"):  # of other settings, which ran other passes
         old.unlink()
-    states = [State("00_traced", "", passes.traced)]
+    states = [DumpedGraph("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
-        states.append(State(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
+        states.append(DumpedGraph(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
     last = passes.scheduled(choice) if body is None else body  # with the bodies of its loops
     states[-1] = states[-1]._replace(graph=last)
     rows = []
@@ -121,7 +121,7 @@ def _asked(passed: Passed) -> str:
     return textwrap.shorten(", ".join(given), 80, placeholder=" ...")
 
 
-def _row(state: State, live: Sequence[int]) -> str:
+def _row(state: DumpedGraph, live: Sequence[int]) -> str:
     """Count a graph's operations and collectives, and say how much is alive at its peak, and where."""
     nodes = list(state.graph.nodes)
     operations, collectives = sum(n.op == "call_function" for n in nodes), sum(map(is_collective, nodes))
@@ -130,7 +130,7 @@ def _row(state: State, live: Sequence[int]) -> str:
     return f"{state.title:<16} {counts}  {state.how}".rstrip()
 
 
-def _text(name: str, state: State, live: Sequence[int]) -> str:
+def _text(name: str, state: DumpedGraph, live: Sequence[int]) -> str:
     """Describe a graph: a line for each node, with the bytes that are alive while it runs."""
     peak = max(live)
     lines = [

@@ -15,8 +15,8 @@ from fzero.graph._agree import agreed
 from fzero.graph._choose import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
 from fzero.graph._knobs import Knobs
-from fzero.graph._pipeline import Given, Pipeline
-from fzero.graph._step import Step
+from fzero.graph._pipeline import PassContext, PassManager
+from fzero.graph._step import TrainStep
 from fzero.graph.ir import is_input, results, values
 from fzero.graph.lengths import shapes_of
 from fzero.graph.loops import graphs_in
@@ -27,17 +27,17 @@ from fzero.graph.run._lengths import Lengths
 from fzero.graph.run._lower import Demand, lower
 from fzero.graph.run._pieces import Executable
 from fzero.graph.spaces import check_spaces, moves
-from fzero.graph.trace._arguments import Arguments, Place, blocks_of
+from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
 from fzero.graph.turns import NotALoop, recorded
 from fzero.layout.boxes import PerRank, Shard, Slot, give_up, is_box
 from fzero.ranks.mesh import Mesh
 
-__all__ = ["Asked", "Entry", "entry_of"]
+__all__ = ["Entry", "JitOptions", "entry_of"]
 
 
-class Asked(NamedTuple):
+class JitOptions(NamedTuple):
     """What `fzero.jit` was asked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
         strict: whether what cannot run compiled is an error.
     """
 
-    step: Step
+    step: TrainStep
     donate: tuple[int, ...] | None
     backend: str
     knobs: Knobs
@@ -84,7 +84,7 @@ class Entry:
         is_traced: whether the step was traced for it; else its graph follows from those of other lengths.
     """
 
-    asked: Asked
+    asked: JitOptions
     traced: Traced
     chosen: Candidate
     rejected: list[Rejected]
@@ -146,7 +146,7 @@ class Entry:
 
 
 @paused_collector()
-def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: int) -> Entry:
+def entry_of(asked: JitOptions, arguments: Arguments, args: tuple[Any, ...], before: int) -> Entry:
     """Trace a call, schedule its graph in several ways, and keep the best.
 
     Args:
@@ -185,7 +185,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
     into = pairs(arguments, positions, out, leaves)
     functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
     mesh, name = asked.step.mesh, asked.step.name
-    given = Given(
+    given = PassContext(
         tuple(sorted(into.items())),
         tuple(donated),
         functional,
@@ -203,7 +203,7 @@ def entry_of(asked: Asked, arguments: Arguments, args: tuple[Any, ...], before: 
         graph.lint()
     if asked.dump is not None:
         folder = _dump.folder_of(asked.dump, mesh, before)
-        _dump.dump(folder, Pipeline(traced.graph, given), kept.choice, name)
+        _dump.dump(folder, PassManager(traced.graph, given), kept.choice, name)
     rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
     return Entry(
         asked=asked,
@@ -227,7 +227,7 @@ def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
     return tuple([a.group for axes in mesh.bound_axes() for a in axes if a.size == 1])
 
 
-def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: Asked) -> Traced:
+def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: JitOptions) -> Traced:
     """Trace a step with its loops, or without where they cannot be. Inductor takes a whole graph without them."""
     fakes, whole = _torch.fake_like(arguments.tensors), asked.backend == "inductor-whole"
     try:
@@ -242,7 +242,7 @@ def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: A
         return trace(f, fakes, labels)
 
 
-def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
+def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
     """Say of each distinct tensor what it is, for the plan."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
     for p, x in enumerate(args if step.params else ()):
@@ -255,7 +255,7 @@ def _labels(step: Step, arguments: Arguments, args: tuple[Any, ...]) -> list[dic
     ]
 
 
-def _space(place: Place, x: torch.Tensor) -> dict[str, str]:
+def _space(place: LeafPlace, x: torch.Tensor) -> dict[str, str]:
     """Say which memory an argument lies in; a number is small enough to lie in either."""
     return {"space": place.space} if x.dim() or place.space == "host" else {}
 

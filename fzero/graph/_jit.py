@@ -14,7 +14,7 @@ from fzero._tracebacks import UsersFrames, door
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import checked_folder
-from fzero.graph._entry import Asked, Entry, entry_of
+from fzero.graph._entry import Entry, JitOptions, entry_of
 from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
 from fzero.graph.lengths import shapes_of
@@ -200,8 +200,8 @@ class Jitted:
         return self._asked.step.name
 
     @cached_property
-    def _asked(self) -> Asked:
-        return Asked(
+    def _asked(self) -> JitOptions:
+        return JitOptions(
             step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device, self.strict
         )
 
@@ -283,7 +283,7 @@ class Jitted:
             self._any_length.learn(length, key, entry)
         return entry
 
-    def _traced(self, asked: Asked, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
+    def _traced(self, asked: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
         entry = entry_of(asked, arguments, args, len(self._entries))
         self._log_donation(entry)

@@ -1,7 +1,7 @@
 """The passes in their order: the list that makes a schedule of a traced graph.
 
 Each row of `PASSES` says which arguments its pass takes from a `Choice`, the settings of one schedule, and from a
-`Given`, which all schedules of a step share. A new optimization is a new row: write the pass into a file of
+`PassContext`, which all schedules of a step share. A new optimization is a new row: write the pass into a file of
 `fzero/graph/passes/`, and put it where it belongs. A setting of it is a field of `Choice`, whose values
 `fzero.graph._choose` enumerates.
 """
@@ -39,7 +39,7 @@ from fzero.graph.plan._liveness import live_in, most_in_a_turn
 from fzero.graph.plan._plan import Settings
 from fzero.graph.spaces import moves
 
-__all__ = ["FITTING", "PASSES", "Choice", "Given", "Pass", "Passed", "Pipeline"]
+__all__ = ["FITTING", "PASSES", "Choice", "Pass", "PassContext", "PassManager", "Passed"]
 
 FITTING = "fitting"  # of prefetch: one ahead, where there is room
 
@@ -74,7 +74,7 @@ class Choice(NamedTuple):
         return {k: v for k, v in self._asdict().items() if k not in quiet}
 
 
-class Given(NamedTuple):
+class PassContext(NamedTuple):
     """What all schedules of a step have in common.
 
     Attributes:
@@ -110,11 +110,11 @@ class Pass(NamedTuple):
 
     name: str
     apply: Callable[..., Graph]
-    arguments: Callable[[Choice, Given], tuple[Any, ...] | None]
+    arguments: Callable[[Choice, PassContext], tuple[Any, ...] | None]
     reads: Callable[[Graph], Any] | None = None
 
 
-def _ahead(choice: Choice, given: Given) -> tuple[int | str, int, float]:
+def _ahead(choice: Choice, given: PassContext) -> tuple[int | str, int, float]:
     """Return how many gathers start ahead, how many reductions may be on their way, and up to how many bytes."""
     if choice.prefetch == FITTING:
         return 1, choice.in_flight, choice.room
@@ -154,7 +154,7 @@ class Passed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PassManager:
     """The passes over one traced graph. Choices that begin alike share what the first passes make.
 
     Attributes:
@@ -163,11 +163,13 @@ class Pipeline:
     """
 
     traced: Graph
-    given: Given
+    given: PassContext
     # by the graph before a pass, which is one object for choices that made it alike, the pass and its arguments
     _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
     _read: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
-    _bodies: dict[Any, "Pipeline"] = field(default_factory=dict, repr=False)  # those of loops, by the node's function
+    _bodies: dict[Any, "PassManager"] = field(
+        default_factory=dict, repr=False
+    )  # those of loops, by the node's function
 
     def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
         """Return the graph after each pass, in order, up to and with the `last`."""
@@ -214,14 +216,14 @@ class Pipeline:
             return True
         return any(self.body(n).changed_by(choice, name) for n in after.nodes if loop_of(n))
 
-    def body(self, node: Node) -> "Pipeline":
+    def body(self, node: Node) -> "PassManager":
         """Return the passes over the body of a loop, of the loop's node in any graph."""
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
             inside = self.given._replace(places=(), device=None, moves=moves(loop.body))
             given = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
-            self._bodies[node.target] = Pipeline(loop.body, given)
+            self._bodies[node.target] = PassManager(loop.body, given)
         return self._bodies[node.target]
 
 

@@ -7,11 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
 
-__all__ = ["PlainStep", "Step", "step_of"]
+__all__ = ["PlainStep", "TrainStep", "step_of"]
 
 
 @runtime_checkable
-class Step(Protocol):
+class TrainStep(Protocol):
     """A step that knows how it trains: `fzero.ShardedStep`, or a `PlainStep` around any other function."""
 
     @property
@@ -41,7 +41,7 @@ class Step(Protocol):
         """List the positions of the arguments that the results `out` take the place of."""
         ...
 
-    def _on(self, mesh: Mesh) -> "Step":
+    def _on(self, mesh: Mesh) -> "TrainStep":
         """Return the same step on another mesh."""
         ...
 
@@ -79,6 +79,6 @@ class PlainStep:
         return PlainStep(replace(self.function, mesh=mesh))
 
 
-def step_of(function: Callable[..., Any]) -> Step:
+def step_of(function: Callable[..., Any]) -> TrainStep:
     """Return a function as a step, which it may be already."""
-    return function if isinstance(function, Step) else PlainStep(function)
+    return function if isinstance(function, TrainStep) else PlainStep(function)

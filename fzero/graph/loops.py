@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 
 from fzero.graph.phases import Track
 
-__all__ = ["Loop", "Part", "function_of", "graphs_in", "loop_of", "shared_graphs", "with_body"]
+__all__ = ["Loop", "LoopSlice", "function_of", "graphs_in", "loop_of", "shared_graphs", "with_body"]
 
 
-class Part(NamedTuple):
+class LoopSlice(NamedTuple):
     """Which part of a tensor a turn has: `size` elements along `dim`, one turn's after the other's."""
 
     dim: int
@@ -40,7 +40,7 @@ class Loop:
 
     body: Graph
     turns: int
-    parts: tuple[Part, ...]
+    parts: tuple[LoopSlice, ...]
     sums: int
     carried: int = 0
     track: Track | None = None

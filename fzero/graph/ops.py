@@ -1,4 +1,4 @@
-"""Operations: all that is known of them, in one table; a row is an operation of aten, a column is a `Known`.
+"""Operations: all that is known of them, in one table; a row is an operation of aten, a column is a `OperationTraits`.
 
 The rows are named without namespace and overload. Torch is asked whether an operation is pointwise, a view or random,
 and how many FLOPs it takes: there are no columns for that.
@@ -17,7 +17,7 @@ from fzero._torch import OneNode, OpOverload
 
 __all__ = [
     "OPERATIONS",
-    "Known",
+    "OperationTraits",
     "copies",
     "differs_by_rank",
     "is_factory",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class Known(enum.Flag):
+class OperationTraits(enum.Flag):
     """What may be known of an operation.
 
     Attributes:
@@ -59,10 +59,20 @@ class Known(enum.Flag):
     COPIES = enum.auto()
 
 
-CHEAP, FACTORY, BY_RANK, LAYOUT = Known.CHEAP, Known.FACTORY, Known.BY_RANK, Known.LAYOUT
-LINEAR, EMPTY, VIEW, COPIES = Known.LINEAR, Known.EMPTY, Known.VIEW, Known.COPIES
+CHEAP, FACTORY, BY_RANK, LAYOUT = (
+    OperationTraits.CHEAP,
+    OperationTraits.FACTORY,
+    OperationTraits.BY_RANK,
+    OperationTraits.LAYOUT,
+)
+LINEAR, EMPTY, VIEW, COPIES = (
+    OperationTraits.LINEAR,
+    OperationTraits.EMPTY,
+    OperationTraits.VIEW,
+    OperationTraits.COPIES,
+)
 
-OPERATIONS: dict[str, Known] = {
+OPERATIONS: dict[str, OperationTraits] = {
     # constants
     "full": CHEAP | FACTORY | BY_RANK | COPIES,
     "full_like": CHEAP | FACTORY | BY_RANK | COPIES,
@@ -167,49 +177,49 @@ def _name(operation: Any) -> str:
     return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
-def _known(name: str) -> Known:
-    return OPERATIONS.get(name, Known.NOTHING)
+def _known(name: str) -> OperationTraits:
+    return OPERATIONS.get(name, OperationTraits.NOTHING)
 
 
-def _row(node: Node) -> Known:
+def _row(node: Node) -> OperationTraits:
     return _row_of(node.target)
 
 
 def is_known_cheap(operation: OpOverload | OneNode) -> bool:
     """Return whether the table calls an operation cheap, or torch calls it pointwise."""
-    if Known.CHEAP in _row_of(operation):
+    if OperationTraits.CHEAP in _row_of(operation):
         return True
     return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
 
 
 def is_factory(node: Node) -> bool:
     """Return whether a node makes its result of sizes and numbers, or only casts."""
-    return Known.FACTORY in _row(node)
+    return OperationTraits.FACTORY in _row(node)
 
 
 def differs_by_rank(node: Node) -> bool:
     """Return whether ranks that run one step may differ in a node: a view, or a move of their own shards."""
-    return is_view(node) or Known.BY_RANK in _row(node)
+    return is_view(node) or OperationTraits.BY_RANK in _row(node)
 
 
 def lays_out(node: Node) -> bool:
     """Return whether a node only lays out or casts what it is given."""
-    return is_view(node) or Known.LAYOUT in _row(node)
+    return is_view(node) or OperationTraits.LAYOUT in _row(node)
 
 
 def is_linear(node: Node) -> bool:
     """Return whether a node only lays out, scales or adds what it is given."""
-    return is_view(node) or Known.LINEAR in _row(node)
+    return is_view(node) or OperationTraits.LINEAR in _row(node)
 
 
 def leaves_memory_as_it_is(node: Node) -> bool:
     """Return whether a node's result holds whatever its memory held before."""
-    return Known.EMPTY in _row(node)
+    return OperationTraits.EMPTY in _row(node)
 
 
 def copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
-    return Known.COPIES in _known(name)
+    return OperationTraits.COPIES in _known(name)
 
 
 def is_view(node: Node) -> bool:
@@ -237,7 +247,7 @@ def is_pointwise(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _makes_view(operation: Any) -> bool:
-    return (isinstance(operation, OpOverload) and operation.is_view) or Known.VIEW in _row_of(operation)
+    return (isinstance(operation, OpOverload) and operation.is_view) or OperationTraits.VIEW in _row_of(operation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,5 +261,5 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_of(operation: Any) -> Known:
+def _row_of(operation: Any) -> OperationTraits:
     return _known(_name(operation))

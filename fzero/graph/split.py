@@ -17,10 +17,10 @@ from fzero.graph.ops import is_random, is_view
 from fzero.graph.passes._schedule._roles import made_of_inputs
 from fzero.graph.phases import BEGINS, RECEIVED, SENT, Phase
 
-__all__ = ["Arrival", "Held", "Split", "regions", "split"]
+__all__ = ["Arrival", "PhaseGraph", "Residual", "regions", "split"]
 
 
-class Held(NamedTuple):
+class Residual(NamedTuple):
     """A residual: the value of a node, by its name."""
 
     name: str
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class PhaseGraph:
     """A phase as a graph.
 
     Attributes:
@@ -49,8 +49,8 @@ class Split:
 
     phase: Phase
     graph: Graph
-    given: tuple[int | Held | Arrival, ...]
-    made: tuple[Held | Arrival | None, ...]
+    given: tuple[int | Residual | Arrival, ...]
+    made: tuple[Residual | Arrival | None, ...]
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
     return found
 
 
-def split(loop: Loop) -> tuple[Split, ...]:
+def split(loop: Loop) -> tuple[PhaseGraph, ...]:
     """Split the body of a pipeline's loop in its phases, in their order."""
     nodes = list(loop.body.nodes)
     home = phases_in(nodes)
@@ -98,23 +98,23 @@ def split(loop: Loop) -> tuple[Split, ...]:
 
 
 @dataclass
-class _Part:
+class _PhaseBuilder:
     """A phase that is being made: its graph so far, the copies in it, and what goes in and out."""
 
     phase: Phase
     graph: Graph
     copies: dict[Node, Node]
-    given: dict[int | Held | Arrival, Node]
-    made: list[tuple[Held | Arrival | None, Node]]
+    given: dict[int | Residual | Arrival, Node]
+    made: list[tuple[Residual | Arrival | None, Node]]
 
-    def argument(self, source: int | Held | Arrival, node: Node) -> Node:
+    def argument(self, source: int | Residual | Arrival, node: Node) -> Node:
         """Make an argument that stands for a node."""
         if source not in self.given:
             self.given[source] = argument = Graph.placeholder(self.graph, node.name)
             argument.meta = dict(node.meta)
         return self.given[source]
 
-    def makes(self, what: Held | Arrival | None, node: Node) -> None:
+    def makes(self, what: Residual | Arrival | None, node: Node) -> None:
         """Note a result."""
         if what is None or all(what != known for known, _ in self.made):
             self.made.append((what, node))
@@ -134,7 +134,7 @@ class _Cutter:
             moves = is_collective(n) or is_wait(n) or is_random(n)
             if n in cheap and not moves and not sums & {*n.all_input_nodes} and all(a in self.anew for a in known):
                 self.anew.add(n)
-        self.parts = {phase: _Part(phase, Graph(), {}, {}, []) for phase in dict.fromkeys(home.values())}
+        self.parts = {phase: _PhaseBuilder(phase, Graph(), {}, {}, []) for phase in dict.fromkeys(home.values())}
 
     def add(self, node: Node) -> None:
         """Put a node into its phase."""
@@ -152,14 +152,14 @@ class _Cutter:
         elif node not in self.anew:
             self.copy(part, node)
 
-    def copy(self, part: _Part, node: Node) -> Node:
+    def copy(self, part: _PhaseBuilder, node: Node) -> Node:
         """Copy a node into a phase, behind what it needs."""
         for a in node.all_input_nodes:
             self.value(part, a)
         part.copies[node] = part.graph.node_copy(node, part.copies.__getitem__)
         return part.copies[node]
 
-    def value(self, part: _Part, node: Node) -> Node:
+    def value(self, part: _PhaseBuilder, node: Node) -> Node:
         """Return what stands for a value in a phase."""
         if node in part.copies:
             return part.copies[node]
@@ -171,21 +171,21 @@ class _Cutter:
             made = self.home[node]
             assert made.precedes(part.phase), f"{node}, which {made} makes, is used in {part.phase}: it may run before"
             source = self.parts[made]
-            source.makes(Held(node.name), node)
-            part.copies[node] = part.argument(Held(node.name), node)
+            source.makes(Residual(node.name), node)
+            part.copies[node] = part.argument(Residual(node.name), node)
         return part.copies[node]
 
     def is_made(self, node: Node) -> bool:
         """Return whether a view is an item of a tuple that an operation has made, and not of one tensor's parts."""
         return node.target is operator.getitem and not is_view(node.all_input_nodes[0])
 
-    def done(self) -> tuple[Split, ...]:
+    def done(self) -> tuple[PhaseGraph, ...]:
         """Return the phases."""
         found = []
         for part in self.parts.values():
             part.graph.output(tuple([self.value(part, node) for _, node in part.made]))
             graph = _inputs_first(part.graph, list(part.given.values()))
-            found.append(Split(part.phase, graph, tuple(part.given), tuple([what for what, _ in part.made])))
+            found.append(PhaseGraph(part.phase, graph, tuple(part.given), tuple([what for what, _ in part.made])))
         return tuple(found)
 
 

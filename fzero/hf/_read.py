@@ -7,7 +7,7 @@ import torch
 
 from fzero._tracebacks import door
 from fzero.checkpoint._agree import all_or_none, check_same
-from fzero.checkpoint._blocks import Range, runs, whole
+from fzero.checkpoint._blocks import BlockRange, runs, whole
 from fzero.checkpoint._bytes import bytes_of, is_direct
 from fzero.checkpoint._empty import made_of
 from fzero.checkpoint._error import CheckpointError
@@ -116,7 +116,7 @@ def _casts(there: torch.dtype | None, here: torch.dtype) -> bool:
     return there is not None and (there == here or (there.is_floating_point and here.is_floating_point))
 
 
-class _Part(NamedTuple):
+class _FileRange(NamedTuple):
     """Elements of a leaf that follow one another in memory, and in a file.
 
     Attributes:
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     numel: int
 
 
-def _parts(mine: Holdings) -> Iterator[tuple[int, _Part]]:
+def _parts(mine: Holdings) -> Iterator[tuple[int, _FileRange]]:
     """List what this process holds: the number of a leaf, and elements of it. What ranks share is there once."""
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
@@ -142,8 +142,8 @@ def _parts(mine: Holdings) -> Iterator[tuple[int, _Part]]:
                 continue
             seen.add(key)
             leaf = mine.cut.leaves[piece.leaf]
-            for run in runs(Range(whole(leaf.shape), 0, leaf.numel), piece.range):
-                yield piece.leaf, _Part(x.detach(), start + run.to, run.at, run.numel)
+            for run in runs(BlockRange(whole(leaf.shape), 0, leaf.numel), piece.range):
+                yield piece.leaf, _FileRange(x.detach(), start + run.to, run.at, run.numel)
 
 
 def _fill(files: Files, stored: dict[str, Stored], mine: Holdings, leaves: Sequence[Named]) -> None:
@@ -166,7 +166,7 @@ def _fill(files: Files, stored: dict[str, Stored], mine: Holdings, leaves: Seque
                     torch.autograd.graph.increment_version(x)
 
 
-def _read_part(files: Files, source: Stored, part: _Part) -> None:
+def _read_part(files: Files, source: Stored, part: _FileRange) -> None:
     """Read elements straight into memory; those of another dtype, or for a device, through a small buffer."""
     if source.dtype == part.to.dtype and is_direct(part.to):
         view = bytes_of(part.to.view(-1)[part.start : part.start + part.numel])
@@ -176,7 +176,7 @@ def _read_part(files: Files, source: Stored, part: _Part) -> None:
         put_elements(part.to, part.start + at, values)
 
 
-def _is_read(files: Files, source: Stored, part: _Part) -> bool:
+def _is_read(files: Files, source: Stored, part: _FileRange) -> bool:
     """Return whether memory holds what a file has for it."""
     for at, values in _buffers(files, source, part):
         here = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
@@ -185,7 +185,7 @@ def _is_read(files: Files, source: Stored, part: _Part) -> bool:
     return True
 
 
-def _buffers(files: Files, source: Stored, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
+def _buffers(files: Files, source: Stored, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
     """Read elements into one small buffer, again and again; yield how many there were before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize

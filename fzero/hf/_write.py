@@ -12,10 +12,10 @@ import torch
 
 from fzero._tracebacks import door
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._blocks import Range, runs, whole
+from fzero.checkpoint._blocks import BlockRange, runs, whole
 from fzero.checkpoint._bytes import bytes_of, chunks
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._files import Local, files_at, locked
+from fzero.checkpoint._files import LocalFolder, files_at, locked
 from fzero.checkpoint._holdings import Holdings, holdings
 from fzero.checkpoint._manifest import NAMES
 from fzero.hf._names import Named, named_leaves
@@ -107,11 +107,11 @@ def write(
         all_or_none(what, lambda: _commit(files, planned, nonce) if leads else None, mesh)
 
 
-def _local(folder: Any) -> Local:
+def _local(folder: Any) -> LocalFolder:
     """Return the files of a local folder, before a library for a URL is asked for."""
     scheme, separator, _ = str(folder).partition("://")
     files = None if separator and scheme not in ("file", "local") else files_at(folder)
-    if not isinstance(files, Local):
+    if not isinstance(files, LocalFolder):
         raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy it from there when it is written")
     return files
 
@@ -167,7 +167,7 @@ def _unfinished(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
-def _reserve(files: Local, planned: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
+def _reserve(files: LocalFolder, planned: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
     """Make the files under other names, with their headers, as large as they will be; until the end, for nobody else.
 
     Raises:
@@ -190,7 +190,7 @@ def _reserve(files: Local, planned: Sequence[_File], nonce: str, stack: contextl
             os.fsync(f.fileno())
 
 
-def _write_own(files: Local, planned: Sequence[_File], nonce: str, held: Holdings) -> None:
+def _write_own(files: LocalFolder, planned: Sequence[_File], nonce: str, held: Holdings) -> None:
     """Write what this process writes of all files; it is durable on return."""
     home = {number: i for i, file in enumerate(planned) for number in file.tensors}
     opened: dict[int, int] = {}
@@ -200,7 +200,7 @@ def _write_own(files: Local, planned: Sequence[_File], nonce: str, held: Holding
                 i, leaf = home[piece.leaf], held.cut.leaves[piece.leaf]
                 if i not in opened:
                     opened[i] = os.open(os.path.join(files.path, _unfinished(planned[i].name, nonce)), os.O_WRONLY)
-                for run in runs(piece.range, Range(whole(leaf.shape), 0, leaf.numel)):
+                for run in runs(piece.range, BlockRange(whole(leaf.shape), 0, leaf.numel)):
                     _write_run(opened[i], planned[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
         for fd in opened.values():
             os.fsync(fd)
@@ -231,7 +231,7 @@ def _write_at(fd: int, view: memoryview, at: int) -> int:
     return at
 
 
-def _commit(files: Local, planned: Sequence[_File], nonce: str) -> None:
+def _commit(files: LocalFolder, planned: Sequence[_File], nonce: str) -> None:
     """Give the files their names, such that whoever reads meanwhile finds the old model, the new one, or none.
 
     A single file comes before an index. So it takes over as it gets its name, and gives way as it is removed.

@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.init._deferred import Deferred
-from fzero.init._given import Given
+from fzero.init._given import LeafSupply
 from fzero.layout.boxes import box_of, is_box
 from fzero.layout.elements import elements
 from fzero.layout.pieces import spaces
@@ -18,7 +18,7 @@ from fzero.ranks.mesh import Mesh
 __all__ = ["build"]
 
 
-def build(what: str, source: Given | Deferred, layout: Any, mesh: Mesh) -> Any:
+def build(what: str, source: LeafSupply | Deferred, layout: Any, mesh: Mesh) -> Any:
     """Put the leaves of a tree into a layout.
 
     What is alive at any time, besides what others hold of the leaves: the boxes, one leaf, and what it is made from.
@@ -36,7 +36,7 @@ def build(what: str, source: Given | Deferred, layout: Any, mesh: Mesh) -> Any:
         ValueError: on all ranks, if a leaf is not the same on all; if leaves of one unit are on several devices. Names
             the leaf.
     """
-    if isinstance(source, Given):  # before any of it is given up
+    if isinstance(source, LeafSupply):  # before any of it is given up
         check_equal(what, tree.unflatten(source.structure, source.held), mesh)
     else:
         check_alike(what, tree.unflatten(source.structure, source.leaves), mesh)
@@ -94,7 +94,7 @@ class _Home(NamedTuple):
 class _Filling:
     """A layout that is being filled: its boxes, and at the places of other leaves these, once they are known."""
 
-    def __init__(self, what: str, layout: Any, source: Given | Deferred, mesh: Mesh) -> None:
+    def __init__(self, what: str, layout: Any, source: LeafSupply | Deferred, mesh: Mesh) -> None:
         self.mesh, devices = mesh, source.devices
         paths, self.layout, self.structure = tree.flatten_with_paths(layout, is_box)
         pairs = zip(self.layout, source.leaves, strict=True)

@@ -10,11 +10,11 @@ from fzero import _torch, tree
 from fzero._donated import empty
 from fzero.layout.boxes import PerRank, is_box
 
-__all__ = ["Given", "given"]
+__all__ = ["LeafSupply", "given"]
 
 
 @dataclass(frozen=True)
-class Given:
+class LeafSupply:
     """A tree whose leaves are at hand, to be handed out once, one after the other.
 
     Attributes:
@@ -54,7 +54,7 @@ class Given:
             del x  # before the next one is made
 
 
-def given(what: str, values: Any, by: str = "") -> Given:
+def given(what: str, values: Any, by: str = "") -> LeafSupply:
     """Take a tree apart. Where nobody else holds its leaves, each is freed when it was handed out.
 
     Args:
@@ -79,7 +79,7 @@ def given(what: str, values: Any, by: str = "") -> Given:
         leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else held[i])
     devices = [x.device if isinstance(x, torch.Tensor) else None for x in held]
     notes = [f"{what} leaf {path!r} was donated to {by}" for path in paths] if by else []
-    return Given(leaves, devices, structure, held, notes)
+    return LeafSupply(leaves, devices, structure, held, notes)
 
 
 def _check_leaf(what: str, path: str, x: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.init._given import Given, given
+from fzero.init._given import LeafSupply, given
 from fzero.layout.boxes import Shard, Slot, is_box
 from fzero.layout.spec import spec_of
 from fzero.layout.units import cut_units
@@ -13,7 +13,7 @@ from fzero.layout.units import cut_units
 __all__ = ["given_like"]
 
 
-def given_like(what: str, values: Any, like: Any, by: str = "") -> Given:
+def given_like(what: str, values: Any, like: Any, by: str = "") -> LeafSupply:
     """Take a tree of whole leaves apart, at the places where a cut tree has its leaves and boxes.
 
     Args:

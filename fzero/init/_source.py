@@ -8,13 +8,13 @@ import torch
 
 from fzero._notice import notice
 from fzero.init._deferred import Deferred, defer
-from fzero.init._given import Given, given
+from fzero.init._given import LeafSupply, given
 from fzero.init._module import initializer, on_meta, trainable
 
 __all__ = ["source_of"]
 
 
-def source_of(what: str, values: Any, one_by_one: bool, by: str = "") -> Given | Deferred:
+def source_of(what: str, values: Any, one_by_one: bool, by: str = "") -> LeafSupply | Deferred:
     """Return the leaves of a tree, to be had one after the other.
 
     Args:

@@ -74,7 +74,7 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "
     setattr(_Box, f"__{_name}__", _refusing(_name))
 
 
-class _Leaf(_Box):
+class _ShardedLeaf(_Box):
     """The place of a cut leaf, which answers for the leaf as it was before it was cut, as torch's DTensor does."""
 
     __slots__ = ()
@@ -114,7 +114,7 @@ class _Origin(NamedTuple):
     written: Written | None  # None while Dynamo traces, which cannot ask
 
 
-class Shard(_Leaf):
+class Shard(_ShardedLeaf):
     """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
 
     It stands at the place of the unit's first leaf, and answers `shape`, `dtype`, `device` and `numel()` for that leaf.
@@ -210,7 +210,7 @@ def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
     box.donated = note
 
 
-class Slot(_Leaf):
+class Slot(_ShardedLeaf):
     """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
     __slots__ = ("donated", "index", "uid")

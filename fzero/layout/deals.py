@@ -21,7 +21,7 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes.axis import Binding
-from fzero.collectives.table import OfDeal, Row, Tensors, add_row
+from fzero.collectives.table import LinearMap, OfDeal, Tensors, add_row
 
 __all__ = ["Deal", "Matrix", "deal_of", "dealt"]
 
@@ -236,7 +236,7 @@ def _add(name: str, transpose: str, f: Callable[[Deal, int, Tensors], list[torch
     def local(binding: Binding, options: OfDeal, xs: Tensors) -> Tensors:
         return f(dealt(options.number), binding.rank, xs)
 
-    add_row(Row(name, wire="", stacked=stacked, local=local, transpose=transpose, replicated=False))
+    add_row(LinearMap(name, wire="", stacked=stacked, local=local, transpose=transpose, replicated=False))
 
 
 _add("lay_out", "lay_back", _lay_out)

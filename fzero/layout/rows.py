@@ -18,7 +18,7 @@ from einops import rearrange
 from fzero.axes.axis import Axis, Binding
 from fzero.axes.scope import joint
 from fzero.collectives.sums import group_all_gather, group_psum, group_psum_scatter, stacked_gather, stacked_scatter
-from fzero.collectives.table import NO_AXIS, Along, OfUnit, Row, Tensors, add_row, apply
+from fzero.collectives.table import NO_AXIS, Along, LinearMap, OfUnit, Tensors, add_row, apply
 from fzero.layout import flat
 from fzero.layout.spec import Spec, facts, spec_of, unit_axes
 
@@ -56,7 +56,7 @@ def _local_gather(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="gather",
         wire="all_gather",
         stacked=_stacked_gather,
@@ -83,7 +83,7 @@ def _local_reduce_scatter(binding: Binding, options: OfUnit, xs: Tensors) -> Ten
 
 
 add_row(
-    Row(
+    LinearMap(
         name="reduce_scatter",
         wire="reduce_scatter",
         stacked=_stacked_reduce_scatter,
@@ -99,7 +99,7 @@ add_row(
 # the same of a unit that stays flat: between steps of stages 0 to 2 one that is split lies whole in a box
 
 add_row(
-    Row(
+    LinearMap(
         name="gather_flat",
         wire="all_gather",
         stacked=lambda n, options, xs: stacked_gather(n, Along(-1), xs),
@@ -110,7 +110,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="reduce_scatter_flat",
         wire="reduce_scatter",
         stacked=lambda n, options, xs: stacked_scatter(n, Along(-1), xs),
@@ -140,7 +140,7 @@ def _stacked_pad(n: int, options: OfUnit, xs: Tensors) -> Tensors:
 
 
 add_row(
-    Row(
+    LinearMap(
         name="partition",
         wire="",
         stacked=_stacked_partition,
@@ -151,7 +151,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="pad",
         wire="",
         stacked=_stacked_pad,
@@ -183,7 +183,7 @@ def _local_all_reduce(binding: Binding, options: OfUnit, xs: Tensors) -> Tensors
 
 
 add_row(
-    Row(
+    LinearMap(
         name="all_reduce",
         wire="all_reduce",
         stacked=_stacked_sum,
@@ -195,7 +195,7 @@ add_row(
     )
 )
 add_row(
-    Row(
+    LinearMap(
         name="all_reduce_shard",
         wire="all_reduce",
         stacked=_stacked_sum,

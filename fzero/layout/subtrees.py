@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["Subtree", "pieces"]
 
 
-class Piece(NamedTuple):
+class Subtree(NamedTuple):
     """Leaves that lie together in a tree.
 
     Attributes:
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     numel: int
 
 
-def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around: Iterable[str] = ()) -> list[Piece]:
+def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around: Iterable[str] = ()) -> list[Subtree]:
     """Cut a tree into its smallest subtrees of at least `least` elements.
 
     Neighbours that are smaller are joined as long as they have no more than `most` elements together. What is still
@@ -38,7 +38,7 @@ def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around
     Returns:
         The pieces. Each leaf lies in one of them, and no two have one name.
     """
-    found = _cut([_Leaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
+    found = _cut([_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
     below = _counts([tuple(path.split(".")) for path in around or numels])
     return [_piece(leaves, below) for leaves in found]
 
@@ -46,13 +46,13 @@ def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around
 _Keys = tuple[str, ...]
 
 
-class _Leaf(NamedTuple):
+class _SubtreeLeaf(NamedTuple):
     path: str
     keys: _Keys
     numel: int
 
 
-_Leaves = list[_Leaf]
+_Leaves = list[_SubtreeLeaf]
 
 
 def _cut(leaves: _Leaves, depth: int, least: int, most: float) -> list[_Leaves]:
@@ -96,14 +96,14 @@ def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
-def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Piece:
+def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
     """Name a piece by its first and its last subtree, of which it has all leaves."""
     inside = _counts([leaf.keys for leaf in leaves])
 
-    def subtree(leaf: _Leaf) -> str:
+    def subtree(leaf: _SubtreeLeaf) -> str:
         whole = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
         return ".".join(next((keys for keys in whole if inside[keys] == below[keys]), leaf.keys)) or "params"
 
     first, last = subtree(leaves[0]), subtree(leaves[-1])
     name = first if first == last else f"{first} to {last}"
-    return Piece(name, tuple([leaf.path for leaf in leaves]), _numel(leaves))
+    return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel(leaves))

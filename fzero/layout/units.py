@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis
-from fzero.axes.rules import Rules, Stacked
+from fzero.axes.rules import LayoutRules, Stacked
 from fzero.axes.scope import axis_names, bound, lookup, rules_here
 from fzero.collectives.invariant import own_part
 from fzero.layout.boxes import Shard, Slot
@@ -80,7 +80,7 @@ class Assignment(NamedTuple):
 def assign(
     params: Tree,
     axes: Sequence[Axis],
-    rules: Rules | None = None,
+    rules: LayoutRules | None = None,
     reduced: str = "each",
     rest: str | None = None,
 ) -> Assignment:
@@ -139,7 +139,7 @@ def _capped(
     return [(key._replace(name=piece.name), [i for i in at if of[paths[i]] == piece.name]) for piece in found]
 
 
-def _split_of(path: str, leaf: torch.Tensor, rules: Rules) -> dict[str, int]:
+def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, int]:
     """Check which axes cut a leaf itself, and along which dimensions, counted from the front."""
     wanted = (rules.split and rules.split(path, leaf)) or {}
     if not isinstance(wanted, dict) or not all(isinstance(dim, int) for dim in wanted.values()):
@@ -163,7 +163,7 @@ def _split_of(path: str, leaf: torch.Tensor, rules: Rules) -> dict[str, int]:
 
 
 def _key_of(
-    path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: Rules, rest: str | None
+    path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: LayoutRules, rest: str | None
 ) -> _Key | None:
     name = (rules.units or default_units)(path, leaf)
     if name is not None and not isinstance(name, str):
@@ -178,7 +178,7 @@ def _key_of(
 
 
 def wanted_axes(
-    path: str, leaf: torch.Tensor, axes: Sequence[Axis], rules: Rules, split: Sequence[str]
+    path: str, leaf: torch.Tensor, axes: Sequence[Axis], rules: LayoutRules, split: Sequence[str]
 ) -> tuple[str, ...]:
     """List those of `axes` that the rules shard a leaf's unit over; never those that split it."""
     wanted = None if rules.over is None else rules.over(path, leaf)

@@ -11,11 +11,11 @@ from fzero._torch.levels import may_differ
 from fzero.axes.rules import SplitRule, rules_in
 from fzero.axes.scope import axis_names, axis_size, data_axes, lookup, rules_here, where_bound
 
-__all__ = ["Split", "check_axis", "check_parts", "check_split", "split"]
+__all__ = ["ExpertSplit", "check_axis", "check_parts", "check_split", "split"]
 
 
 @dataclass(frozen=True)
-class Split:
+class ExpertSplit:
     """The rule of `split`: it tells a layer over which axis the experts were split."""
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
     where_bound(axis)
 
-    return Split(names, axis)
+    return ExpertSplit(names, axis)
 
 
 def check_axis(axis: str) -> None:
@@ -80,7 +80,7 @@ def check_axis(axis: str) -> None:
     if axis_size(where_bound(axis)) == 1:
         return
     data = tuple([a.name for a in data_axes()])
-    over = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, Split)]
+    over = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, ExpertSplit)]
     if over and axis not in over:
         raise ValueError(
             f"axis={axis!r}: tokens travel along it, and the experts are split by "

@@ -20,13 +20,13 @@ from fzero.nn._functional import Apply, functional
 from fzero.nn._kinds import OneOf, choose
 from fzero.nn._listening import Reach
 from fzero.nn._lists import blocks_of, own_names
-from fzero.nn._shells import Changed, Form, Given, Handing, HandsOut, Records, Refused, Shell, Stopped
+from fzero.nn._shells import BlockArguments, Changed, Form, Handing, HandsOut, Records, Refused, Shell, Stopped
 from fzero.tp._ends import cut as cut_tokens
 from fzero.tp._ends import join as join_tokens
 from fzero.tp._layers import Layers
 from fzero.tp._parts import of_block, outside
 
-__all__ = ["Cut", "CutModule", "OneOf", "cut"]
+__all__ = ["CutModule", "OneOf", "SplitModule", "cut"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,11 +39,11 @@ class CutModule(NamedTuple):
         params: the trainable parameters: `{"blocks": [{name: tensor}, ...], "rest": {name: tensor}}`.
     """
 
-    cut: "Cut"
+    cut: "SplitModule"
     params: dict[str, Any]
 
 
-class _Memory:
+class _SplitMemory:
     """What the calls of a cut have found out.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitModule:
     """A module as pure functions of the parameters of its blocks and of the rest.
 
     A batch is what the module's forward pass is called with: a dict by name, a tuple, or one tensor.
@@ -83,14 +83,14 @@ class Cut:
     names: tuple[str, ...]
     plain: Apply
     tp: Layers | None = None
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+    _memory: _SplitMemory = field(default_factory=_SplitMemory, repr=False, compare=False)
 
     def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
         """Return what the first block is given: the embedded batch."""
         x = self._recorded(self.shell, rest, batch).x
         return x if self.tp is None or not self.tp.sequence else cut_tokens(x, self.tp.axis)
 
-    def given(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[Given, ...]:
+    def given(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[BlockArguments, ...]:
         """Return what each block is given besides: masks, rotary tables.
 
         It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
@@ -122,7 +122,7 @@ class Cut:
         return given
 
     def block(
-        self, params: Tensors, x: torch.Tensor, given: tuple[Given, ...], index: int | torch.Tensor | OneOf
+        self, params: Tensors, x: torch.Tensor, given: tuple[BlockArguments, ...], index: int | torch.Tensor | OneOf
     ) -> torch.Tensor:
         """Run a block.
 
@@ -189,7 +189,7 @@ class Cut:
         return out
 
     def _run_block(
-        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, given: Given
+        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, given: BlockArguments
     ) -> torch.Tensor:
         out, written = given.call(partial(self.blocks[index], params, constants), x)
         _check_constants(constants, written, f"{self.names[index]}.")
@@ -245,7 +245,7 @@ def cut(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = 
     rest = plain
     if tp is not None:
         rest = functional(copy_module(module, {**shells, **shared}), tp=outside(tp, names))
-    made = Cut(
+    made = SplitModule(
         _unwritten(rest.apply),
         rest.buffers,
         {name: (p.shape, p.dtype) for name, p in plain.params.items()},

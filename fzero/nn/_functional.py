@@ -106,7 +106,7 @@ def functional(
     return Functional(apply, params, constants)
 
 
-class _Memory:
+class _ApplyMemory:
     """The memory of an `Apply`, filled as it is called.
 
     Attributes:
@@ -138,7 +138,7 @@ class Apply:
     mutable: frozenset[str]
     blocks: tuple[str, ...] = ()
     tp: Layers | None = None
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+    _memory: _ApplyMemory = field(default_factory=_ApplyMemory, repr=False, compare=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
         """Run the module's forward pass.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Changed", "Form", "Given", "Handing", "HandsOut", "Records", "Refused", "Shell", "Stopped"]
+__all__ = ["BlockArguments", "Changed", "Form", "Handing", "HandsOut", "Records", "Refused", "Shell", "Stopped"]
 
 _HANDING: ContextVar["Handing"] = ContextVar("handing")
 CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
@@ -51,7 +51,7 @@ class Form(enum.Enum):
         return {Form.TENSOR: x, Form.FIRST: _First((x,)), Form.ONE: (x,)}[self]
 
 
-class Given(NamedTuple):
+class BlockArguments(NamedTuple):
     """What a block is called with besides `x`.
 
     Attributes:
@@ -134,7 +134,7 @@ class Handing:
         self.come(index, given)
         return self.form.of(self.x)
 
-    def come(self, index: int, given: Given) -> None:
+    def come(self, index: int, given: BlockArguments) -> None:
         """Take down what a block is given besides, or hand out another value."""
         raise NotImplementedError
 
@@ -148,9 +148,9 @@ class Records(Handing):
 
     def __init__(self, names: tuple[str, ...], form: Form) -> None:
         super().__init__(names, form)
-        self.given: list[Given] = []
+        self.given: list[BlockArguments] = []
 
-    def come(self, index: int, given: Given) -> None:
+    def come(self, index: int, given: BlockArguments) -> None:
         """Take it down."""
         _check_plain(given.args, self.names[index], "an argument")
         for name, value in given.kwargs.items():
@@ -167,21 +167,21 @@ class HandsOut(Handing):
         super().__init__(names, form)
         self.value = value
 
-    def come(self, index: int, given: Given) -> None:
+    def come(self, index: int, given: BlockArguments) -> None:
         """Put the value into the place of what the last block is given."""
         if index == len(self.names) - 1:
             self.x = self.value
 
 
-def _taken(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) -> tuple[Any, Given]:
+def _taken(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) -> tuple[Any, BlockArguments]:
     """Take `x` out of a block's arguments: the first one, or the one named "hidden_states", or the first tensor."""
     if args:
-        return args[0], Given(None, args[1:], kwargs)
+        return args[0], BlockArguments(None, args[1:], kwargs)
     names = ["hidden_states", *[name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]]
     name = next((name for name in names if name in kwargs), None)
     if name is None:
         raise ValueError(f"block {block!r} is given no tensor, so there is nothing to hand on from block to block")
-    return kwargs[name], Given(name, (), {key: value for key, value in kwargs.items() if key != name})
+    return kwargs[name], BlockArguments(name, (), {key: value for key, value in kwargs.items() if key != name})
 
 
 def _check_plain(value: Any, block: str, name: str) -> None:

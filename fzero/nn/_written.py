@@ -15,7 +15,7 @@ from fzero._notice import notice
 from fzero._torch.modules import attributes, version_of
 
 __all__ = [
-    "Held",
+    "ModuleContents",
     "Versions",
     "before_call",
     "check_left",
@@ -109,7 +109,7 @@ def put_back(before: list[Before], traced: bool) -> None:
 # ---------------------------------------------------------------- attributes
 
 
-class Held(NamedTuple):
+class ModuleContents(NamedTuple):
     """The contents of a module and its submodules, to which a call may add, or which it may change.
 
     Attributes:
@@ -125,7 +125,7 @@ class Held(NamedTuple):
     buffers: set[str]
 
 
-def held(module: torch.nn.Module) -> Held:
+def held(module: torch.nn.Module) -> ModuleContents:
     """Take down the contents of a module and its submodules."""
     tensors: dict[str, set[int]] = {}
     numbers: dict[str, int | float] = {}
@@ -136,7 +136,7 @@ def held(module: torch.nn.Module) -> Held:
                 numbers[path] = x
             else:
                 tensors[path] = {id(y) for y in tensors_in(x)}
-    return Held(tensors, numbers, set(dict(module.named_parameters())), set(dict(module.named_buffers())))
+    return ModuleContents(tensors, numbers, set(dict(module.named_parameters())), set(dict(module.named_buffers())))
 
 
 def _remembered(module: torch.nn.Module) -> dict[str, object]:
@@ -156,7 +156,7 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(y)
 
 
-def check_left(before: Held, module: torch.nn.Module) -> None:
+def check_left(before: ModuleContents, module: torch.nn.Module) -> None:
     """Name the attributes in which a forward pass left a value, in a notice for each.
 
     Raises:

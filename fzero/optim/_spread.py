@@ -40,7 +40,7 @@ def check_ratio(ratio: object, what: str = "ratio") -> None:
         raise ValueError(f"{what}={ratio!r}: expected a number from 0 to 1")
 
 
-class Place(NamedTuple):
+class UnitEntry(NamedTuple):
     """Where an entry of a tree lies: in which unit, as its leaf `index`.
 
     Attributes:
@@ -68,7 +68,7 @@ class Spread:
     """
 
     structure: Any
-    places: tuple[Place | None, ...]
+    places: tuple[UnitEntry | None, ...]
     taken: dict[int, Fraction]
     device: torch.device
 
@@ -163,7 +163,7 @@ class Spread:
         """Move a piece to the device, if it is not there."""
         return to_device(x, self.device) if space == "host" else x
 
-    def _base_of(self, place: Place) -> int:
+    def _base_of(self, place: UnitEntry) -> int:
         """Return the unit of a leaf of the state: that of the parameter whose path its own ends with, if it has one."""
         if place.shape is None:
             return place.base
@@ -262,14 +262,14 @@ def _device_of(entries: Sequence[Any]) -> torch.device:
     return found[0] if found else torch.device("cpu")
 
 
-def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[Place | None]:
-    found: list[Place | None] = []
-    seen: dict[Any, Place] = {}
+def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[UnitEntry | None]:
+    found: list[UnitEntry | None] = []
+    seen: dict[Any, UnitEntry] = {}
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
-            found.append(Place(on_host(x.uid, 0), 0, True, None))
+            found.append(UnitEntry(on_host(x.uid, 0), 0, True, None))
         elif isinstance(x, Slot):
-            found.append(Place(on_host(x.uid, 0), x.index, False, None))
+            found.append(UnitEntry(on_host(x.uid, 0), x.index, False, None))
         elif not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim):
             found.append(None)  # of numbers it could not be told which are a pair's own, such as a rate
         elif tree.identity(x) in seen:
@@ -278,8 +278,8 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
             uid = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
-            found.append(Place(uid, 0, True, shape))
-            seen[tree.identity(x)] = Place(uid, 0, True, shape)
+            found.append(UnitEntry(uid, 0, True, shape))
+            seen[tree.identity(x)] = UnitEntry(uid, 0, True, shape)
     return found
 
 

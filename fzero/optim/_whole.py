@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.rules import Rules
+from fzero.axes.rules import LayoutRules
 from fzero.axes.scope import lookup
 from fzero.collectives.invariant import own_part
 from fzero.collectives.sums import all_gather
@@ -157,7 +157,7 @@ def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
 def _put_state(out: list[Any], paths: Sequence[str], unit: CutUnit, states: Sequence[OptState]) -> None:
     """Cut the states of a unit's leaves over the unit's ranks, and put them into the places of the leaves."""
     known = facts(unit.uid)
-    rules = Rules(units=lambda path, leaf: known.unit if leaf.ndim else None)
+    rules = LayoutRules(units=lambda path, leaf: known.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
     assigned = assign(by_path, [lookup(name) for name in known.order], rules)
     shards = [_own_shard(part.uid, part.leaves) for part in assigned.units]

@@ -13,7 +13,7 @@ from fzero.axes.scope import Scope, in_micro_batch, scope_here, within
 from fzero.graph import turns
 from fzero.transforms import gather, remat
 
-__all__ = ["Call", "Model", "micro_batch_of", "without_axis"]
+__all__ = ["MicroBatchCall", "Model", "micro_batch_of", "without_axis"]
 
 Number = int | torch.Tensor
 HANDED = ("index", "batch")  # what a block is handed by name, if it takes it
@@ -54,7 +54,7 @@ class Model:
             return whole
         return remat(whole, save=None if self.remat is True else self.remat)
 
-    def run_block(self, p: Any, x: Any, index: Number, call: "Call", stacked: bool) -> Any:
+    def run_block(self, p: Any, x: Any, index: Number, call: "MicroBatchCall", stacked: bool) -> Any:
         """Run one block.
 
         Args:
@@ -68,11 +68,11 @@ class Model:
         key = None if call.key is None else random.fold_in(call.key, index + 1)
         return self._block(p, key, x, stacked=stacked, **{name: handed[name] for name in self._asks})
 
-    def run_first(self, rest: Any, call: "Call") -> Any:
+    def run_first(self, rest: Any, call: "MicroBatchCall") -> Any:
         """Run what comes before the blocks."""
         return self._seeded(self.first, call, 0)(rest, call.batch)
 
-    def run_last(self, rest: Any, x: Any, call: "Call", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_last(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run what comes after the blocks, and return a total and its weight.
 
         Raises:
@@ -90,7 +90,7 @@ class Model:
         weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
         return total, weight.detach()
 
-    def run_outputs(self, rest: Any, x: Any, call: "Call", blocks: int) -> Any:
+    def run_outputs(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> Any:
         """Run what comes after the blocks, and return what it gives for each example.
 
         Raises:
@@ -107,7 +107,7 @@ class Model:
         return out
 
     @staticmethod
-    def _seeded(f: Callable[..., Any], call: "Call", number: Number) -> Callable[..., Any]:
+    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", number: Number) -> Callable[..., Any]:
         if call.key is None:
             return f
         key = random.fold_in(call.key, number)
@@ -115,7 +115,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Call:
+class MicroBatchCall:
     """One micro-batch, on its way through a model.
 
     Attributes:

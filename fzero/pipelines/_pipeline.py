@@ -19,7 +19,7 @@ from fzero.pipelines._checks import (
     check_untied,
     map_blocks,
 )
-from fzero.pipelines._model import Call, Model, micro_batch_of, without_axis
+from fzero.pipelines._model import MicroBatchCall, Model, micro_batch_of, without_axis
 from fzero.pipelines._placement import Placement, even, placed
 from fzero.pipelines._split import PipelineSplit
 from fzero.pipelines._stages import Stages
@@ -240,8 +240,8 @@ class Pipeline:
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
-        def call_of(number: int | torch.Tensor, in_a_turn: bool = False) -> Call:
-            return Call(micro_batch_of(batch, self.micro_batches, number, in_a_turn), outer + number, key)
+        def call_of(number: int | torch.Tensor, in_a_turn: bool = False) -> MicroBatchCall:
+            return MicroBatchCall(micro_batch_of(batch, self.micro_batches, number, in_a_turn), outer + number, key)
 
         if self.axis not in axis_names():
             return alone(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])

@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis
-from fzero.pipelines._model import Call, Model
+from fzero.pipelines._model import MicroBatchCall, Model
 from fzero.pipelines._placement import Placement
 from fzero.schedules import Schedule
 
@@ -101,7 +101,7 @@ class Stages:
     schedule: Schedule
     placement: Placement
     axis: Axis
-    call_of: Callable[..., Call]
+    call_of: Callable[..., MicroBatchCall]
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -118,7 +118,7 @@ class Stages:
         """Return which slots a stage uses, and whether it uses the rest of the parameters."""
         return self.placement.slots[stage], stage in (0, self.last)
 
-    def function(self, stage: int, params: Params, structure: Any, call: Call) -> Callable[..., Any]:
+    def function(self, stage: int, params: Params, structure: Any, call: MicroBatchCall) -> Callable[..., Any]:
         """Return a stage as a function.
 
         Args:

@@ -15,7 +15,7 @@ from fzero._torch import allow_in_graph
 from fzero.axes.scope import axis_index
 from fzero.collectives.exchange import broadcast, ppermute
 from fzero.pipelines._kinds import check_handed_on
-from fzero.pipelines._model import Call, Model
+from fzero.pipelines._model import MicroBatchCall, Model
 from fzero.pipelines._placement import Placement
 from fzero.pipelines._stages import Stages
 from fzero.schedules import Schedule
@@ -54,7 +54,7 @@ def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
     return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=home)
 
 
-def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[Call, Any]]:
+def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
     """Run all micro-batches through all stages; yields each with what the last block makes, on its rank."""
     model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
     call_of = stages.call_of
@@ -93,12 +93,12 @@ def _of(column: list[int], me: torch.Tensor) -> torch.Tensor:
     return torch.tensor(column).index_select(0, me.reshape(1)).squeeze(0)
 
 
-def model_first(model: Model, rest: Any, call: Call) -> Any:
+def model_first(model: Model, rest: Any, call: MicroBatchCall) -> Any:
     """Run what comes before the blocks, on any rank."""
     return call.run(model.run_first, rest, call)
 
 
-def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: Call) -> Any:
+def _block(model: Model, p: Any, x: Any, index: torch.Tensor, call: MicroBatchCall) -> Any:
     return call.run(model.run_block, p, x, index.clamp(min=0), call, True)
 
 

@@ -10,7 +10,7 @@ from fzero._torch import is_tracing
 from fzero._torch.levels import derivatives
 from fzero.axes.scope import micro_batch
 from fzero.graph import turns
-from fzero.pipelines._model import Call, Model
+from fzero.pipelines._model import MicroBatchCall, Model
 from fzero.pipelines._stages import Stages
 from fzero.pipelines._table import run_table
 from fzero.pipelines._ticks import run_ticks
@@ -20,26 +20,26 @@ __all__ = ["outputs_of_all", "run_all", "run_on"]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call]) -> Pair:
+def run_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Pair:
     """Run a whole model on micro-batches, one after the other, where there are no ranks to share it."""
 
-    def run(call: Call) -> Pair:
+    def run(call: MicroBatchCall) -> Pair:
         return model.run_last(rest, _through(model, blocks, rest, call), call, len(blocks))
 
     totals, weights = zip(*[call.run(run, call) for call in calls], strict=True)
     return torch.stack(totals).sum(), torch.stack(weights).sum()
 
 
-def outputs_of_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Call]) -> Any:
+def outputs_of_all(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
     """Run a whole model on micro-batches, and return what `last` makes of each, one after the other."""
 
-    def run(call: Call) -> Any:
+    def run(call: MicroBatchCall) -> Any:
         return model.run_outputs(rest, _through(model, blocks, rest, call), call, len(blocks))
 
     return tree.map(lambda *xs: torch.cat(xs), *[call.run(run, call) for call in calls])
 
 
-def _through(model: Model, blocks: Sequence[Any], rest: Any, call: Call) -> Any:
+def _through(model: Model, blocks: Sequence[Any], rest: Any, call: MicroBatchCall) -> Any:
     """Run all blocks, and what comes before them."""
     x = model.run_first(rest, call)
     for index, p in enumerate(blocks):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._torch.watched import Operation, lines_of_nodes, place_now, watching
-from fzero.graph.run._clock import Ran, clocked
+from fzero._torch.watched import WatchedOperation, lines_of_nodes, place_now, watching
+from fzero.graph.run._clock import TimedOperation, clocked
 
 __all__ = ["LineCost", "Span", "by_line", "spans"]
 
@@ -59,25 +59,25 @@ class LineCost(NamedTuple):
 @contextmanager
 def spans() -> Iterator[list[Span]]:
     """Give the operations that ran within, afterwards. Each waits for its end on the device."""
-    found: list[Ran] = []
+    found: list[TimedOperation] = []
     placed: list[Span] = []
 
-    def before(operation: Operation) -> float:
+    def before(operation: WatchedOperation) -> float:
         return time.perf_counter()
 
-    def after(operation: Operation, start: float, results: Sequence[Any]) -> None:
+    def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds, place = time.perf_counter() - start, place_now()
         phase = "backward" if place.backward else "forward" if place.forward else ""
-        found.append(Ran(operation.name, place.line, phase, seconds))
+        found.append(TimedOperation(operation.name, place.line, phase, seconds))
 
     with clocked(found.append), lines_of_nodes(), watching(before, after):
         yield placed
     placed += _placed(found)
 
 
-def _placed(ran: Sequence[Ran]) -> list[Span]:
+def _placed(ran: Sequence[TimedOperation]) -> list[Span]:
     """Put operations one after the other; tell the pass of those that do not know it by where they stand."""
     behind = [i for i, r in enumerate(ran) if r.phase == "backward"]
     start, placed = 0.0, list[Span]()

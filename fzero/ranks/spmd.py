@@ -17,7 +17,7 @@ from fzero._torch.levels import unwrapped, vmaps
 from fzero.axes import lockstep
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_replicated, differs
-from fzero.axes.rules import DEFAULT_RULES, Rules
+from fzero.axes.rules import DEFAULT_RULES, LayoutRules
 from fzero.axes.scope import Axes, OwnMemory, Scope, within
 from fzero.layout.boxes import PerRank, axes_of, is_box, own_values
 
@@ -40,7 +40,7 @@ class Spmd:
     mesh: Any
     program: Callable[..., Any]
     default: Names | None = None
-    rules: Rules = DEFAULT_RULES
+    rules: LayoutRules = DEFAULT_RULES
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program on every rank."""

@@ -8,17 +8,17 @@ from fzero.schedules._actions import Action, Value, makes, needs
 if TYPE_CHECKING:
     from fzero.schedules._schedule import Schedule
 
-__all__ = ["Step", "walk"]
+__all__ = ["WalkAction", "walk"]
 
 
-class Step(NamedTuple):
+class WalkAction(NamedTuple):
     """An action of a walk, and the rank that runs it."""
 
     rank: int
     action: Action
 
 
-def walk(schedule: "Schedule") -> Iterator[Step]:
+def walk(schedule: "Schedule") -> Iterator[WalkAction]:
     """Yield each action after all that it needs and all that stands before it on its rank.
 
     Raises:
@@ -36,7 +36,7 @@ def walk(schedule: "Schedule") -> Iterator[Step]:
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            yield Step(rank, action)
+            yield WalkAction(rank, action)
             at[rank] += 1
             if (value := makes(action)) is not None:
                 made.add(value)

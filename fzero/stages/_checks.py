@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._notice import notice
 from fzero._torch import is_tracing
-from fzero.axes.rules import DEFAULT_RULES, Rules, Stacked
+from fzero.axes.rules import DEFAULT_RULES, LayoutRules, Stacked
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 from fzero.layout.boxes import PerRank, Shard, is_box
 from fzero.layout.segments import abstract
@@ -35,7 +35,7 @@ def check_tree(values: Any, mesh: Mesh) -> None:
 
 
 def check_arguments(
-    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], rules: Rules = DEFAULT_RULES
+    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], rules: LayoutRules = DEFAULT_RULES
 ) -> None:
     """Check that boxes were cut for this step, and note it when no argument differs by rank.
 
@@ -60,7 +60,7 @@ def check_arguments(
         )
 
 
-def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: Rules) -> None:
+def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None:
     """Check that each rank has the items of a stacked list that this step's rules give it."""
     for s in facts(x.uid).split:
         if s.stacked is None or not rules.stacks:
@@ -100,7 +100,7 @@ def check_means(entries: Sequence[Any], averaged: Sequence[str], apart: Sequence
                 )
 
 
-def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: Rules) -> None:
+def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, sharded: bool, rules: LayoutRules) -> None:
     """Check that parameters have the stage's layout between steps."""
     for i in positions:
         if i >= len(args):
@@ -142,7 +142,7 @@ def _named(values: Any) -> str:
     return f"({', '.join(map(_named, values))})" if type(values) is tuple else type(values).__name__
 
 
-def _has_a_unit(params: Any, rules: Rules) -> bool:
+def _has_a_unit(params: Any, rules: LayoutRules) -> bool:
     """Return whether rules are known, outside the mesh, to cut some leaf of a plain tree."""
     rule = rules.units
     if rules.over is not None:  # it may name no axis

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UsersFrames, door
-from fzero.axes.rules import DEFAULT_RULES, Rules
+from fzero.axes.rules import DEFAULT_RULES, LayoutRules
 from fzero.init._build import build
 from fzero.init._like import given_like
 from fzero.init._side_by_side import lay_side_by_side
@@ -51,7 +51,7 @@ class ShardedStep:
     mesh: Mesh
     axis: tuple[str, ...]
     params: tuple[int, ...]
-    rules: Rules = DEFAULT_RULES
+    rules: LayoutRules = DEFAULT_RULES
     check: Literal["first"] | bool = "first"
     _calls: list[None] = field(default_factory=list, repr=False, compare=False)
 

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.axes.axis import Axis, AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRules, UnitRule, given_rules
+from fzero.axes.rules import LayoutRules, OverRule, SplitRules, UnitRule, given_rules
 from fzero.axes.scope import axis_names, bound, resolve, rules_here
 from fzero.layout import flat
 from fzero.layout.boxes import Shard, Slot, is_box
@@ -79,7 +79,7 @@ def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
     return Shard(data, uid, origin=tuple(leaves))
 
 
-def _further(params: Any, axes: Sequence[Axis], rules: Rules, reduced: str) -> Any:
+def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
     """Shard the units of a tree that are in boxes, and sharded over no axis yet."""
 
     def sharded(unit: CutUnit) -> Shard:

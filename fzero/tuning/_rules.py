@@ -9,14 +9,14 @@ from fzero.schedules import schedule
 from fzero.tuning._row import Row
 from fzero.tuning._space import REMATS, Configuration
 
-__all__ = ["RULES", "Asked", "Rule", "Verdict", "verdicts"]
+__all__ = ["RULES", "ConfigurationRule", "RuleContext", "Verdict", "verdicts"]
 
 ALIKE = 0.01  # what share of a step's seconds such a model cannot tell
 CHUNKS = 8  # micro-batches of a pipeline's rank: then it idles for less than a ninth of the time
 LAYOUT = ("tp", "pp", "ranks", "schedule", "accumulation")  # what changes where ranks are laid out in another way
 
 
-class Asked(NamedTuple):
+class RuleContext(NamedTuple):
     """What a rule looks at.
 
     Attributes:
@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     near: int
 
 
-class Rule(NamedTuple):
+class ConfigurationRule(NamedTuple):
     """A rule of experts.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     """
 
     text: str
-    expected: Callable[[Asked], list[Row] | None]
+    expected: Callable[[RuleContext], list[Row] | None]
 
 
 class Verdict(NamedTuple):
@@ -68,7 +68,7 @@ def verdicts(best: Row, fitting: Sequence[Row], near: int) -> list[Verdict]:
         fitting: all that fit.
         near: devices of a host.
     """
-    asked, found = Asked(best, fitting, near), []
+    asked, found = RuleContext(best, fitting, near), []
     for rule in RULES:
         expected = rule.expected(asked)
         if expected:
@@ -84,7 +84,7 @@ def _settings(config: Configuration) -> Configuration:
     return replace(config, micro_batch=1, accumulation=1)
 
 
-def _others(asked: Asked, *names: str) -> list[Row]:
+def _others(asked: RuleContext, *names: str) -> list[Row]:
     """List the rows that fit and differ from the best in some fields alone, itself among them."""
 
     def rest(row: Row) -> Configuration:
@@ -93,44 +93,44 @@ def _others(asked: Asked, *names: str) -> list[Row]:
     return [r for r in asked.fitting if rest(r) == rest(asked.best)]
 
 
-def _settings_first(asked: Asked) -> list[Row] | None:
+def _settings_first(asked: RuleContext) -> list[Row] | None:
     """Take the settings that are the fastest at the smallest micro-batch, and the best row of these."""
     least = min([r.config.micro_batch for r in asked.fitting])
     first = next(r for r in asked.fitting if r.config.micro_batch == least)
     return [r for r in asked.fitting if _settings(r.config) == _settings(first.config)]
 
 
-def _accumulation(asked: Asked) -> list[Row] | None:
+def _accumulation(asked: RuleContext) -> list[Row] | None:
     """Reach the global batch by accumulation at the smallest micro-batch."""
     found = _others(asked, "micro_batch", "accumulation")
     return sorted(found, key=lambda r: r.config.micro_batch) if len(found) > 1 else None
 
 
-def _micro_batch(asked: Asked) -> list[Row] | None:
+def _micro_batch(asked: RuleContext) -> list[Row] | None:
     """Raise the micro-batch as far as it fits."""
     found = _others(asked, "micro_batch", "accumulation")
     return sorted(found, key=lambda r: -r.config.micro_batch) if len(found) > 1 else None
 
 
-def _stage(asked: Asked) -> list[Row] | None:
+def _stage(asked: RuleContext) -> list[Row] | None:
     """Take the lowest stage that fits."""
     found = _others(asked, "stage")
     return sorted(found, key=lambda r: r.config.stage) if len(found) > 1 else None
 
 
-def _remat(asked: Asked) -> list[Row] | None:
+def _remat(asked: RuleContext) -> list[Row] | None:
     """Run again no more than must be."""
     found = _others(asked, "remat")
     return sorted(found, key=lambda r: REMATS.index(r.config.remat)) if len(found) > 1 else None
 
 
-def _offload(asked: Asked) -> list[Row] | None:
+def _offload(asked: RuleContext) -> list[Row] | None:
     """Keep on the device what fits."""
     found = _others(asked, "offload")
     return sorted(found, key=lambda r: r.config.offload) if len(found) > 1 else None
 
 
-def _experts(asked: Asked) -> list[Row] | None:
+def _experts(asked: RuleContext) -> list[Row] | None:
     """Split experts over the ranks of a machine, and over no more."""
     found = _others(asked, "ep")
     if len(found) < 2:
@@ -138,7 +138,7 @@ def _experts(asked: Asked) -> list[Row] | None:
     return sorted(found, key=lambda r: (r.config.ep > asked.near, -r.config.ep))
 
 
-def _model_ranks(asked: Asked) -> list[Row] | None:
+def _model_ranks(asked: RuleContext) -> list[Row] | None:
     """Spread a model over as few ranks as hold it, and be data-parallel with the rest."""
     found = _others(asked, *LAYOUT)
     if len({_spread(r) for r in found}) < 2:
@@ -146,13 +146,13 @@ def _model_ranks(asked: Asked) -> list[Row] | None:
     return sorted(found, key=lambda r: (_spread(r), *_within(asked, r)))
 
 
-def _machine_first(asked: Asked) -> list[Row] | None:
+def _machine_first(asked: RuleContext) -> list[Row] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
     found = [r for r in _others(asked, *LAYOUT) if _spread(r) == _spread(asked.best)]
     return sorted(found, key=lambda r: _within(asked, r)) if len({r.config.tp for r in found}) > 1 else None
 
 
-def _in_turn(asked: Asked) -> list[Row] | None:
+def _in_turn(asked: RuleContext) -> list[Row] | None:
     """Cut the batch so small that a pipeline is full most of the time, and no smaller."""
     found = _others(asked, "micro_batch", "accumulation")
     if asked.best.config.pp == 1 or len(found) < 2:
@@ -170,23 +170,23 @@ def _spread(row: Row) -> int:
     return row.config.tp * row.config.pp
 
 
-def _within(asked: Asked, row: Row) -> tuple[bool, int]:
+def _within(asked: RuleContext, row: Row) -> tuple[bool, int]:
     """Order rows by tp: the most ranks that a machine has first, then what would leave it."""
     return row.config.tp > asked.near, -row.config.tp
 
 
 # in the order in which experts go
 RULES = (
-    Rule("choose all else at the smallest micro-batch that was asked for", _settings_first),
-    Rule("the lowest stage that fits", _stage),
-    Rule("no more remat than memory asks for", _remat),
-    Rule("no more offload than memory asks for", _offload),
-    Rule("experts split over a machine's devices, not over more", _experts),
-    Rule("a model over as few ranks, tp times pp, as hold it", _model_ranks),
-    Rule("tensor parallelism within a machine, a pipeline across machines", _machine_first),
-    Rule(f"{CHUNKS} micro-batches for each rank of a pipeline", _in_turn),
-    Rule("then accumulation up to the global batch", _accumulation),
-    Rule("then the largest micro-batch that fits", _micro_batch),
+    ConfigurationRule("choose all else at the smallest micro-batch that was asked for", _settings_first),
+    ConfigurationRule("the lowest stage that fits", _stage),
+    ConfigurationRule("no more remat than memory asks for", _remat),
+    ConfigurationRule("no more offload than memory asks for", _offload),
+    ConfigurationRule("experts split over a machine's devices, not over more", _experts),
+    ConfigurationRule("a model over as few ranks, tp times pp, as hold it", _model_ranks),
+    ConfigurationRule("tensor parallelism within a machine, a pipeline across machines", _machine_first),
+    ConfigurationRule(f"{CHUNKS} micro-batches for each rank of a pipeline", _in_turn),
+    ConfigurationRule("then accumulation up to the global batch", _accumulation),
+    ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
 )
 
 

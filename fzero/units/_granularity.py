@@ -4,12 +4,12 @@ from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from fzero.tree import Tree
-from fzero.units._rule import Rule, leaves_of, number
+from fzero.units._rule import UnitPolicy, leaves_of, number
 
 __all__ = ["by_granularity"]
 
 
-def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> Rule:
+def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPolicy:
     """Make a rule whose units are the topmost subtrees of a granularity of at most `threshold`.
 
     The granularity of a subtree is its parameters / (1 + its descendants), rounded down, as in DeepSpeed's

@@ -10,10 +10,10 @@ from fzero import tree
 from fzero.layout.units import default_units
 from fzero.tree import Tree, is_box
 
-__all__ = ["Row", "Rule", "leaves_of", "number"]
+__all__ = ["UnitPolicy", "UnitRow", "leaves_of", "number"]
 
 
-class Row(NamedTuple):
+class UnitRow(NamedTuple):
     """A unit in the table of a rule.
 
     Attributes:
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class UnitPolicy:
     """A rule `(path, leaf) -> name of its unit`, for `fzero.shard(units=)`. It prints its table.
 
     A leaf that the tree of the rule has not is named by the default rule.
@@ -37,7 +37,7 @@ class Rule:
         table: a row for each unit, in the order of the tree.
     """
 
-    table: tuple[Row, ...]
+    table: tuple[UnitRow, ...]
     _names: Mapping[str, str] = field(repr=False)
 
     def __call__(self, path: str, leaf: torch.Tensor) -> str:
@@ -54,7 +54,7 @@ class Rule:
         return "\n".join(lines)
 
 
-class Known(NamedTuple):
+class UnitLeaves(NamedTuple):
     """The leaves of a tree that can be in units.
 
     Attributes:
@@ -65,22 +65,22 @@ class Known(NamedTuple):
     leaves: dict[str, Any]
     ties: dict[str, str]
 
-    def rule(self, names: Mapping[str, str]) -> Rule:
+    def rule(self, names: Mapping[str, str]) -> UnitPolicy:
         """Make the rule that gives each leaf its name, and a tied one the name of its first place."""
         elements: dict[str, list[int]] = {}
         for path, name in names.items():
             elements.setdefault(name, []).append(self.leaves[path].numel())
-        table = tuple([Row(name, sum(sizes), len(sizes)) for name, sizes in elements.items()])
-        return Rule(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
+        table = tuple([UnitRow(name, sum(sizes), len(sizes)) for name, sizes in elements.items()])
+        return UnitPolicy(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
 
 
-def leaves_of(params: Tree) -> Known:
+def leaves_of(params: Tree) -> UnitLeaves:
     """Find the leaves of a tree that can be in units: those of floating point.
 
     Raises:
         TypeError: if there is none.
     """
-    known, first = Known({}, {}), dict[Any, str]()
+    known, first = UnitLeaves({}, {}), dict[Any, str]()
     paths, leaves, _ = tree.flatten_with_paths(params, is_box)
     for path, x in zip(paths, leaves, strict=True):
         if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:

@@ -3,11 +3,11 @@
 from typing import Any
 
 from fzero.axes.axis import AxisName
-from fzero.axes.rules import OverRule, Rules, SplitRules, given_rules
+from fzero.axes.rules import LayoutRules, OverRule, SplitRules, given_rules
 from fzero.layout.subtrees import pieces
 from fzero.layout.units import MOST
 from fzero.tree import Tree
-from fzero.units._rule import Rule, leaves_of, number
+from fzero.units._rule import UnitPolicy, leaves_of, number
 
 __all__ = ["by_size"]
 
@@ -18,7 +18,7 @@ def by_size(
     most: int = MOST,
     over: AxisName | OverRule = None,
     split: SplitRules | None = None,
-) -> Rule:
+) -> UnitPolicy:
     """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
 
     Neighbours that are smaller are joined, up to `most`. A rest that is still smaller than `least` joins the unit
@@ -64,7 +64,7 @@ def by_size(
     return known.rule({path: names[path] for path in known.leaves})  # in the order of the tree
 
 
-def _kind(path: str, leaf: Any, rules: Rules) -> tuple[Any, ...]:
+def _kind(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:
     """Return what the leaves of a unit share: dtype, the axes they are sharded over, and those that split them."""
     over = rules.over(path, leaf) if rules.over else None
     axes = (over,) if isinstance(over, str) else over

@@ -5,11 +5,20 @@ from typing import Any
 import torch
 
 from fzero._torch import watched
-from fzero._torch.watched import Operation, Place, is_real, lines_of_nodes, memory_of, place_now, unwatched, watching
+from fzero._torch.watched import (
+    CallSite,
+    WatchedOperation,
+    is_real,
+    lines_of_nodes,
+    memory_of,
+    place_now,
+    unwatched,
+    watching,
+)
 
 
-def shown(f: Any, *args: Any) -> list[tuple[Operation, Place]]:
-    found: list[tuple[Operation, Place]] = []
+def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, CallSite]]:
+    found: list[tuple[WatchedOperation, CallSite]] = []
     # code that is generated is nobody's, so that the line is that of `f`
     after = eval(
         "lambda operation, *_: found.append((operation, place_now()))", {"found": found, "place_now": place_now}
@@ -40,7 +49,7 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
 
     places = {place for _, place in shown(torch.func.grad(loss), torch.ones(2))}
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
-    assert Place(line, "SqrtBackward0", False) in places and Place(line, "", False, forward=True) in places
+    assert CallSite(line, "SqrtBackward0", False) in places and CallSite(line, "", False, forward=True) in places
 
 
 def test_memory_is_told_apart_by_bytes_and_not_kept():

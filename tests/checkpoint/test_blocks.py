@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.checkpoint._blocks import Range, rectangles, runs, whole
+from fzero.checkpoint._blocks import BlockRange, rectangles, runs, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -27,7 +27,7 @@ def test_rectangles_are_a_range_in_its_order(shape, data):
 
 
 @st.composite
-def ranges(draw: Any, shape: tuple[int, ...]) -> Range:
+def ranges(draw: Any, shape: tuple[int, ...]) -> BlockRange:
     """A flat range of a part of a tensor, which is cut evenly along some dimensions."""
     block = []
     for size in shape:
@@ -35,10 +35,10 @@ def ranges(draw: Any, shape: tuple[int, ...]) -> Range:
         block.append((draw(st.integers(0, parts - 1)) * (size // parts), size // parts))
     numel = math.prod([size for _, size in block])
     some = st.tuples(*[st.integers(0, numel)] * 2).map(sorted)
-    return Range(tuple(block), *draw(st.just((0, numel)) | some))
+    return BlockRange(tuple(block), *draw(st.just((0, numel)) | some))
 
 
-def elements(x: torch.Tensor, r: Range) -> list[int]:
+def elements(x: torch.Tensor, r: BlockRange) -> list[int]:
     for dim, (offset, size) in enumerate(r.block):
         x = x.narrow(dim, offset, size)
     return x.reshape(-1)[r.start : r.stop].tolist()
@@ -58,6 +58,6 @@ def test_runs_are_what_two_ranges_share(shape, data):
 
 def test_ranges_of_one_block_share_one_run():
     block = whole((300, 7))
-    assert len(list(runs(Range(block, 3, 900), Range(block, 10, 2000)))) == 1
-    columns = Range(((0, 300), (0, 7)), 0, 2100), Range(((0, 150), (0, 7)), 0, 1050)
+    assert len(list(runs(BlockRange(block, 3, 900), BlockRange(block, 10, 2000)))) == 1
+    columns = BlockRange(((0, 300), (0, 7)), 0, 2100), BlockRange(((0, 150), (0, 7)), 0, 1050)
     assert len(list(runs(*columns))) == 1, "whole rows are one run"

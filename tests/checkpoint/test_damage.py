@@ -156,7 +156,7 @@ def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(sa
 def test_a_manifest_cannot_lead_out_of_its_folder(saved, tmp_path, nonce, monkeypatch):
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "nonce": nonce})
-    monkeypatch.setattr(_files.Local, "read_into", lambda *args: 1 / 0)
+    monkeypatch.setattr(_files.LocalFolder, "read_into", lambda *args: 1 / 0)
     with pytest.raises(fzero.CheckpointError, match=r"manifest.json is damaged: .* is no"):
         load(damaged)
 

@@ -41,13 +41,13 @@ def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
 def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch):
     runs, seen = fzero.checkpoints(tmp_path, keep=1), []
     runs.save(1, numbered(1)).wait()
-    put = _files.Local.put
+    put = _files.LocalFolder.put
 
     def looking(files: Any, name: str, data: bytes) -> None:
         seen.append(runs.steps())
         put(files, name, data)
 
-    monkeypatch.setattr(_files.Local, "put", looking)
+    monkeypatch.setattr(_files.LocalFolder, "put", looking)
     runs.save(2, numbered(2)).wait()
     assert seen == [[1]] and runs.steps() == [2]
 
@@ -120,13 +120,13 @@ def test_leftovers_of_saves_that_died_go_with_the_next(tmp_path):
 
 def test_what_is_saved_is_what_was_given_and_not_what_became_of_it(tmp_path, monkeypatch):
     gate = threading.Event()
-    write = _files.Local.write
+    write = _files.LocalFolder.write
 
     def waiting(files: Any, name: str, parts: Any) -> None:
         assert gate.wait(10)
         write(files, name, parts)
 
-    monkeypatch.setattr(_files.Local, "write", waiting)
+    monkeypatch.setattr(_files.LocalFolder, "write", waiting)
     step, state = state_in(Layout({"dp": 3}, 3), {"w": torch.zeros(7, 3), "n": torch.arange(5)})
     state, whole = filled(step, state)
     runs = fzero.checkpoints(tmp_path, step.mesh)
@@ -161,7 +161,7 @@ def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
 
     text = r"nothing was saved to '.*step-0000000\d': rank 0: OSError: \[Errno 5\] planted"
     with monkeypatch.context() as patch:
-        patch.setattr(_files.Local, "write", broken)
+        patch.setattr(_files.LocalFolder, "write", broken)
         runs = fzero.checkpoints(tmp_path)
         runs.save(1, numbered(1))
         with pytest.raises(fzero.CheckpointError, match=text):
@@ -189,8 +189,8 @@ def test_a_script_that_ends_waits_for_its_save(tmp_path):
 import time, torch, fzero
 from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
-write = _files.Local.write
-_files.Local.write = lambda *args: (time.sleep(0.5), write(*args))
+write = _files.LocalFolder.write
+_files.LocalFolder.write = lambda *args: (time.sleep(0.5), write(*args))
 fzero.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
@@ -220,7 +220,7 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
 
 
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
-    with _files.Local(str(tmp_path)).alone():
+    with _files.LocalFolder(str(tmp_path)).alone():
         start = time.monotonic()
         with pytest.raises(fzero.CheckpointError, match=r"another process saves here; give each a folder"):
             fzero.save(tmp_path, numbered(1))
@@ -257,13 +257,13 @@ def test_counts_are_whole_numbers(wrong, tmp_path):
 
 @pytest.mark.parametrize("how", ["save", "remember"])
 def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
-    gate, write = threading.Event(), _files.Local.write
+    gate, write = threading.Event(), _files.LocalFolder.write
 
     def late(*args: Any) -> None:
         gate.wait(20)
         write(*args)
 
-    monkeypatch.setattr(_files.Local, "write", late)
+    monkeypatch.setattr(_files.LocalFolder, "write", late)
     runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     state = {"w": torch.zeros(2), "at": {"epoch": 1, "seen": [1]}}
     saving = getattr(runs, how)(1, state)
@@ -298,7 +298,7 @@ def test_a_link_to_a_checkpoint_is_let_go_without_it(tmp_path):
 
 def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, monkeypatch):
     fzero.save(tmp_path, numbered(1))
-    read, saved = _files.Local.read_into, []
+    read, saved = _files.LocalFolder.read_into, []
 
     def after_another(*args: Any) -> None:
         if not saved:
@@ -306,7 +306,7 @@ def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, 
             fzero.save(tmp_path, numbered(2))
         read(*args)
 
-    monkeypatch.setattr(_files.Local, "read_into", after_another)
+    monkeypatch.setattr(_files.LocalFolder, "read_into", after_another)
     assert fzero.load(tmp_path, numbered(0))["w"].tolist() == [2.0] * 5
 
 
@@ -323,7 +323,7 @@ def test_a_save_that_fails_beside_the_training_is_told_even_if_nobody_waits(tmp_
 
     runs = fzero.checkpoints(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(_files.Local, "write", full)
+        patched.setattr(_files.LocalFolder, "write", full)
         saving = runs.save(1, numbered(1))
         while not saving.done():
             time.sleep(0.01)
@@ -370,7 +370,7 @@ def test_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, 
     def refuse(*args: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(_files.Local, "remove", refuse)
+    monkeypatch.setattr(_files.LocalFolder, "remove", refuse)
     fzero.save(tmp_path, numbered(1))
     assert fzero.load(tmp_path, numbered(0))["step"] == 1
     assert any("older files could not be removed" in r.message for r in caplog.records)

@@ -114,14 +114,14 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
     """Of what is replicated a simulation, which holds it once, reads it once."""
     read: list[tuple[str, int, int]] = []
 
-    def counted(files: Any, name: str, at: int, views: Any, original: Any = _files.Local.read_into) -> None:
+    def counted(files: Any, name: str, at: int, views: Any, original: Any = _files.LocalFolder.read_into) -> None:
         read.append((name, at, sum(len(v) for v in views)))
         original(files, name, at, views)
 
     whole = {f"w{i}": torch.randn(100) for i in range(3)}
     fzero.hf.write(tmp_path, whole, max_file=800)
     heads = {name: 8 + int.from_bytes(x[:8], "little") for name, x in folder_of(tmp_path).items() if name != INDEX}
-    monkeypatch.setattr(_files.Local, "read_into", counted)
+    monkeypatch.setattr(_files.LocalFolder, "read_into", counted)
     for layout in (Layout({"dp": 3}, 0), Layout({"dp": 3}, 3), Layout({"replica": 2, "shard": 3}, 3, "shard")):
         step = sharded(layout)
         like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), whole))
@@ -294,7 +294,7 @@ def test_a_write_that_fails_leaves_the_old_model_and_no_file_of_its_own(tmp_path
         with pytest.raises(OSError, match="planted"):
             fzero.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
-    monkeypatch.setattr(_files.Local, "free", lambda files: 100)
+    monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 100)
     with pytest.raises(fzero.CheckpointError, match=r"there is no room for \d+ bytes in .*: its disk has 100 left"):
         fzero.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _bytes
-from fzero.checkpoint._blocks import Range, runs
+from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._holdings import holdings
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
 
@@ -179,5 +179,5 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
 
 def test_a_range_of_nothing_has_no_writers():
     cut = holdings("state", {"w": torch.empty(0), "s": torch.ones(())}, None).cut
-    assert not list(cut.writers(0, Range(((0, 0),), 0, 0)))
-    assert [at for _, at, _ in cut.writers(1, Range((), 0, 1))] == [0]
+    assert not list(cut.writers(0, BlockRange(((0, 0),), 0, 0)))
+    assert [at for _, at, _ in cut.writers(1, BlockRange((), 0, 1))] == [0]

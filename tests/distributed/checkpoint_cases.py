@@ -87,13 +87,13 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.Mesh) -
             state = {"params": params, "opt_state": opt_state, "step": i + 1}
         return state
 
-    def slow(files: Any, name: str, parts: Any, write: Any = _files.Local.write) -> None:
+    def slow(files: Any, name: str, parts: Any, write: Any = _files.LocalFolder.write) -> None:
         time.sleep(0.05)
         write(files, name, parts)
 
     for stage, other in ((3, 2), (1, 3), (2, 2)):
         with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_files.Local, "write", slow)
+            patch.setattr(_files.LocalFolder, "write", slow)
             sharded = [fzero.shard(train_step_for(mlp_loss, OPT), stage=s, mesh=mesh) for s in (stage, other)]
             one, two = [fzero.jit(s, backend="fx") for s in sharded]
             with fzero.checkpoints(path, mesh, keep=2, every=3) as runs:
@@ -134,11 +134,11 @@ def resume_takes_no_initialisation(mesh: fzero.Mesh) -> None:
 def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
-    def counted(files: Any, name: str, at: int, views: Any, read: Any = _files.Local.read_into) -> None:
+    def counted(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
         moved["read"] += sum(len(v) for v in views)
         read(files, name, at, views)
 
-    def writing(files: Any, name: str, parts: Any, write: Any = _files.Local.write) -> None:
+    def writing(files: Any, name: str, parts: Any, write: Any = _files.LocalFolder.write) -> None:
         def tell() -> Iterator[Any]:
             for part in parts:
                 moved["written"] += sum(len(v) for v in part)
@@ -147,8 +147,8 @@ def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.Mesh) -> None:
         write(files, name, tell())
 
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_files.Local, "read_into", counted)
-        patch.setattr(_files.Local, "write", writing)
+        patch.setattr(_files.LocalFolder, "read_into", counted)
+        patch.setattr(_files.LocalFolder, "write", writing)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
         params = {f"w{i}": torch.ones(1 << 18) for i in range(16)}
         state = step.init(params, OPT)
@@ -277,7 +277,7 @@ def what_is_remembered_outlives_a_machine(mesh: fzero.Mesh) -> None:
 def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: fzero.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
-    def reading(files: Any, name: str, at: int, views: Any, original: Any = _files.Local.read_into) -> None:
+    def reading(files: Any, name: str, at: int, views: Any, original: Any = _files.LocalFolder.read_into) -> None:
         moved["read"] += sum(len(v) for v in views)
         original(files, name, at, views)
 
@@ -303,7 +303,7 @@ def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: f
         like = step.partition({f"w{i}": torch.ones(1 << 12) for i in range(4)})
         fzero.hf.write(path, like, mesh)
         with pytest.MonkeyPatch.context() as counting:
-            counting.setattr(_files.Local, "read_into", reading)
+            counting.setattr(_files.LocalFolder, "read_into", reading)
             fzero.hf.read(path, like, mesh)
         assert moved["read"] < step.state_bytes(like) + 1024
 

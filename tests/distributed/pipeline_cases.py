@@ -199,11 +199,11 @@ def what_one_pipeline_saves_another_loads(world: fzero.Mesh) -> None:
 def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
-    def reading(files: Any, name: str, at: int, views: Any, read: Any = _files.Local.read_into) -> None:
+    def reading(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
         moved["read"] += sum(len(v) for v in views)
         read(files, name, at, views)
 
-    def writing(files: Any, name: str, parts: Any, write: Any = _files.Local.write) -> None:
+    def writing(files: Any, name: str, parts: Any, write: Any = _files.LocalFolder.write) -> None:
         def tell() -> Any:
             for part in parts:
                 moved["written"] += sum(len(v) for v in part)
@@ -212,8 +212,8 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
         write(files, name, tell())
 
     with folder(world) as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_files.Local, "read_into", reading)
-        patch.setattr(_files.Local, "write", writing)
+        patch.setattr(_files.LocalFolder, "read_into", reading)
+        patch.setattr(_files.LocalFolder, "write", writing)
         loss, mesh = loss_of(4), fzero.mesh(dp=-1, pp=2)
         step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
         params = {"blocks": [{"w": torch.ones(1 << 20)} for _ in range(8)], "table": torch.ones(2)}

@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.graph import _choose, _one_rank
-from fzero.graph._pipeline import Choice, Given, Pipeline
+from fzero.graph._pipeline import Choice, PassContext, PassManager
 from fzero.graph.ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
 from fzero.graph.loops import Loop, loop_of
 from fzero.graph.passes import _carry
@@ -45,7 +45,7 @@ def loops(graph: Any) -> list[Loop]:
 
 def scheduled(traced: Any, in_flight: int, across_turns: bool = True, bucket_bytes: int = 0) -> Any:
     choice = Choice(False, 0, bucket_bytes, 0, in_flight, across_turns)
-    return Pipeline(traced, Given()).scheduled(choice)
+    return PassManager(traced, PassContext()).scheduled(choice)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 9])

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 from fzero._torch import OneNode
 from fzero.graph._agree import signatures
 from fzero.graph.ir import is_cheap
-from fzero.graph.ops import OPERATIONS, Known, is_factory, is_view
+from fzero.graph.ops import OPERATIONS, OperationTraits, is_factory, is_view
 from fzero.graph.passes import recompute, schedule
 from fzero.layout import flat
 from tests.graph import graphs
@@ -17,7 +17,7 @@ from tests.graph import graphs
 aten = graphs.aten
 
 
-def rows(column: Known) -> list[str]:
+def rows(column: OperationTraits) -> list[str]:
     return [name for name, known in OPERATIONS.items() if column in known]
 
 
@@ -31,9 +31,9 @@ def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
 
 
 def test_columns_imply_others():
-    cheap = {*rows(Known.CHEAP)}
-    assert cheap >= {*rows(Known.FACTORY), *rows(Known.EMPTY), *rows(Known.LAYOUT)}
-    assert {*rows(Known.BY_RANK)} >= {*rows(Known.FACTORY), *rows(Known.LAYOUT)}
+    cheap = {*rows(OperationTraits.CHEAP)}
+    assert cheap >= {*rows(OperationTraits.FACTORY), *rows(OperationTraits.EMPTY), *rows(OperationTraits.LAYOUT)}
+    assert {*rows(OperationTraits.BY_RANK)} >= {*rows(OperationTraits.FACTORY), *rows(OperationTraits.LAYOUT)}
     assert all(known for known in OPERATIONS.values())
 
 
@@ -55,20 +55,20 @@ CALLS = {  # of operations that are linear, or lay out, or share memory: what th
 }
 
 
-@pytest.mark.parametrize("name", rows(Known.LINEAR))
+@pytest.mark.parametrize("name", rows(OperationTraits.LINEAR))
 def test_a_linear_operation_is_linear(name):
     x, y = torch.arange(6.0), 2.0 ** torch.arange(6)
     torch.testing.assert_close(CALLS[name](x + y), CALLS[name](x) + CALLS[name](y))
 
 
-@pytest.mark.parametrize("name", rows(Known.LAYOUT))
+@pytest.mark.parametrize("name", rows(OperationTraits.LAYOUT))
 def test_what_lays_out_changes_no_value(name):
     x = torch.arange(1.0, 7.0)
     found = CALLS[name](x)
     assert found[found != 0].tolist() == x.tolist()
 
 
-@pytest.mark.parametrize("name", rows(Known.VIEW))
+@pytest.mark.parametrize("name", rows(OperationTraits.VIEW))
 def test_a_view_lies_in_its_operands_memory(name):
     x = torch.arange(6.0).view(2, 3)
     assert CALLS[name](x).data_ptr() == x.data_ptr()

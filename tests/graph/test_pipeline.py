@@ -17,7 +17,7 @@ import fzero
 from fzero import optim
 from fzero.graph import _pipeline, passes
 from fzero.graph._choose import Knobs, candidates
-from fzero.graph._pipeline import FITTING, PASSES, Choice, Given, Pipeline
+from fzero.graph._pipeline import FITTING, PASSES, Choice, PassContext, PassManager
 from fzero.graph.ir import GATHER_INTO
 from fzero.graph.passes import (
     alone,
@@ -49,7 +49,7 @@ def test_the_list_has_every_pass_once():
 LAST = f"{len(PASSES)}_schedule.txt"
 
 
-def by_hand(graph: Graph, choice: Choice, given: Given) -> Graph:
+def by_hand(graph: Graph, choice: Choice, given: PassContext) -> Graph:
     """Run the passes as the list says, without it."""
     graph = alone(graph, given.alone) if given.alone else graph
     graph = recompute(graph) if choice.recompute else graph
@@ -78,7 +78,7 @@ REPLICATED = SHARDED._replace(stage=1)
 def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself):
     """Whatever choices came before: what they share is no other graph."""
     sample = build_chain(chain)
-    given = Given(
+    given = PassContext(
         tuple(sample.pairs),
         tuple(sample.donated),
         functional,
@@ -86,7 +86,7 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
         alone=("g",) if by_itself else (),
         fuses=not functional,
     )
-    pipeline = Pipeline(sample.graph, given)
+    pipeline = PassManager(sample.graph, given)
     for choice in chosen:
         made = pipeline.run(choice)
         assert [p.row for p in made] == [*PASSES]
@@ -98,7 +98,9 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
 def test_new_parameters_arrive_in_the_leaves_that_were_donated():
     """So donation comes first: this example tells the orders apart."""
     sample = build_chain(REPLICATED)
-    made = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated))).run(Choice(False, math.inf, 0))
+    made = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated))).run(
+        Choice(False, math.inf, 0)
+    )
     arrived = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in made}
     assert (arrived["in_place"], arrived["gather_into"], arrived["schedule"]) == (0, 3, 3)
 
@@ -116,7 +118,7 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
 
     monkeypatch.setattr(_pipeline, "PASSES", tuple(counted(row) for row in PASSES))
     sample = build_chain(chain)
-    given = Given(tuple(sample.pairs), tuple(sample.donated))
+    given = PassContext(tuple(sample.pairs), tuple(sample.donated))
     found = candidates(sample.graph, given, Knobs(recompute=False, memory_budget=10**9))
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
@@ -128,7 +130,7 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
 
 def test_where_a_pass_changes_nothing_what_follows_runs_once():
     sample = build_chain(SHARDED._replace(stage=1))
-    passes = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)))
+    passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     one, other = (passes.scheduled(Choice(again, math.inf, size)) for again, size in ((False, 0), (True, 0)))
     assert not passes.changed_by(Choice(True, math.inf, 0), "recompute") and one is other
 
@@ -139,7 +141,7 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
     shared = rows["schedule"]._replace(reads=lambda graph: (read.append(graph), Orders(graph))[1])
     monkeypatch.setattr(_pipeline, "PASSES", (*PASSES[:-1], shared))
     sample = build_chain(SHARDED)
-    passes = Pipeline(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)))
+    passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
         choice = Choice(False, 0, 0, ahead, flying, 300)
         assert lines(passes.run(choice)[-1].graph) == lines(by_hand(sample.graph, choice, passes.given))
@@ -161,7 +163,7 @@ def test_the_settings_that_a_plan_tells_are_the_choices():
 @given(chains(stages=[3], sam=False))
 def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)
-    found = candidates(sample.graph, Given(tuple(sample.pairs), tuple(sample.donated)), Knobs())
+    found = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), Knobs())
     room = min(c.peak_bytes for c in found)
     fitting = [c for c in found if c.choice.prefetch == FITTING]
     assert fitting and {c.choice.room for c in fitting} == {room}
@@ -257,6 +259,6 @@ def peak_bytes_of(path: pathlib.Path) -> set[int]:
 
 def test_the_peak_of_the_last_pass_is_the_candidates():
     sample = build_chain(SHARDED)
-    given = Given(tuple(sample.pairs), tuple(sample.donated))
+    given = PassContext(tuple(sample.pairs), tuple(sample.donated))
     for c in candidates(sample.graph, given, Knobs()):
-        assert peak_bytes(Pipeline(sample.graph, given).run(c.choice)[-1].graph) == c.peak_bytes
+        assert peak_bytes(PassManager(sample.graph, given).run(c.choice)[-1].graph) == c.peak_bytes

@@ -14,7 +14,7 @@ from torch.fx import Graph
 import fzero
 from fzero import optim, tree
 from fzero.graph._choose import SLACK, Knobs, candidates
-from fzero.graph._pipeline import Given
+from fzero.graph._pipeline import PassContext
 from fzero.graph.ir import LATE, values
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._schedule._roles import roles
@@ -174,7 +174,7 @@ def test_it_is_done_where_it_is_asked_for():
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
 def test_it_is_tried_where_it_takes_less(beside, tried):
     """Not where the peak is that of another value."""
-    found = candidates(clipped([9000, 9000, 9000], beside=beside), Given(), Knobs())
+    found = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), Knobs())
     assert {c.choice.recast for c in found} == ({False, True} if tried else {False})
 
 

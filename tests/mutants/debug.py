@@ -19,7 +19,9 @@ MUTANTS = [
         "before = [other for other, _ in _parents(trails, node)]",
         DEBUG,
     ),
-    Mutant("tensors are kept alive", "debug/_watch.py", "Operation(operation.name, [], [], [])", "operation", DEBUG),
+    Mutant(
+        "tensors are kept alive", "debug/_watch.py", "WatchedOperation(operation.name, [], [], [])", "operation", DEBUG
+    ),
     Mutant("padding is a result", "debug/_leaves.py", "x = x[..., : max(known.numel - start, 0)]", "pass", DEBUG),
     Mutant(
         "the first leaf of a unit is named",

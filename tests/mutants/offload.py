@@ -162,8 +162,8 @@ MUTANTS = [
     Mutant(
         "a host's piece is loaded from the wrong range",
         "checkpoint/_holdings.py",
-        "Range(block, start + a - piece.at, start + b - piece.at)",
-        "Range(block, start, start + b - a)",
+        "BlockRange(block, start + a - piece.at, start + b - piece.at)",
+        "BlockRange(block, start, start + b - a)",
         OFFLOAD,
     ),
     Mutant(
@@ -301,8 +301,8 @@ MUTANTS = [
     Mutant(
         "a slot alone is no box",
         "transforms/_remat/_stand_ins.py",
-        "isinstance(x, _Box | Slot)",
-        "isinstance(x, _Box)",
+        "isinstance(x, _ShardStandIn | Slot)",
+        "isinstance(x, _ShardStandIn)",
         REMAT,
     ),
     Mutant("boxes wait on the host", "transforms/_remat/_call.py", " - self.arguments.boxed()", "", REMAT),

@@ -13,7 +13,7 @@ from fzero.graph.ir import is_gather, is_wait, start_of
 from fzero.graph.ops import is_random
 from fzero.graph.phases import Phase, phases_of
 from fzero.graph.plan._track import track_seconds
-from fzero.graph.split import Held, split
+from fzero.graph.split import Residual, split
 from tests.helpers import examples
 from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of
 
@@ -136,8 +136,8 @@ def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     held: set[Any] = set()
     for part in parts:
         part.graph.lint()
-        assert {x for x in part.given if isinstance(x, Held)} <= held
-        held |= {x for x in part.made if isinstance(x, Held)}
+        assert {x for x in part.given if isinstance(x, Residual)} <= held
+        held |= {x for x in part.made if isinstance(x, Residual)}
         assert len(part.given) == sum(n.op == "placeholder" for n in part.graph.nodes)
     # each sum is written once a turn
     writes = [n.args[0].name for part in parts for n in part.graph.nodes if "copy_" in str(n.target)]
@@ -174,7 +174,7 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
     assert all(gathered[Phase("F", s)] for s in loop.track.stages)
     assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
     names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
-    assert not names & {x.name for part in parts for x in part.made if isinstance(x, Held)}
+    assert not names & {x.name for part in parts for x in part.made if isinstance(x, Residual)}
 
 
 def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
@@ -189,7 +189,7 @@ def held(parts: Any) -> list[torch.Tensor]:
     from fzero.graph.ir import results, values
 
     made = [(what, n) for part in parts for what, n in zip(part.made, results(part.graph), strict=True)]
-    return [values(n)[0] for what, n in made if isinstance(what, Held)]
+    return [values(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
 def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fzero.graph.ir import is_input, nbytes, results, values
 from fzero.graph.loops import Loop
 from fzero.graph.phases import Phase, phases_of
-from fzero.graph.split import Arrival, Held, Split, split
+from fzero.graph.split import Arrival, PhaseGraph, Residual, split
 from fzero.graph.storages import storages_in
 from fzero.schedules import Action
 from fzero.schedules._actions import Value
@@ -51,7 +51,7 @@ class _Profile(NamedTuple):
     """
 
     live: list[int]
-    given: dict[Held | Arrival, tuple[int, int]]
+    given: dict[Residual | Arrival, tuple[int, int]]
     made: list[int | None]
     size: list[int]
 
@@ -73,7 +73,7 @@ def most_in_phases(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phas
     return _KNOWN[loop.body]
 
 
-def _profile(part: Split, last_uses: Callable[..., list[int]]) -> _Profile:
+def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
     nodes = list(part.graph.nodes)
     lent, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, lent)
@@ -117,8 +117,8 @@ class _Walk:
     """
 
     loop: Loop
-    profiles: dict[Phase, tuple[Split, _Profile]]
-    held: dict[tuple[int, Held], list[Any]] = field(default_factory=dict)
+    profiles: dict[Phase, tuple[PhaseGraph, _Profile]]
+    held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
     here: dict[Value, list[_Block]] = field(default_factory=dict)
     leaving: dict[Any, list[_Block]] = field(default_factory=dict)
     now: int = 0
@@ -127,7 +127,7 @@ class _Walk:
         """Return the most bytes that are alive during each phase."""
         track = self.loop.track
         assert track is not None
-        self.readers = Counter([x for part, _ in self.profiles.values() for x in part.given if isinstance(x, Held)])
+        self.readers = Counter([x for part, _ in self.profiles.values() for x in part.given if isinstance(x, Residual)])
         self.forms = self._forms()
         messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
         most: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
@@ -176,7 +176,7 @@ class _Walk:
                 continue
             block = blocks.setdefault(storage, _Block(profile.size[storage])) if storage is not None else _Block(0)
             self._hold(block)
-            if isinstance(what, Held):
+            if isinstance(what, Residual):
                 self.held[m, what] = [block, self.readers[what]]
             else:
                 made = Value(what.kind, what.stage, m)  # pyright: ignore[reportArgumentType]
@@ -186,7 +186,7 @@ class _Walk:
         return most, made
 
     def _taken(
-        self, part: Split, profile: _Profile, m: int
+        self, part: PhaseGraph, profile: _Profile, m: int
     ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
         """Take what a phase is given: its memory by storage, and of what it reads last the storage and when it ends."""
         blocks: dict[int | None, _Block] = {}

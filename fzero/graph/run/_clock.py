@@ -15,12 +15,12 @@ from fzero.graph.ir import flops
 from fzero.graph.loops import loop_of
 from fzero.graph.plan._phases import phases
 
-__all__ = ["COMPILED", "Ran", "clocked", "name_of", "now", "place_of", "timed", "timed_graph"]
+__all__ = ["COMPILED", "TimedOperation", "clocked", "name_of", "now", "place_of", "timed", "timed_graph"]
 
 COMPILED = "compiled code"
 
 
-class Ran(NamedTuple):
+class TimedOperation(NamedTuple):
     """An operation that ran.
 
     Attributes:
@@ -36,11 +36,11 @@ class Ran(NamedTuple):
     seconds: float
 
 
-_NOTES: ContextVar[Callable[[Ran], None] | None] = ContextVar("notes", default=None)
+_NOTES: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("notes", default=None)
 
 
 @contextmanager
-def clocked(note: Callable[[Ran], None]) -> Iterator[None]:
+def clocked(note: Callable[[TimedOperation], None]) -> Iterator[None]:
     """Have each operation of the graphs that run within noted, with its time."""
     token = _NOTES.set(note)
     try:
@@ -49,12 +49,12 @@ def clocked(note: Callable[[Ran], None]) -> Iterator[None]:
         _NOTES.reset(token)
 
 
-def now() -> Callable[[Ran], None] | None:
+def now() -> Callable[[TimedOperation], None] | None:
     """Return what wants to know, if anybody does."""
     return _NOTES.get()
 
 
-def timed(note: Callable[[Ran], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
+def timed(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
     """Call a function, and note its time."""
     with unwatched():
         start = time.perf_counter()
@@ -62,7 +62,7 @@ def timed(note: Callable[[Ran], None], name: str, line: str, phase: str, f: Call
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    note(Ran(name, line, phase, seconds))
+    note(TimedOperation(name, line, phase, seconds))
     return out
 
 

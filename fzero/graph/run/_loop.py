@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.collectives.gloo import Sent
+from fzero.collectives.gloo import PendingMessages
 from fzero.graph.ir import results, values
 from fzero.graph.loops import Loop
 
@@ -46,9 +46,9 @@ def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[
     return run
 
 
-def _arriving(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Sent:
+def _arriving(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PendingMessages:
     """Return what the first turn finds on its way, and makes when it waits for it: -0.0, which changes no sum."""
-    return Sent([], partial(torch.full, shape, -0.0, dtype=dtype, device=device))
+    return PendingMessages([], partial(torch.full, shape, -0.0, dtype=dtype, device=device))
 
 
 def _put(j: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -22,12 +22,12 @@ from fzero.graph.run._loop import running
 from fzero.graph.run._scalars import scalars
 from fzero.graph.run._segment import Segment, segment
 from fzero.graph.run._track import following
-from fzero.graph.split import Split, split
+from fzero.graph.split import PhaseGraph, split
 
-__all__ = ["Arguments", "Program", "SingleOperation", "Turns", "program_of"]
+__all__ = ["Operands", "Program", "SingleOperation", "Turns", "program_of"]
 
 
-class Arguments(NamedTuple):
+class Operands(NamedTuple):
     """The arguments of an operation, in which slots stand for values.
 
     Attributes:
@@ -61,7 +61,7 @@ class Turns(NamedTuple):
 
     loop: Loop
     programs: "list[Program]"
-    parts: tuple[Split, ...] | None = None
+    parts: tuple[PhaseGraph, ...] | None = None
 
     def running(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
         """Make the function of the loop's node, given what runs its programs."""
@@ -80,7 +80,7 @@ class SingleOperation(NamedTuple):
     """
 
     target: Callable[..., Any] | Turns
-    arguments: Arguments
+    arguments: Operands
     out: int
     free: list[int]
     line: str = ""
@@ -143,7 +143,7 @@ def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
 
 def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
     """Make an instruction of a node, and give its result a slot."""
-    arguments = Arguments(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
+    arguments = Operands(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
     slot[node] = len(slot)
     loop = loop_of(node)
     target = _turns(loop) if loop else node.target

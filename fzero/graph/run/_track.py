@@ -11,7 +11,7 @@ from fzero.collectives.letters import Letters
 from fzero.graph.ir import results, values
 from fzero.graph.loops import Loop
 from fzero.graph.phases import phases_of
-from fzero.graph.split import Arrival, Held, Split
+from fzero.graph.split import Arrival, PhaseGraph, Residual
 from fzero.schedules import Action
 from fzero.schedules._actions import Value
 from fzero.schedules._program import programs
@@ -21,7 +21,7 @@ __all__ = ["following"]
 Body = Callable[[list[Any]], Sequence[Any]]
 
 
-def following(loop: Loop, parts: Sequence[Split], bodies: Sequence[Body]) -> Callable[..., list[torch.Tensor]]:
+def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a pipeline's loop: from what it is given to its sums.
 
     Args:
@@ -32,7 +32,7 @@ def following(loop: Loop, parts: Sequence[Split], bodies: Sequence[Body]) -> Cal
     assert loop.track is not None
     track, first = loop.track, len(loop.parts)
     phases = {part.phase: (part, body) for part, body in zip(parts, bodies, strict=True)}
-    readers = Counter([x for part in parts for x in part.given if isinstance(x, Held)])
+    readers = Counter([x for part in parts for x in part.given if isinstance(x, Residual)])
     forms, device = _forms(parts)
     row = programs(track.schedule)[track.binding.rank]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
@@ -55,7 +55,7 @@ def following(loop: Loop, parts: Sequence[Split], bodies: Sequence[Body]) -> Cal
     return run
 
 
-def _forms(parts: Sequence[Split]) -> tuple[list[torch.Tensor], torch.device]:
+def _forms(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], torch.device]:
     """Return stand-ins of the leaves of what stages hand on, and the device where they lie."""
     found: dict[int, torch.Tensor] = {}
     for part in parts:
@@ -82,11 +82,11 @@ class _Turns:
 
     loop: Loop
     given: Sequence[torch.Tensor]
-    readers: dict[Held, int]
+    readers: dict[Residual, int]
     letters: Letters
-    held: dict[tuple[int, Held], list[Any]] = field(default_factory=dict)
+    held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
-    def run(self, part: Split, body: Body, m: int) -> Value | None:
+    def run(self, part: PhaseGraph, body: Body, m: int) -> Value | None:
         """Run a phase of a turn; returns what it has made for another stage."""
         arrived: dict[Value, list[torch.Tensor]] = {}
         args = [self._argument(x, m, arrived) for x in part.given]
@@ -94,7 +94,7 @@ class _Turns:
         out = list(body(args))
         made: dict[Value, list[torch.Tensor]] = {}
         for what, x in zip(part.made, out, strict=True):
-            if isinstance(what, Held):
+            if isinstance(what, Residual):
                 self.held[m, what] = [x, self.readers[what]]
             elif isinstance(what, Arrival):
                 made.setdefault(Value(what.kind, what.stage, m), []).append(x)  # pyright: ignore[reportArgumentType]
@@ -102,8 +102,8 @@ class _Turns:
             self.letters.put(value, xs)
         return next(iter(made), None)
 
-    def _argument(self, source: int | Held | Arrival, m: int, arrived: dict[Value, list[torch.Tensor]]) -> Any:
-        if isinstance(source, Held):
+    def _argument(self, source: int | Residual | Arrival, m: int, arrived: dict[Value, list[torch.Tensor]]) -> Any:
+        if isinstance(source, Residual):
             entry = self.held[m, source]
             entry[1] -= 1
             return self.held.pop((m, source))[0] if not entry[1] else entry[0]

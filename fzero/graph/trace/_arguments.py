@@ -18,12 +18,12 @@ from fzero._torch import Buffer, buffers_of
 from fzero.layout.boxes import PerRank, Shard, Slot, is_box
 from fzero.layout.pieces import spaces
 
-__all__ = ["Arguments", "Place", "arguments_of", "blocks_of", "places_of"]
+__all__ = ["Arguments", "LeafPlace", "arguments_of", "blocks_of", "places_of"]
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may do other things with the same operations
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """Where a leaf stands in a call, or in a result.
 
     Attributes:
@@ -79,12 +79,12 @@ class Arguments:
         return buffers_of(self.tensors)
 
     @cached_property
-    def leaf_places(self) -> list[Place]:
+    def leaf_places(self) -> list[LeafPlace]:
         """The place of each leaf."""
         return places_of(tree.unflatten(self.structure, list(range(len(self.leaves)))))
 
     @cached_property
-    def places(self) -> list[Place]:
+    def places(self) -> list[LeafPlace]:
         """The place of each distinct tensor: that of its first leaf."""
         return [self.leaf_places[i] for i in self.where]
 
@@ -154,22 +154,22 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return Arguments(leaves, structure, where, index)
 
 
-def places_of(values: Any) -> list[Place]:
+def places_of(values: Any) -> list[LeafPlace]:
     """List the place of each leaf of a tree."""
     found = []
     for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
         if isinstance(x, PerRank):
             paths = tree.flatten_with_paths(x.value)[0]
-            found += [Place(f"{path}.{inner}".strip("."), "") for inner in paths]
+            found += [LeafPlace(f"{path}.{inner}".strip("."), "") for inner in paths]
         elif isinstance(x, Shard):
             for space, part in zip(spaces(x), x.parts, strict=True):
-                found += [Place(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
+                found += [LeafPlace(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
         elif not isinstance(x, Slot):
-            found.append(Place(path, ""))
+            found.append(LeafPlace(path, ""))
     return found
 
 
-def blocks_of(places: Sequence[Place], parameters: Collection[int | None]) -> list[str]:
+def blocks_of(places: Sequence[LeafPlace], parameters: Collection[int | None]) -> list[str]:
     """List for each leaf the number of the repeated block that it belongs to, or "".
 
     A box belongs to its unit's. Another leaf belongs to that of the parameter whose path its own ends with. So the

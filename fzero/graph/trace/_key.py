@@ -76,22 +76,24 @@ def changed(old: Key, arguments: Arguments) -> str:
     return next(f"{place} is tied to another tensor than before" for place, before, now in places if before != now)
 
 
-class _Leaf(NamedTuple):
+class _LeafInWords(NamedTuple):
     """A leaf in words: what it is, and what else a trace depends on."""
 
     what: str
     more: str = ""
 
 
-def _leaves(key: Key) -> list[_Leaf]:
+def _leaves(key: Key) -> list[_LeafInWords]:
     values, found, seen = iter(key.values), [], set()
     for number in key.index:
         if number is None:
             kind, value = next(values)
-            found.append(_Leaf(repr(float.fromhex(value) if kind is float else value)))
+            found.append(_LeafInWords(repr(float.fromhex(value) if kind is float else value)))
             continue
         shape, dtype, strides, device, requires_grad = key.tensors[number]
         more = f", strides {list(strides)}, on {device}{', requires grad' if requires_grad else ''}"
-        found.append(_Leaf(f"{dtype} {list(shape)}", more + (", tied to another leaf" if number in seen else "")))
+        found.append(
+            _LeafInWords(f"{dtype} {list(shape)}", more + (", tied to another leaf" if number in seen else ""))
+        )
         seen.add(number)
     return found

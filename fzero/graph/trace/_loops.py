@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fzero._torch import line_of
 from fzero.graph import turns
 from fzero.graph.ir import aten, described, is_wait, reordered
-from fzero.graph.loops import Loop, Part, function_of, loop_of
+from fzero.graph.loops import Loop, LoopSlice, function_of, loop_of
 from fzero.graph.ops import is_random
 from fzero.graph.phases import NEEDS
 from fzero.graph.trace._phases import needed_by, renumbered, sends_first, track_at, without_asides
@@ -170,7 +170,7 @@ def _replace(graph: Graph, turn: _Turn) -> None:
     """Put a node that runs the turn as a loop in its place."""
     turns = int(turn.start.args[0])  # pyright: ignore[reportArgumentType]
     body, rest = _body(turn)
-    parts = tuple([Part(int(n.args[2]), int(n.args[3])) for n in turn.parts])  # pyright: ignore[reportArgumentType]
+    parts = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in turn.parts])  # pyright: ignore[reportArgumentType]
     with graph.inserting_before(turn.start):
         begun = [_begun(graph, before.meta["val"]) for before, _ in turn.sums]
         sources = [n.args[0] for n in turn.parts]

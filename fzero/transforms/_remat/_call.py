@@ -13,9 +13,9 @@ from fzero.axes.scope import Scope, scope_here, within
 from fzero.transforms._gather import gather
 from fzero.transforms._remat._guards import Guard, check_captured
 from fzero.transforms._remat._stand_ins import Distinct, StandIns, arguments, result
-from fzero.transforms._remat._tape import Chosen, Player, Recorder
+from fzero.transforms._remat._tape import Chosen, Player, RandomTape
 
-__all__ = ["Call", "call_of", "called"]
+__all__ = ["BlockCall", "call_of", "called"]
 
 
 def called(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def casts_here() -> Casts:
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """A call of a block, without its tensors.
 
     Attributes:
@@ -86,7 +86,7 @@ class Call:
         return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed()
 
     def run(
-        self, tensors: Sequence[torch.Tensor], guard: Guard, tape: Recorder | Player
+        self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | Player
     ) -> tuple[tuple[torch.Tensor, ...], StandIns]:
         """Run the block on its tensors, in the scope and under the casts of its call.
 
@@ -118,7 +118,7 @@ class Call:
 
 def call_of(
     block: Callable[..., Any], save: Chosen | None, args: Any, kwargs: Any, host: bool = False
-) -> tuple[Call, tuple[torch.Tensor, ...]]:
+) -> tuple[BlockCall, tuple[torch.Tensor, ...]]:
     """Take a call down: return it, and its distinct tensors, the tokens of the bound axes among them.
 
     Raises:
@@ -131,4 +131,4 @@ def call_of(
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.number(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return Call(block, save, given, differentiated, scope, tokens, casts_here(), host), tuple(distinct.tensors)
+    return BlockCall(block, save, given, differentiated, scope, tokens, casts_here(), host), tuple(distinct.tensors)

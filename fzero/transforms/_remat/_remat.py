@@ -27,7 +27,7 @@ from fzero.transforms._remat._call import call_of, called
 from fzero.transforms._remat._steps import Jvp, Map, Vjp
 from fzero.transforms._remat._tape import Chosen, is_matmul
 from fzero.transforms._remat._waiting import brought_up, taken_down
-from fzero.transforms._remat._work import Ran, Work
+from fzero.transforms._remat._work import RunFinds, Work
 
 __all__ = ["remat"]
 
@@ -91,7 +91,7 @@ class _Remat(torch.autograd.Function):
         # a vmap that the forward pass did not run under (jacrev's, over cotangents) must not draw anew for each
         known = any(d is not None for d in dims[: len(work.call.differentiated)])
         out: Any = _Remat.apply(work.then(Map(dims, info.randomness if known else "same")), *tensors)
-        ran: Ran = out[0]
+        ran: RunFinds = out[0]
         batched = [0 if has_it else None for has_it in ran.batched[len(work.steps)]]
         return out, (None, *batched, *[None] * (len(out) - 1 - len(batched)))
 

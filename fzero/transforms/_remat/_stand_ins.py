@@ -34,7 +34,7 @@ class _At(NamedTuple):
         return tensors[self.index]
 
 
-class _Box(NamedTuple):
+class _ShardStandIn(NamedTuple):
     """Stands for a `Shard`: its unit, and the numbers of its pieces and of its origin."""
 
     uid: int
@@ -80,17 +80,17 @@ class StandIns:
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the tree with tensors in the places of their stand-ins."""
-        leaves = [x.of(tensors) if isinstance(x, _At | _Box) else x for x in self.leaves]
+        leaves = [x.of(tensors) if isinstance(x, _At | _ShardStandIn) else x for x in self.leaves]
         return tree.unflatten(self.structure, leaves)
 
     def boxed(self) -> frozenset[int]:
         """Return the numbers of the tensors in boxes."""
-        boxes = [x for x in self.leaves if isinstance(x, _Box)]
+        boxes = [x for x in self.leaves if isinstance(x, _ShardStandIn)]
         return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
     def has_boxes(self) -> bool:
         """Return whether a leaf is a box: also a slot alone, whose shard is elsewhere, for the error that says so."""
-        return any(isinstance(x, _Box | Slot) for x in self.leaves)
+        return any(isinstance(x, _ShardStandIn | Slot) for x in self.leaves)
 
 
 def arguments(args: Any, kwargs: Any, distinct: Distinct) -> StandIns:
@@ -128,7 +128,7 @@ def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
         return _At(distinct.number(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
-        return _Box(x.uid, tuple([distinct.number(y) for y in x.parts]), origin)
+        return _ShardStandIn(x.uid, tuple([distinct.number(y) for y in x.parts]), origin)
     if isinstance(x, CONSTANTS):
         return x
     name = type(x).__name__

@@ -1,7 +1,7 @@
 """A tape of operations' results: those that are drawn or kept in the forward pass are handed out in the recomputation.
 
-`Recorder` and `Player` are dispatch modes, so they lie below the transforms of torch.func and see the tensors that hold
-the values. The recorder keeps tensors, and writes a `Script`, which says which operation each belongs to.
+`RandomTape` and `Player` are dispatch modes, so they lie below the transforms of torch.func and see the tensors that
+hold the values. The tape keeps tensors, and writes a `Script`, which says which operation each belongs to.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from fzero._torch import OpOverload, TorchDispatchMode, storage_id
 from fzero.tree import flatten, tensors, unflatten
 
-__all__ = ["Chosen", "Player", "Recorder", "Script", "Tape", "is_matmul"]
+__all__ = ["Chosen", "Player", "RandomTape", "Script", "Tape", "is_matmul"]
 
 Chosen = Callable[[OpOverload], bool]
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "convolution"}
@@ -90,7 +90,7 @@ class Tape(list[torch.Tensor]):
     """The tensors that a recorder keeps; a type of its own, so that it is not taken for somebody else's list."""
 
 
-class Recorder(TorchDispatchMode):
+class RandomTape(TorchDispatchMode):
     """Keeps the results of the operations that draw random numbers, and of those `chosen`.
 
     Attributes:
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Player(TorchDispatchMode):
-    """Hands out the tensors that a `Recorder` kept, in order.
+    """Hands out the tensors that a `RandomTape` kept, in order.
 
     Args:
         script: the recorder's script.

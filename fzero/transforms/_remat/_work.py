@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from fzero._torch import storage_id
-from fzero.transforms._remat._call import Call
+from fzero.transforms._remat._call import BlockCall
 from fzero.transforms._remat._guards import Guard
 from fzero.transforms._remat._stand_ins import StandIns
 from fzero.transforms._remat._steps import Batched, Jvp, Step, Tuples, tracked
-from fzero.transforms._remat._tape import Player, Recorder, Script
+from fzero.transforms._remat._tape import Player, RandomTape, Script
 
-__all__ = ["Ran", "Work"]
+__all__ = ["RunFinds", "Work"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -33,7 +33,7 @@ class Recording:
 
 
 @dataclass(frozen=True)  # not a NamedTuple: torch.func would take it for a tree, and copy it
-class Ran:
+class RunFinds:
     """The finds of a run besides tensors.
 
     Attributes:
@@ -55,7 +55,7 @@ class Work:
         recording: None in the forward pass. Later its kept tensors come before the inputs.
     """
 
-    call: Call
+    call: BlockCall
     steps: tuple[Step, ...] = ()
     recording: Recording | None = None
 
@@ -73,7 +73,7 @@ class Work:
         """Return the work with one more step."""
         return replace(self, steps=(*self.steps, step))
 
-    def run(self, tensors: Tensors) -> tuple[Ran, tuple[torch.Tensor, ...]]:
+    def run(self, tensors: Tensors) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
         """Run the block and its steps, below all transforms.
 
         Args:
@@ -88,8 +88,8 @@ class Work:
         """
         return self._record(tensors) if self.recording is None else self._run_again(tensors, self.recording)
 
-    def _record(self, tensors: Tensors) -> tuple[Ran, tuple[torch.Tensor, ...]]:
-        call, tape = self.call, Recorder(self.call.save)
+    def _record(self, tensors: Tensors) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
+        call, tape = self.call, RandomTape(self.call.save)
         seen: list[tuple[Guard, StandIns]] = []
 
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,9 +107,9 @@ class Work:
         guard.check_escapes([*out, *tape.kept])
         given = {storage_id(x) for x in tensors}  # writing into a result must not reach an argument
         out = tuple([y.clone() if storage_id(y) in given else y for y in out])
-        return Ran(batched, Recording(tape.script(), result, is_tracked)), (*out, *[x.detach() for x in tape.kept])
+        return RunFinds(batched, Recording(tape.script(), result, is_tracked)), (*out, *[x.detach() for x in tape.kept])
 
-    def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[Ran, tuple[torch.Tensor, ...]]:
+    def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
         # tangents are made by matrix products too, so that those of the block cannot be told from them
         selective = not any(isinstance(step, Jvp) for step in self.steps)
         tape = Player(recording.script, tensors[: self.kept], self.call.save if selective else None)
@@ -119,7 +119,7 @@ class Work:
 
         out, batched = self._through(f, tensors[self.kept :], recording.tracked)
         tape.finish()
-        return Ran(batched, recording), out
+        return RunFinds(batched, recording), out
 
     def _through(
         self, f: Tuples, inputs: Tensors, is_tracked: bool

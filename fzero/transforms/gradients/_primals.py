@@ -13,7 +13,7 @@ import torch
 from fzero import tree
 from fzero.axes.axis import Axis
 from fzero.axes.replicated import check_inputs_replicated
-from fzero.axes.rules import Rules
+from fzero.axes.rules import LayoutRules
 from fzero.axes.scope import axis_names, joint, rules_here
 from fzero.collectives.invariant import one_of_copies
 from fzero.collectives.table import Whole, apply_along
@@ -288,7 +288,7 @@ def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
 
 
 def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
-    assignment = assign(arg, axes, Rules(rules_here().units), rest="replicated")
+    assignment = assign(arg, axes, LayoutRules(rules_here().units), rest="replicated")
     primals: list[Primal] = []
     for unit in assignment.units:
         members = [

@@ -12,10 +12,10 @@ from fzero.graph.ops import is_view
 from fzero.graph.passes._schedule._roles import Roles, roles, work_in_order
 from fzero.graph.storages import Storages
 
-__all__ = ["Rules", "listed", "readers_of_overwritten", "rules_of"]
+__all__ = ["OrderRules", "listed", "readers_of_overwritten", "rules_of"]
 
 
-class Rules(NamedTuple):
+class OrderRules(NamedTuple):
     """What an order obeys.
 
     Attributes:
@@ -44,7 +44,7 @@ class Rules(NamedTuple):
 
 
 @dataclass
-class State:
+class Listing:
     """How far an order is made.
 
     Attributes:
@@ -64,7 +64,7 @@ class State:
     put_off: set[Node] = field(default_factory=set)
 
 
-def rules_of(graph: Graph, lent: Storages) -> Rules:
+def rules_of(graph: Graph, lent: Storages) -> OrderRules:
     """Find what an order of a graph obeys, if no gather starts ahead and no collective is on its way beside work."""
     nodes, readers = list(graph.nodes), readers_of_overwritten(graph, lent)
     index = {n: i for i, n in enumerate(nodes)}
@@ -76,12 +76,12 @@ def rules_of(graph: Graph, lent: Storages) -> Rules:
         for reader in before:
             writes.setdefault(reader, []).append(write)
     parts = roles(graph)
-    return Rules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
+    return OrderRules(nodes, index, parts, work_in_order(parts.work), readers, writes, 0, {})
 
 
-def listed(rules: Rules) -> list[Node]:
+def listed(rules: OrderRules) -> list[Node]:
     """List a graph's nodes in the order in which they run."""
-    state = State(_missing(rules))
+    state = Listing(_missing(rules))
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
@@ -103,7 +103,7 @@ def listed(rules: Rules) -> list[Node]:
     return state.order
 
 
-def _missing(rules: Rules) -> dict[Node, int]:
+def _missing(rules: OrderRules) -> dict[Node, int]:
     """Count for each early node, and each write, the nodes that it waits for."""
     missing = {n: sum(rules.holds_up(a) for a in n.all_input_nodes) for n in rules.roles.early}
     for write, readers in rules.readers.items():
@@ -111,13 +111,13 @@ def _missing(rules: Rules) -> dict[Node, int]:
     return missing
 
 
-def _require(rules: Rules, state: State, needed: Sequence[Node]) -> None:
+def _require(rules: OrderRules, state: Listing, needed: Sequence[Node]) -> None:
     """Run nodes in this order; of those that become ready the first is to run first."""
     for n in needed:
         state.ready = _emit(rules, state, n) + state.ready
 
 
-def _run_ready(rules: Rules, state: State) -> None:
+def _run_ready(rules: OrderRules, state: Listing) -> None:
     """Run all nodes that can run, and those that can because of that, depth first."""
     stack, state.ready = state.ready, []
     while stack:
@@ -133,7 +133,7 @@ def _run_ready(rules: Rules, state: State) -> None:
             stack += _emit(rules, state, needed)
 
 
-def _landing(rules: Rules, state: State) -> list[Node]:
+def _landing(rules: OrderRules, state: Listing) -> list[Node]:
     """Take back the waits of the oldest collective, as a stack, if one too many is on its way."""
     starts = list(dict.fromkeys(map(start_of, state.on_the_way)))
     landing = [w for w in state.on_the_way if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
@@ -141,7 +141,7 @@ def _landing(rules: Rules, state: State) -> list[Node]:
     return landing[::-1]
 
 
-def _unmet(rules: Rules, state: State, node: Node) -> list[Node]:
+def _unmet(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     """List a node and the nodes that it needs and that have not run, in an order that can run."""
     found: dict[Node, None] = {}
     stack = [node]
@@ -154,7 +154,7 @@ def _unmet(rules: Rules, state: State, node: Node) -> list[Node]:
     return sorted(found, key=rules.index.__getitem__)
 
 
-def _emit(rules: Rules, state: State, node: Node) -> list[Node]:
+def _emit(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     """Put the gathers that start ahead of a node next in the order, and then the node.
 
     Returns:
@@ -167,7 +167,7 @@ def _emit(rules: Rules, state: State, node: Node) -> list[Node]:
     return released + _append(rules, state, node)
 
 
-def _append(rules: Rules, state: State, node: Node) -> list[Node]:
+def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     """Put a node next in the order, and return the nodes that can run because of it, as a stack."""
     if node in state.done:
         return []
@@ -184,7 +184,7 @@ def _append(rules: Rules, state: State, node: Node) -> list[Node]:
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _met(rules: Rules, state: State, node: Node) -> list[Node]:
+def _met(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     """List the early nodes that waited for late ones alone, of which this was the last: they end its life."""
     found = [u for u in node.users if u in rules.roles.early and u not in state.done and not state.missing[u]]
     return [u for u in found if all(a in state.done for a in u.all_input_nodes)]

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fzero.graph.ir import parameter_gathers, reordered
 from fzero.graph.passes._schedule._ahead import asked_ahead, where_it_fits
 from fzero.graph.passes._schedule._host_last import host_last
-from fzero.graph.passes._schedule._listing import Rules, listed, rules_of
+from fzero.graph.passes._schedule._listing import OrderRules, listed, rules_of
 from fzero.graph.plan._liveness import live_in
 from fzero.graph.storages import Storages, storages
 
@@ -50,7 +50,7 @@ class Orders:
         return storages(self.graph)
 
     @cached_property
-    def rules(self) -> Rules:
+    def rules(self) -> OrderRules:
         """What all orders obey."""
         return rules_of(self.graph, self.storages)
 
