@@ -12,14 +12,14 @@ import torch
 
 from fzero._torch.recorder import is_fzeros, is_users
 
-__all__ = ["UsersFrames", "door", "hinted"]
+__all__ = ["UsersFrames", "api_boundary", "api_boundary_with"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
 
-def door(f: F, hint: str = "") -> F:
+def api_boundary(f: F, hint: str = "") -> F:
     """Return a public function, errors of which are at the user's call, and not in it.
 
     Args:
@@ -45,9 +45,9 @@ def door(f: F, hint: str = "") -> F:
     return cast("F", called)
 
 
-def hinted(hint: str) -> Callable[[F], F]:
-    """Return `door` with a hint."""
-    return lambda f: door(f, hint)
+def api_boundary_with(hint: str) -> Callable[[F], F]:
+    """Return `api_boundary` with a hint."""
+    return lambda f: api_boundary(f, hint)
 
 
 def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 
 OPT = optim.adam(1e-2)
 
@@ -135,9 +135,9 @@ def test_an_answer_of_fzero_is_at_the_users_call(name):
 def test_an_error_that_fzero_did_not_mean_keeps_its_frames():
     """One that torch raised on its own, and one of another kind: they may be faults of fzero."""
     with pytest.raises(NotImplementedError) as of_torch:
-        door(torch.nn.functional.interpolate)(torch.ones(2), 3)
+        api_boundary(torch.nn.functional.interpolate)(torch.ones(2), 3)
     with pytest.raises(KeyError) as of_python:
-        door({}.__getitem__)("x")
+        api_boundary({}.__getitem__)("x")
     for caught in (of_torch, of_python):
         assert "fzero" in traceback.extract_tb(caught.value.__traceback__)[1].filename
         assert not getattr(caught.value, "__notes__", ())

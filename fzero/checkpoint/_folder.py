@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero._notice import notice
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
@@ -25,7 +25,7 @@ __all__ = ["Checkpoints", "checkpoints", "read_whole", "step_name", "step_number
 _DIGITS = 15  # of a step's number
 
 
-@door
+@api_boundary
 def checkpoints(
     root: Any,
     mesh: Mesh | None = None,
@@ -112,7 +112,7 @@ class Checkpoints:
         if error is None:
             self.wait()
 
-    @door
+    @api_boundary
     def save(self, step: int, values: Any, *, background: bool = True) -> Saving:
         """Save a tree as that of a step, and let go of the checkpoints that need not be kept.
 
@@ -188,7 +188,7 @@ class Checkpoints:
         """List the steps of which there is a manifest, oldest first."""
         return [n for n in step_numbers(self._files) if self._files.at(step_name(n)).size(MANIFEST) is not None]
 
-    @door
+    @api_boundary
     def restore(self, like: Any, *, partial: bool = False) -> Any:
         """Read the newest whole checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
 

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import see
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same
 from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._bytes import bytes_of, is_direct
@@ -26,7 +26,7 @@ from fzero.ranks.mesh import Mesh
 __all__ = ["Wanted", "load", "load_files", "read_blocks", "wanted_of"]
 
 
-@door
+@api_boundary
 def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False) -> Any:
     """Read a checkpoint into a tree, in any layout, on any number of ranks. All ranks of the mesh call it.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero._notice import notice
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import Reports, agree, all_or_none
 from fzero.checkpoint._bytes import chunks, whole_or_chunks
 from fzero.checkpoint._cut import ShardedTree
@@ -87,7 +87,7 @@ class Staging:
         return self._buffer[:nbytes]
 
 
-@door
+@api_boundary
 def save(
     path: Any, values: Any, mesh: Mesh | None = None, *, background: bool = False, timeout: float = TIMEOUT
 ) -> Saving:

@@ -25,8 +25,8 @@ __all__ = [
     "ALONE",
     "NO_AXIS",
     "Along",
+    "AssignmentOptions",
     "LinearMap",
-    "OfDeal",
     "OfUnit",
     "OnDevice",
     "Options",
@@ -81,8 +81,8 @@ class OfUnit(NamedTuple):
     uid: int
 
 
-class OfDeal(NamedTuple):
-    """The options of a map of several units' matrices to the ranks that own them: the number of the deal."""
+class AssignmentOptions(NamedTuple):
+    """The options of a map of several units' matrices to the ranks that own them: the number of the assignment."""
 
     number: int
 
@@ -109,7 +109,7 @@ class Post(NamedTuple):
     dtype: torch.dtype
 
 
-Options = Whole | Along | Source | Pairs | OfUnit | OfDeal | OnDevice | Post
+Options = Whole | Along | Source | Pairs | OfUnit | AssignmentOptions | OnDevice | Post
 
 
 class LinearMap(NamedTuple):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fzero import tree
 from fzero._torch import unpickled_metadata
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same
 from fzero.checkpoint._empty import made_of
 from fzero.checkpoint._error import CheckpointError
@@ -31,7 +31,7 @@ __all__ = ["load", "save"]
 _METADATA = ".metadata"  # DCP's, which it writes last
 
 
-@door
+@api_boundary
 def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None = None) -> None:
     """Save a tree, in any layout, as torch.distributed.checkpoint does. All ranks of the mesh call it.
 
@@ -75,7 +75,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
     _run(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planners[0])
 
 
-@door
+@api_boundary
 def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: Name | None = None) -> Any:
     """Read what torch.distributed.checkpoint saved into a tree, in any layout. All ranks of the mesh call it.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, absent, as_one_rank_holds
 from fzero.graph._step import step_of
@@ -14,7 +14,7 @@ from fzero.ranks.mesh import Mesh
 __all__ = ["plan"]
 
 
-@door
+@api_boundary
 def plan(
     step: Callable[..., Any],
     *args: Any,

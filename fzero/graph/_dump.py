@@ -108,7 +108,7 @@ def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Gra
     for node in last.nodes:
         if loop := loop_of(node):
             dump(Path(folder, node.name), passes.body(node), choice, f"{name}, {node.name}", loop.body)
-    head = f"{'graph':<16} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
+    head = f"{'graph':<24} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, SUMMARY).write_text("\n".join([f"{name}: {choice.settings()}", "", head, *rows, ""]), encoding="utf-8")
 
 
@@ -127,7 +127,7 @@ def _row(state: DumpedGraph, live: Sequence[int]) -> str:
     operations, collectives = sum(n.op == "call_function" for n in nodes), sum(map(is_collective, nodes))
     peak = max(live)
     counts = f"{operations:>10,} {collectives:>11} {peak:>16,} {live.index(peak):>7}"
-    return f"{state.title:<16} {counts}  {state.how}".rstrip()
+    return f"{state.title:<24} {counts}  {state.how}".rstrip()
 
 
 def _text(name: str, state: DumpedGraph, live: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from fzero.graph.spaces import check_spaces, moves
 from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
-from fzero.graph.turns import NotALoop, recorded
+from fzero.graph.turns import NotScannable, recorded
 from fzero.layout.boxes import PerRank, Shard, Slot, give_up, is_box
 from fzero.ranks.mesh import Mesh
 
@@ -233,7 +233,7 @@ def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: J
     try:
         with recorded(asked.loop and not whole, pipelines=not whole):
             return trace(f, fakes, labels)
-    except NotALoop as error:
+    except NotScannable as error:
         notice(
             f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "What Python counted outside of the step until here stays counted; loop=False traces them so at once"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._notice import notice, see
-from fzero._tracebacks import UsersFrames, door
+from fzero._tracebacks import UsersFrames, api_boundary
 from fzero.axes.lockstep import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import checked_folder
@@ -30,7 +30,7 @@ __all__ = ["Jitted", "jit"]
 log = logging.getLogger("fzero.jit")
 
 
-@door
+@api_boundary
 def jit(
     step: Callable[..., Any],
     *,
@@ -237,7 +237,7 @@ class Jitted:
             entry, lengths = self._entry(arguments, args), self._lengths if self.dynamic else None
             return step._checked(lambda *args, **kwargs: entry.run(arguments, args, lengths), *args, **kwargs)
 
-    @door
+    @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan what a call with these arguments will do, without running it.
 

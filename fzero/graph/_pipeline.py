@@ -17,21 +17,21 @@ from torch.fx.node import map_arg
 from fzero.graph.ir import FUSED, copied, is_input, nbytes, values
 from fzero.graph.loops import loop_of, with_body
 from fzero.graph.passes import (
-    alone,
     bucket,
     carry,
     donate,
+    drop_lone_collectives,
     early_move,
     gather_into,
     hoist,
     in_place,
+    keep_on_host,
     mark_fused,
-    own_part,
     recast,
     recompute,
     regather,
     schedule,
-    stay,
+    slice_of_gather,
 )
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._cost import Device
@@ -84,7 +84,7 @@ class PassContext(NamedTuple):
         places: this rank's place in each process group, by the group's name.
         moves: whether values are copied from one memory to the other.
         device: that the cost model takes, if it is not the one that the values lie on.
-        alone: the process groups of one rank.
+        lone_groups: the process groups of one rank.
         fuses: whether Inductor compiles segments, and so stores no value that it computes within a loop.
     """
 
@@ -94,7 +94,7 @@ class PassContext(NamedTuple):
     places: tuple[tuple[str, int], ...] = ()
     moves: bool = False
     device: Device | None = None
-    alone: tuple[str, ...] = ()
+    lone_groups: tuple[str, ...] = ()
     fuses: bool = False
 
 
@@ -122,8 +122,12 @@ def _ahead(choice: Choice, given: PassContext) -> tuple[int | str, int, float]:
 
 
 PASSES = (
-    Pass("alone", alone, lambda choice, given: (given.alone,) if given.alone else None),
-    Pass("stay", stay, lambda choice, given: () if given.moves else None),
+    Pass(
+        "drop_lone_collectives",
+        drop_lone_collectives,
+        lambda choice, given: (given.lone_groups,) if given.lone_groups else None,
+    ),
+    Pass("keep_on_host", keep_on_host, lambda choice, given: () if given.moves else None),
     Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
     Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
     Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
@@ -133,7 +137,7 @@ PASSES = (
     Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
     Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
     Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
-    Pass("own_part", own_part, lambda choice, given: None if given.functional else (given.places,)),
+    Pass("slice_of_gather", slice_of_gather, lambda choice, given: None if given.functional else (given.places,)),
     Pass("mark_fused", mark_fused, lambda choice, given: () if given.fuses else None),
     Pass("schedule", schedule, _ahead, Orders),
 )

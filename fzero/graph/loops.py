@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph.phases import Track
+from fzero.graph.phases import RankSchedule
 
 __all__ = ["Loop", "LoopSlice", "function_of", "graphs_in", "loop_of", "shared_graphs", "with_body"]
 
@@ -43,7 +43,7 @@ class Loop:
     parts: tuple[LoopSlice, ...]
     sums: int
     carried: int = 0
-    track: Track | None = None
+    track: RankSchedule | None = None
 
     @property
     def places_of_sums(self) -> range:

@@ -21,22 +21,22 @@ from fzero.schedules import Action, Schedule
 __all__ = [
     "MARKERS",
     "Phase",
-    "Track",
+    "RankSchedule",
     "aside",
     "aside_ends",
     "begins",
     "is_marker",
     "needs",
     "phases_of",
+    "rank_schedule_number",
+    "rank_schedule_of",
     "received",
     "sent",
-    "track_of",
-    "tracked",
 ]
 
 
 @dataclass(frozen=True)
-class Track:
+class RankSchedule:
     """What a rank follows: a schedule, at a place along an axis.
 
     Attributes:
@@ -53,15 +53,15 @@ class Track:
         return [s for s, rank in enumerate(self.schedule.home) if rank == self.binding.rank]
 
 
-_TRACKS: dict[Track, int] = {}
+_TRACKS: dict[RankSchedule, int] = {}
 
 
-def tracked(track: Track) -> int:
+def rank_schedule_number(track: RankSchedule) -> int:
     """Return a number for a track, which a graph can carry: equal tracks have one."""
     return _TRACKS.setdefault(track, len(_TRACKS))
 
 
-def track_of(number: int) -> Track:
+def rank_schedule_of(number: int) -> RankSchedule:
     """Return the track of a number."""
     return list(_TRACKS)[number]
 

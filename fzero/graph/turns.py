@@ -24,7 +24,7 @@ from fzero._torch import is_tracing
 
 __all__ = [
     "OPERATIONS",
-    "NotALoop",
+    "NotScannable",
     "again",
     "are_recorded",
     "compared",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class NotALoop(RuntimeError):
+class NotScannable(RuntimeError):
     """Turns differ by more than their data, or hand on more than sums and rows."""
 
 

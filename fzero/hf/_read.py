@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same
 from fzero.checkpoint._blocks import BlockRange, runs, whole
 from fzero.checkpoint._bytes import bytes_of, is_direct
@@ -24,7 +24,7 @@ __all__ = ["read"]
 CHUNK = 1 << 22  # bytes, of what is cast or compared
 
 
-@door
+@api_boundary
 def read(
     folder: Any,
     like: Any,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import BlockRange, runs, whole
 from fzero.checkpoint._bytes import bytes_of, chunks
@@ -46,7 +46,7 @@ class _File(NamedTuple):
     tensors: dict[int, Stored]
 
 
-@door
+@api_boundary
 def write(
     folder: Any,
     params: Any,

@@ -14,7 +14,7 @@ from fzero.moe._seats import check_experts, combine, dispatch, seats
 from fzero.moe._sorted import Order, sort_rows, unsort_rows
 from fzero.moe._split import check_axis, check_split
 
-__all__ = ["Linear", "layer", "linear_by_ends"]
+__all__ = ["Linear", "grouped_linear", "layer"]
 
 
 class Linear(Protocol):
@@ -25,14 +25,14 @@ class Linear(Protocol):
         ...
 
 
-def linear_by_seats(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def batched_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add `[e, f]`."""
     _check_linear(rows, rows.shape[0], weight, bias)
     y = einsum(rows, weight, "e r d, e d f -> e r f")
     return y if bias is None else y + rearrange(bias, "e f -> e 1 f")
 
 
-def linear_by_ends(
+def grouped_linear(
     order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
@@ -118,8 +118,8 @@ def layer(
     check_split(experts, count, axis)
     if capacity is None:
         rows, order = sort_rows(x, routing.experts, count, axis)
-        done = f(experts, rows, partial(linear_by_ends, order))
+        done = f(experts, rows, partial(grouped_linear, order))
         return unsort_rows(done, order, routing.gates, axis)
     seated = seats(routing.experts, count, capacity)
-    done = f(experts, dispatch(x, seated, axis), linear_by_seats)
+    done = f(experts, dispatch(x, seated, axis), batched_linear)
     return combine(done, seated, routing.gates, axis)

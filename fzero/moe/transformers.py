@@ -7,7 +7,7 @@ import torch
 
 from fzero.axes.rules import SplitRule
 from fzero.axes.scope import axis_size, where_bound
-from fzero.moe._layer import linear_by_ends
+from fzero.moe._layer import grouped_linear
 from fzero.moe._sorted import sort_rows, unsort_rows
 from fzero.moe._split import check_axis, check_parts
 
@@ -133,7 +133,7 @@ def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, 
     first = module.gate_up_proj if gated else module.up_proj
     count = _count(module, first, axis)
     rows, order = sort_rows(hidden, index, count, axis)
-    linear = partial(linear_by_ends, order)
+    linear = partial(grouped_linear, order)
 
     def stored(weight: torch.Tensor) -> torch.Tensor:
         return weight if module.is_transposed else weight.mT

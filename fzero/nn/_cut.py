@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.nn._checks import check_module
 from fzero.nn._closures import copy_module
 from fzero.nn._functional import Apply, functional
@@ -21,8 +21,8 @@ from fzero.nn._kinds import OneOf, choose
 from fzero.nn._listening import Reach
 from fzero.nn._lists import blocks_of, own_names
 from fzero.nn._shells import BlockArguments, Changed, Form, Handing, HandsOut, Records, Refused, Shell, Stopped
-from fzero.tp._ends import cut as cut_tokens
-from fzero.tp._ends import join as join_tokens
+from fzero.tp._boundaries import cut as cut_tokens
+from fzero.tp._boundaries import join as join_tokens
 from fzero.tp._layers import Layers
 from fzero.tp._parts import of_block, outside
 
@@ -196,7 +196,7 @@ class SplitModule:
         return _one_tensor(out, self.names[index], self._memory.form)
 
 
-@door
+@api_boundary
 def cut(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = None) -> CutModule:
     """Cut a module at its repeated blocks, without editing it.
 

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.modules import statistics
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.lockstep import in_lockstep
 from fzero.axes.scope import bound, data_axes
 from fzero.init._module import stand_ins
@@ -41,7 +41,7 @@ class Functional(NamedTuple):
     buffers: Tensors
 
 
-@door
+@api_boundary
 def functional(
     module: torch.nn.Module, remat: bool | str | Callable[[Any], bool] = False, tp: Layers | None = None
 ) -> Functional:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.rules import SplitRules
 from fzero.nn._cut import cut
 from fzero.pipelines import Pipeline, Schedule
@@ -45,7 +45,7 @@ class Pipelined(NamedTuple):
         return name
 
 
-@door
+@api_boundary
 def pipeline(
     module: torch.nn.Module,
     loss: Callable[[Any, Any], Any],

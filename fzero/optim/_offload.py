@@ -15,7 +15,7 @@ from fzero.layout.boxes import Shard, is_box
 from fzero.layout.pieces import lifted, spaces
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
 from fzero.optim._master import MasterState, difference, rounded
-from fzero.optim._spread import Ratio, Spread, check_ratio, spread_like, spread_of
+from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
 
 __all__ = ["DelayedState", "offload", "offloaded"]
 
@@ -94,14 +94,14 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
     run = _late if delay else _on_host if update == "host" else _on_device
 
     def init(params: Params) -> OptState:
-        lay = spread_of(params, ratio, known.precision)
+        lay = offload_plan_of(params, ratio, known.precision)
         if known.pointwise is False:
             return lay.lowered(pair.init(params))
         state = pair.init(lay.cut(params, to_host))
         return DelayedState(_no_gradients(lay, params, known), state) if delay else state
 
     def updated(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        lay = spread_of(grads if params is None else params, ratio, known.precision)
+        lay = offload_plan_of(grads if params is None else params, ratio, known.precision)
         lay.check(state)
         return run(known, lay, grads, state, params)
 
@@ -110,14 +110,14 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
 
 
 def _on_host(
-    pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
+    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Send the host's share of the gradients down first."""
     return _by_gradients(pair, lay, lay.cut(grads, to_host), state, params)
 
 
 def _late(
-    pair: Optimizer, lay: Spread, grads: Updates, state: DelayedState, params: Params | None
+    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Update by the gradients that have waited, and let those of this step wait."""
     new = lay.cut(grads, to_host)
@@ -144,7 +144,7 @@ def _check_waiting(new: Updates, waiting: Updates) -> None:
             )
 
 
-def _no_gradients(lay: Spread, params: Params, pair: Optimizer) -> Updates:
+def _no_gradients(lay: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
     """Make what waits before the first step: zeros, in the dtype of the gradients that come."""
 
     def zeros(path: str, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ def _no_gradients(lay: Spread, params: Params, pair: Optimizer) -> Updates:
 
 
 def _by_gradients(
-    pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
+    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Update each share where it lies, and send the results up."""
     below = None if params is None else lay.cut(params, to_host)
@@ -182,7 +182,7 @@ def _by_gradients(
 
 
 def _on_device(
-    pair: Optimizer, lay: Spread, grads: Updates, state: OptState, params: Params | None
+    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Let the host's share of the state come up, update all of it on the device, and send that share back."""
     above = None if params is None else lifted(params)
@@ -215,5 +215,5 @@ def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
         momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
     """
     check_ratio(ratio)
-    lay = spread_like(opt_state, params, ratio)
+    lay = offload_plan_like(opt_state, params, ratio)
     return lay.lowered(lay.lifted(opt_state))

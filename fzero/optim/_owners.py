@@ -10,9 +10,9 @@ from fzero import tree
 from fzero.axes.scope import joint
 from fzero.collectives.invariant import own_part
 from fzero.collectives.sums import all_gather
-from fzero.collectives.table import NO_AXIS, Along, OfDeal, apply
+from fzero.collectives.table import NO_AXIS, Along, AssignmentOptions, apply
 from fzero.layout.boxes import Shard, is_box
-from fzero.layout.deals import Deal, Matrix, deal_of, dealt
+from fzero.layout.owners import Matrix, OwnerAssignment, assignment_number, assignment_of
 from fzero.layout.spec import facts, unit_axes
 from fzero.layout.units import CutUnit, cut_units
 from fzero.tree import Tree
@@ -25,8 +25,8 @@ OfMatrix = Callable[[torch.Tensor], torch.Tensor]
 def map_matrices(f: OfMatrix, values: Tree, chosen: Sequence[Any], dtype: torch.dtype | None = None) -> Tree:
     """Apply a function to each matrix of a tree of any layout; what is no chosen matrix becomes zeros.
 
-    Each matrix of a plain leaf is computed where it is. Those of cut leaves are dealt to the ranks and computed by
-    their owners. That takes one all_to_all there and one back, for all units that are cut over the same axes.
+    Each matrix of a plain leaf is computed where it is. Those of sharded leaves are assigned to the ranks, and
+    computed by their owners. That takes one all_to_all there and one back for all units over the same axes.
 
     Args:
         f: takes a matrix `[r, c]` to another of its shape; zeros to zeros.
@@ -75,21 +75,21 @@ def _of_units(
     """Return for each shard its part of the function's values."""
     first, *rest = joint(unit_axes(boxes[0].uid)) or [NO_AXIS]
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
-    for a in rest[::-1]:  # without a group of their product: dealt over the slowest axis alone
+    for a in rest[::-1]:  # without a group of their product: assigned over the slowest axis alone
         xs = [_along(a, "all_gather", x) for x in xs]
     ranks, sizes = first.size, tuple([facts(box.uid).shard_numel * math.prod([a.size for a in rest]) for box in boxes])
     matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.uid, picked[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
-    number = deal_of(ranks, sizes, tuple(matrices))
-    deal, options = dealt(number), OfDeal(number)
+    number = assignment_number(ranks, sizes, tuple(matrices))
+    assignment, options = assignment_of(number), AssignmentOptions(number)
 
     def sent(x: torch.Tensor) -> torch.Tensor:
-        return _along(first, "all_to_all", x, -2) if deal.part and ranks > 1 else x
+        return _along(first, "all_to_all", x, -2) if assignment.part and ranks > 1 else x
 
     (parts,) = apply(first.token, "lay_out", first.binding, options, *xs)
     stacks = apply(first.token, "take_up", first.binding, options, sent(parts))
-    found = [_of_stack(f, stack, kind) for stack, kind in zip(stacks, _kinds(deal), strict=True)]
+    found = [_of_stack(f, stack, kind) for stack, kind in zip(stacks, _kinds(assignment), strict=True)]
     (parts,) = apply(first.token, "hand_back", first.binding, options, *found)
     xs = apply(first.token, "lay_back", first.binding, options, sent(parts))
     for a in rest:
@@ -102,8 +102,8 @@ def _along(axis: Any, name: str, x: torch.Tensor, dim: int = -1) -> torch.Tensor
     return y
 
 
-def _kinds(deal: Deal) -> list[tuple[tuple[str, int], ...]]:
-    return [kind for _, _, kind in deal.stacks]
+def _kinds(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ...]]:
+    return [kind for _, _, kind in assignment.stacks]
 
 
 def _of_stack(f: OfMatrix, stack: torch.Tensor, kind: Sequence[tuple[str, int]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 
 __all__ = ["answers"]
 
@@ -71,7 +71,7 @@ def answers(make: Callable[P, R]) -> Callable[P, R]:
             )
         return make(*args, **kwargs)
 
-    return door(answering)
+    return api_boundary(answering)
 
 
 def _answer(name: str, known: Iterable[str], word: str, value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.rules import SplitRule, SplitRules, together
 from fzero.axes.scope import axis_names, data_axes, lookup, micro_batch
 from fzero.pipelines._checks import (
@@ -19,12 +19,12 @@ from fzero.pipelines._checks import (
     check_untied,
     map_blocks,
 )
+from fzero.pipelines._dispatch import outputs_of_all, run_all, run_on
 from fzero.pipelines._model import MicroBatchCall, Model, micro_batch_of, without_axis
 from fzero.pipelines._placement import Placement, even, placed
 from fzero.pipelines._split import PipelineSplit
 from fzero.pipelines._stages import Stages
 from fzero.pipelines._ticks import outputs_by_ticks
-from fzero.pipelines._ways import outputs_of_all, run_all, run_on
 from fzero.ranks.mesh import Mesh
 from fzero.schedules import Schedule
 from fzero.schedules import schedule as named
@@ -177,7 +177,7 @@ class Pipeline:
             )
         return placement
 
-    @door
+    @api_boundary
     def __call__(
         self, params: Mapping[str, Any], batch: Any, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +226,7 @@ class Pipeline:
             raise TypeError(f"fzero.pipeline: outputs: last={last!r}: expected a function (rest, x, batch) -> a tree")
         model = self.model if last is None else replace(self.model, last=last)
 
-        @door
+        @api_boundary
         def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
             with torch.no_grad():
                 return self._run(model, outputs_of_all, outputs_by_ticks, params, batch, key)
@@ -257,7 +257,7 @@ class Pipeline:
         return without_axis(self.axis, on_ranks, stages, list(slots), rest)
 
 
-@door
+@api_boundary
 def pipeline(
     *,
     block: Callable[..., Any],

@@ -35,9 +35,11 @@ class Recorded:
         phases.aside()
         kinds = self.stages.call_of(0).run(probed, self.stages, self.params, tensors)
         phases.aside_ends()
-        track = phases.Track(self.stages.schedule, self.stages.axis.binding)
+        track = phases.RankSchedule(self.stages.schedule, self.stages.axis.binding)
         turn = turns.turn(self.stages.schedule.micro_batches)
-        phases.needs(turn, phases.tracked(track), tensors if self.scale is None else [*tensors, self.scale])
+        phases.needs(
+            turn, phases.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
+        )
         shares: dict[int, list[_Sum]] = {place: [] for place in range(len(tensors))}
         totals: list[_Sum] = []
         for stage in self.stages.mine:

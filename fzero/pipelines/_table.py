@@ -16,7 +16,7 @@ from fzero import tree
 from fzero._torch import group_of, is_tracing
 from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import loss_scale_here
-from fzero.collectives.letters import Letters
+from fzero.collectives.point_to_point import StageMessages
 from fzero.pipelines._kinds import kinds_of
 from fzero.pipelines._recorded import Recorded, seed_of
 from fzero.pipelines._stages import Params, Stages
@@ -114,17 +114,17 @@ class _Row:
     sums: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do all deeds of the row; returns the total and the weight."""
+        """Do all instructions of the row; returns the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
         _check_agreed(stages, tensors[0].device)
         kinds = kinds_of(stages, self.params, tensors)
         leaves, structure = tree.flatten(kinds.x)
-        letters = Letters(stages.schedule, stages.axis.binding, leaves, kinds.device)
-        for deed in programs(stages.schedule)[stages.axis.rank]:
-            if isinstance(deed.of, Action) and (self.backward or deed.of.kind == "F"):
-                self._act(deed.of, tensors, letters, structure)
-            elif self.backward or deed.of.kind == "F":
-                letters.do(deed)
+        messages = StageMessages(stages.schedule, stages.axis.binding, leaves, kinds.device)
+        for instruction in programs(stages.schedule)[stages.axis.rank]:
+            if isinstance(instruction.of, Action) and (self.backward or instruction.of.kind == "F"):
+                self._act(instruction.of, tensors, messages, structure)
+            elif self.backward or instruction.of.kind == "F":
+                messages.execute(instruction)
         zero = torch.zeros((), dtype=kinds.total, device=kinds.device)
         total, weight = self.sums or (zero, zero.clone())
         return total, weight
@@ -143,21 +143,21 @@ class _Row:
             found.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
         return found
 
-    def _act(self, action: Action, tensors: Tensors, letters: Letters, structure: Any) -> None:
+    def _act(self, action: Action, tensors: Tensors, messages: StageMessages, structure: Any) -> None:
         """Run an action, and leave what it makes where the next stage, or a message, finds it."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "W":
             self._add(stage, self.halves.pop((stage, m)))
             return
         if action.kind == "F":
-            given = letters.take(Value("F", stage - 1, m)) if stage else []
+            given = messages.take(Value("F", stage - 1, m)) if stage else []
             f = self.stages.function(stage, self.params, structure, self.stages.call_of(m))
             made = self._forward(stage, m, f, [tensors[i] for i in self._places(stage)], given)
         else:
-            given = letters.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
+            given = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
             made = self._backward(stage, m, given, half=action.kind == "I")
         if made and (value := makes(action)):
-            letters.put(value, made)
+            messages.put(value, made)
 
     def _places(self, stage: int) -> list[int]:
         return self.params.places(*self.stages.uses(stage))

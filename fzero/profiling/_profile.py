@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._notebook import shown
 from fzero._torch import profiling
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph.ops import copies
 from fzero.graph.plan._text import short
 from fzero.profiling._flame import draw
@@ -114,7 +114,7 @@ class Profile:
         return _line(in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
 
 
-@door
+@api_boundary
 def profile(
     step: Callable[..., Any],
     *args: Any,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
 from fzero._notice import see
-from fzero._tracebacks import door, hinted
+from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes.axis import Axis, AxisName
 from fzero.layout.boxes import PerRank, is_box
 from fzero.ranks._sizes import check_axes, filled
@@ -23,7 +23,7 @@ __all__ = ["Mesh", "mesh"]
 SIMULATIONS = ("vmap", "lockstep")
 
 
-@hinted("Give each axis a name: fzero.mesh(dp=4)")
+@api_boundary_with("Give each axis a name: fzero.mesh(dp=4)")
 def mesh(
     *,
     simulate: bool | Literal["vmap", "lockstep"] | None = None,
@@ -205,7 +205,7 @@ class Mesh:
         place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
         return f"Mesh({axes}, {place})"
 
-    @door
+    @api_boundary
     def split(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
 
@@ -250,7 +250,7 @@ class Mesh:
             raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
         return None if ordered == self.axis_names else ordered
 
-    @door
+    @api_boundary
     def local(self, batch: Any, axis: AxisName = None) -> PerRank:
         """Wrap what each rank loaded itself.
 

@@ -14,13 +14,13 @@ from fzero.schedules._schedule import Schedule
 from fzero.schedules._timing import Durations, timed
 from fzero.schedules._walk import walk
 
-__all__ = ["Deed", "programs"]
+__all__ = ["Instruction", "programs"]
 
 ON_THE_WAY = 4  # messages to one rank that may be on their way; before a further one the oldest is waited for
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class Instruction:
     """One thing that a rank does to follow a schedule.
 
     Attributes:
@@ -34,25 +34,28 @@ class Deed:
 
 
 @functools.lru_cache(maxsize=64)
-def programs(schedule: Schedule) -> tuple[tuple[Deed, ...], ...]:
-    """Return each rank's deeds, for a schedule that can be run.
+def programs(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+    """Return each rank's instructions, for a schedule that can be run.
 
     A message is received in the order of the whole pipeline: as soon as what the receiver did meanwhile is done. It is
     known to have left when an answer comes that was sent after it had been received; then its memory can be let go.
 
     Example:
         >>> from fzero.schedules import schedule
-        >>> [f"{deed.kind} {deed.of}" for deed in programs(schedule("gpipe", ranks=2, micro_batches=1))[0]][:2]
+        >>> [
+        ...     f"{instruction.kind} {instruction.of}"
+        ...     for instruction in programs(schedule("gpipe", ranks=2, micro_batches=1))[0]
+        ... ][:2]
         ['act 0F0', "send Message(sender=0, receiver=1, kind='F', stage=0, micro_batch=0)"]
     """
-    rows: list[list[Deed]] = [[] for _ in range(schedule.ranks)]
+    rows: list[list[Instruction]] = [[] for _ in range(schedule.ranks)]
     sent = {Value(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
     for rank, action in _in_order(schedule):
-        rows[rank].append(Deed("act", action))
+        rows[rank].append(Instruction("act", action))
         value = makes(action)
         if value is not None and (message := sent.get(value)) is not None:
-            rows[rank].append(Deed("send", message))
-            rows[message.receiver].append(Deed("receive", message))
+            rows[rank].append(Instruction("send", message))
+            rows[message.receiver].append(Instruction("receive", message))
     return tuple([tuple(_with_waits(rank, row, rows, schedule)) for rank, row in enumerate(rows)])
 
 
@@ -65,41 +68,43 @@ def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
     return [(rank[action], action) for action in order]
 
 
-def _with_waits(rank: int, row: list[Deed], rows: list[list[Deed]], schedule: Schedule) -> list[Deed]:
+def _with_waits(
+    rank: int, row: list[Instruction], rows: list[list[Instruction]], schedule: Schedule
+) -> list[Instruction]:
     """Put the waits for what a rank sends where they cost nothing, or at the latest at the end."""
     arrives = {value: m for m in schedule.messages if m.receiver == rank for value in [Value(*m[2:])]}
     known = {m: _received_before(m, rows[m.sender]) for m in arrives.values()}
-    leaving: dict[int, deque[Message]] = {}  # by receiver
-    found: list[Deed] = []
-    for deed in row:
-        if isinstance(deed.of, Action):
-            for value in needs(deed.of, schedule.stages):
+    in_flight: dict[int, deque[Message]] = {}  # by receiver
+    found: list[Instruction] = []
+    for instruction in row:
+        if isinstance(instruction.of, Action):
+            for value in needs(instruction.of, schedule.stages):
                 message = arrives.get(value)
                 if message is None:
                     continue
-                mine = leaving.get(message.sender, deque())
+                mine = in_flight.get(message.sender, deque())
                 while mine and mine[0] in known[message]:
-                    found.append(Deed("sent", mine.popleft()))
-        if deed.kind == "send":
-            assert isinstance(deed.of, Message)
-            mine = leaving.setdefault(deed.of.receiver, deque())
+                    found.append(Instruction("sent", mine.popleft()))
+        if instruction.kind == "send":
+            assert isinstance(instruction.of, Message)
+            mine = in_flight.setdefault(instruction.of.receiver, deque())
             if len(mine) == ON_THE_WAY:
-                found.append(Deed("sent", mine.popleft()))
-            mine.append(deed.of)
-        found.append(deed)
-    return found + [Deed("sent", message) for mine in leaving.values() for message in mine]
+                found.append(Instruction("sent", mine.popleft()))
+            mine.append(instruction.of)
+        found.append(instruction)
+    return found + [Instruction("sent", message) for mine in in_flight.values() for message in mine]
 
 
-def _received_before(message: Message, row: list[Deed]) -> set[Message]:
+def _received_before(message: Message, row: list[Instruction]) -> set[Message]:
     """List what the sender of a message has used before it: what has arrived, and left its own sender."""
     wanted = {}
-    for deed in row:
-        if deed.kind == "receive" and isinstance(deed.of, Message):
-            wanted[Value(*deed.of[2:])] = deed.of
+    for instruction in row:
+        if instruction.kind == "receive" and isinstance(instruction.of, Message):
+            wanted[Value(*instruction.of[2:])] = instruction.of
     used: set[Message] = set()
-    for deed in row:
-        if deed.of == message:
+    for instruction in row:
+        if instruction.of == message:
             return used
-        if isinstance(deed.of, Action):
-            used.update(wanted[value] for value in needs(deed.of, 1 << 30) if value in wanted)
+        if isinstance(instruction.of, Action):
+            used.update(wanted[value] for value in needs(instruction.of, 1 << 30) if value in wanted)
     return used

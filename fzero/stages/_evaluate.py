@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.scope import axis_index
 from fzero.collectives.invariant import all_gather_invariant
 from fzero.collectives.sums import psum
@@ -19,7 +19,7 @@ from fzero.transforms._gather import gather as gather_boxes
 __all__ = ["evaluate", "predict"]
 
 
-@door
+@api_boundary
 def evaluate(
     step: ShardedStep, f: Callable[..., Any], *, weighted: bool = False, gather: bool = True
 ) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def evaluate(
     return _named(step, f, totals)
 
 
-@door
+@api_boundary
 def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
     """Make a program that runs a model on a batch over all ranks of a step, and gathers what it says.
 

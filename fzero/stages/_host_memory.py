@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.graph.plan._text import size
-from fzero.optim._spread import lower
+from fzero.optim._offload_plan import offload_params
 from fzero.ranks.mesh import Mesh
 from fzero.stages._state_bytes import state_bytes
 
@@ -44,7 +44,9 @@ def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any
     except (NotImplementedError, RuntimeError):  # it reads values
         return
     if opt.lowers:
-        held.append(lower(meta if opt.precision is None else opt.precision.cast(meta), opt.lowers, opt.precision))
+        held.append(
+            offload_params(meta if opt.precision is None else opt.precision.cast(meta), opt.lowers, opt.precision)
+        )
     ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * state_bytes(held, mesh, "host")
     if needed > free:

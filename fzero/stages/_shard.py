@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from fzero._notice import notice
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.axis import AxisName
 from fzero.axes.rules import OverRule, SplitRules, UnitRule, given_rules
 from fzero.ranks.mesh import Mesh
@@ -16,7 +16,7 @@ from fzero.stages._sharded_step import STAGES, ShardedStep
 __all__ = ["shard"]
 
 
-@door
+@api_boundary
 def shard(
     train_step: Callable[..., Any],
     stage: Literal[0, 1, 2, 3],

@@ -9,14 +9,14 @@ import torch
 from fzero import tree
 from fzero._torch import is_tracing
 from fzero._torch.levels import vmaps
-from fzero._tracebacks import UsersFrames, door
+from fzero._tracebacks import UsersFrames, api_boundary
 from fzero.axes.rules import DEFAULT_RULES, LayoutRules
 from fzero.init._build import build
 from fzero.init._like import given_like
 from fzero.init._side_by_side import lay_side_by_side
 from fzero.init._source import source_of
 from fzero.layout.boxes import PerRank, is_box
-from fzero.optim._spread import lower
+from fzero.optim._offload_plan import offload_params
 from fzero.ranks.agreement import check_equal
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.spmd import Spmd
@@ -163,7 +163,7 @@ class ShardedStep:
         whole = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
         return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
 
-    @door
+    @api_boundary
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
         """Put parameters into the stage's layout and make the optimizer's state for them.
 
@@ -214,7 +214,7 @@ class ShardedStep:
             # a state that starts as the parameters: a jitted step writes into both
             opt_state = tree.map(copied_from(params), opt_state)
             if ratio := getattr(opt, "lowers", 0):
-                params = lower(params, ratio, precision)
+                params = offload_params(params, ratio, precision)
             leaves, structure = tree.flatten(params, is_box)
             del params
             return self._in_units(leaves, structure), opt_state
@@ -250,7 +250,7 @@ class ShardedStep:
         check_device(params, state)
         return state
 
-    @door
+    @api_boundary
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
         """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
 
@@ -295,7 +295,7 @@ class ShardedStep:
             del placed
             return self._in_units(leaves, structure)
 
-    @door
+    @api_boundary
     def gather(self, params: Any) -> Any:
         """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
 

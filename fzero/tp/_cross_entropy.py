@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from fzero.axes.scope import axis_index, axis_size, where_bound
-from fzero.tp._ends import along, leave
+from fzero.tp._boundaries import along, leave
 
 __all__ = ["cross_entropy"]
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fzero.axes.scope import axis_index, axis_size, where_bound
-from fzero.tp._ends import cut, enter, join, leave
-from fzero.tp._lent import lent
+from fzero.tp._boundaries import cut, enter, join, leave
 from fzero.tp._linear import own_rows
+from fzero.tp._override import override_parameters
 from fzero.tp._regions import Region
 from fzero.tp._styles import Column, Cut, Embedding, Experts, Row, Shared, Style, kv_groups
 
@@ -55,7 +55,7 @@ class Layer:
             return self._embedding(*args, **kwargs)
         if isinstance(self.style, Shared | Experts):
             return self._on_parts(*args, **kwargs)
-        with lent(self.module, self._parameters(), {}):
+        with override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
 
     def _column(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Layer:
             return self.run(tokens)
         w, padding = self._parameters()["weight"], vars(self.module)["padding_idx"]
         local, mine, fill = own_rows(tokens, w, self.axis)
-        with lent(self.module, {}, {"padding_idx": None}):  # it is a number of the whole table
+        with override_parameters(self.module, {}, {"padding_idx": None}):  # it is a number of the whole table
             y = self.run(local)
         if padding is not None:  # whose row gets no gradient
             y = torch.where((tokens == padding % self.sizes["weight"]).unsqueeze(-1), y.detach(), y)
@@ -94,13 +94,13 @@ class Layer:
         whole = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.cuts]
         own = {name: enter(getattr(self.module, name), self.axis) for name in whole}
         if isinstance(self.style, Shared):
-            with lent(self.module, own, {}):
+            with override_parameters(self.module, own, {}):
                 return self.run(*args, **kwargs)
 
         def entered(x: Any) -> Any:
             return enter(x, self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        with lent(self.module, {**own, **self._parameters()}, {}):
+        with override_parameters(self.module, {**own, **self._parameters()}, {}):
             out = self.run(*map(entered, args), **{name: entered(x) for name, x in kwargs.items()})
         return leave(out, self.axis)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fzero._torch.levels import may_differ
 from fzero.axes.scope import axis_index, axis_size, lookup, where_bound
-from fzero.tp._ends import enter, join, leave
+from fzero.tp._boundaries import enter, join, leave
 
 __all__ = ["column", "embed", "own_rows", "row"]
 

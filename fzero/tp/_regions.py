@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fzero.axes.scope import axis_size, where_bound
-from fzero.tp._ends import enter
-from fzero.tp._lent import lent
+from fzero.tp._boundaries import enter
+from fzero.tp._override import override_parameters
 from fzero.tp._styles import kv_groups
 
 __all__ = ["Heads", "Region"]
@@ -72,7 +72,7 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        with lent(self.module, {}, self._attributes()):
+        with override_parameters(self.module, {}, self._attributes()):
             try:
                 return self.run(*args, **kwargs)
             except (RuntimeError, ValueError) as error:

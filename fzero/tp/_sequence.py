@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.tp._ends import cut, enter, join
+from fzero.tp._boundaries import cut, enter, join
 from fzero.tp._layers import Layers
 from fzero.tp._styles import Column, Row, Shared
 

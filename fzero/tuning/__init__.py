@@ -2,9 +2,9 @@
 
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._costs import OffloadCosts, offload_costs
-from fzero.tuning._known import A100, CPU, H100, H200
+from fzero.tuning._machine_constants import A100, CPU, H100, H200
 from fzero.tuning._machines import Constant, Machine
-from fzero.tuning._others import Said, deepspeed_zero2, deepspeed_zero3, others_say
+from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._ratio import OffloadRatio, Tried, offload_ratio
 from fzero.tuning._readings import Hint, Reading
 from fzero.tuning._row import Row
@@ -29,9 +29,9 @@ __all__ = [
     "OffloadCosts",
     "OffloadRatio",
     "OffloadWork",
+    "PeerEstimate",
     "Reading",
     "Row",
-    "Said",
     "Skipped",
     "Table",
     "Tried",
@@ -43,7 +43,7 @@ __all__ = [
     "model_work",
     "offload_costs",
     "offload_ratio",
-    "others_say",
+    "peer_estimates",
     "planned_work",
     "tune",
     "watch",

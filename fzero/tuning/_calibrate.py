@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.ranks.mesh import mesh
 from fzero.tuning import _stopwatch as watch
-from fzero.tuning._known import CPU, H100
+from fzero.tuning._machine_constants import CPU, H100
 from fzero.tuning._machines import Machine
 
 __all__ = ["calibrate"]
@@ -36,7 +36,7 @@ class Links(NamedTuple):
     ranks: int
 
 
-@door
+@api_boundary
 def calibrate(seconds: float = 5.0) -> Machine:
     """Measure what this machine reaches: a product, a copy and a small operation of each dtype, and links if it can.
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from fzero import tree
 from fzero.graph.plan._text import size
 from fzero.tuning._calibrate import calibrate
-from fzero.tuning._known import MACHINES
+from fzero.tuning._machine_constants import MACHINES
 from fzero.tuning._models import Shape, init
 from fzero.tuning._named import machine_of, save
-from fzero.tuning._others import others_say
 from fzero.tuning._page import page
+from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._presets import PRESETS, shape_of
 from fzero.tuning._recipe import recipe, warnings_of
 from fzero.tuning._row import Row
@@ -214,7 +214,7 @@ def _others(shape: Shape, asked: argparse.Namespace) -> list[str]:
     largest = max([x.numel() for x in tree.tensors(params)])
     near = min(int(machine_of(asked.device).ranks), asked.world)
     hosts = max(asked.world // near, 1)
-    return [str(x) for x in others_say(tree.numel(params), largest, near=near, hosts=hosts)]
+    return [str(x) for x in peer_estimates(tree.numel(params), largest, near=near, hosts=hosts)]
 
 
 def _write(asked: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 
 from fzero._notebook import shown
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph.plan._text import size
 from fzero.tuning import _picture
 from fzero.tuning._machines import Machine
@@ -186,7 +186,7 @@ class OffloadCosts:
         return shown(str(self), "seconds of a step by ratio", lambda: _picture.draw(self))
 
 
-@door
+@api_boundary
 def offload_costs(work: OffloadWork, machine: Machine, parts: int = 100) -> OffloadCosts:
     """Say how long a step takes at each ratio of offload, by a model; not what a machine was measured to take.
 

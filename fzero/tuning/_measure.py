@@ -7,8 +7,8 @@ from fzero.graph._collector import paused_collector
 from fzero.graph.plan._plan import Plan, Settings
 from fzero.ranks.mesh import Mesh
 from fzero.schedules import schedule
-from fzero.tuning._kept import Kept
 from fzero.tuning._machines import Machine
+from fzero.tuning._plan_cache import PlanCache
 from fzero.tuning._planned import Made, MakeStep, made_at, planned
 from fzero.tuning._row import Digest, Row, deeper, digest_of, row_of
 from fzero.tuning._space import Configuration
@@ -35,7 +35,7 @@ class Measure:
 
     make_step: MakeStep
     machine: Machine
-    kept: Kept | None = None
+    kept: PlanCache | None = None
 
     def __call__(self, asked: Configuration | Row) -> Row:
         """Plan a configuration: as it is, or by two of fewer blocks. Of a row, plan it as it is by its schedule."""

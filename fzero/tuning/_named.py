@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fzero.tuning._cache import cache_folder, written
-from fzero.tuning._known import MACHINES
+from fzero.tuning._machine_constants import MACHINES
 from fzero.tuning._machines import Machine
 
 __all__ = ["calibrated", "machine_of", "save"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fzero._notebook import as_text
 from fzero._notice import see
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph.plan._plan import Plan
 from fzero.graph.plan._text import size
 from fzero.tuning._planned import MakeStep, World, checked_bytes, planned_at
@@ -68,7 +68,7 @@ class OffloadRatio:
         return as_text(str(self))
 
 
-@door
+@api_boundary
 def offload_ratio(
     make_step: MakeStep,
     memory_budget: float,

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fzero._tracebacks import door
-from fzero.tuning._kept import Kept
+from fzero._tracebacks import api_boundary
 from fzero.tuning._machines import Machine
 from fzero.tuning._measure import Measure
 from fzero.tuning._named import machine_of
+from fzero.tuning._plan_cache import PlanCache
 from fzero.tuning._planned import MakeStep, checked_bytes
 from fzero.tuning._pool import pool_of
 from fzero.tuning._row import Row
@@ -20,7 +20,7 @@ __all__ = ["MARGIN", "tune"]
 MARGIN = 0.07  # of a GPU's memory: its context, the communication library's buffers, and fragmentation
 
 
-@door
+@api_boundary
 def tune(
     make_step: MakeStep,
     *,
@@ -123,7 +123,7 @@ def tune(
         raise ValueError(f"workers={workers!r}: expected an int, at least 1")
     budget = budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
-    measure = Measure(make_step, machine, None if key is None else Kept(key, machine))
+    measure = Measure(make_step, machine, None if key is None else PlanCache(key, machine))
     with pool_of(workers, measure) as start:
         found: list[Row | Skipped] = []
         for x in rows_of(space, start, workers, budget):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero import _torch, tree
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted
 from fzero.graph.plan._plan import Plan
 from fzero.metrics import Rows
@@ -16,7 +16,7 @@ from fzero.tuning._readings import Hint, Reading, hints_of
 __all__ = ["Watched", "watch"]
 
 
-@door
+@api_boundary
 def watch(
     step: Jitted,
     *writers: Callable[[Rows], None],

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph.plan._plan import Plan
 from fzero.graph.plan._text import size
 from fzero.tuning._planned import MakeStep, World, planned_at
@@ -58,7 +58,7 @@ class OffloadWork:
         )
 
 
-@door
+@api_boundary
 def model_work(
     parameters: float,
     *,
@@ -138,7 +138,7 @@ def model_work(
     )
 
 
-@door
+@api_boundary
 def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     """Say what a step of yours does on each rank, by its plans at ratios 0 and 1.
 

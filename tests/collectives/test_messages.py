@@ -19,26 +19,26 @@ def here() -> int:
 
 @given(st.integers(2, 5), st.data())
 def test_what_is_sent_arrives_by_its_tag_whatever_the_order(n, data):
-    letters = data.draw(
+    messages = data.draw(
         st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n - 1), st.integers(0, 2)), max_size=9)
     )
-    wanted = data.draw(st.permutations(range(len(letters))))  # in which they are received
+    wanted = data.draw(st.permutations(range(len(messages))))  # in which they are received
 
     def program() -> PerRank:
-        found = torch.zeros(len(letters) + 1)
-        for i, (sender, step, tag) in enumerate(letters):
+        found = torch.zeros(len(messages) + 1)
+        for i, (sender, step, tag) in enumerate(messages):
             if here() == sender:
                 fzero.send(torch.tensor([10.0 + i]), (sender + step) % n, "pp", tag=3 * i + tag)
         for i in wanted:
-            sender, step, tag = letters[i]
+            sender, step, tag = messages[i]
             if here() == (sender + step) % n:
                 found[i] = fzero.receive(torch.empty(1), sender, "pp", tag=3 * i + tag)[0]
         return PerRank(found)
 
     found = lockstep(n).spmd(program)().value
-    for i, (sender, step, _) in enumerate(letters):
+    for i, (sender, step, _) in enumerate(messages):
         assert found[(sender + step) % n, i] == 10.0 + i
-    assert (found != 0).sum() == len(letters)
+    assert (found != 0).sum() == len(messages)
 
 
 def test_messages_of_one_tag_arrive_in_their_order():

@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero.graph.ir import aten, is_collective
-from fzero.graph.passes import alone
+from fzero.graph.passes import drop_lone_collectives
 from fzero.graph.plan._liveness import live_ranges, peak_bytes
 from fzero.graph.storages import storages
 from fzero.moe import split
@@ -21,7 +21,7 @@ def test_what_is_gathered_lies_in_the_argument():
     shard, x = b.inputs
     y = b(aten.mm.default, x, b(aten.t.default, b.fit(b.gather(shard), (4, 4))))
     before = b.done([y, b.reduce_scatter(b.flat(b(aten.mul.Tensor, y, 0.5)))])
-    after = alone(before, ["g"])
+    after = drop_lone_collectives(before, ["g"])
     assert sum(is_collective(n) for n in after.nodes) == 1  # the other's result is one of the graph's
     assert peak_bytes(after) == peak_bytes(before) - 32 and not [r for r in live_ranges(after) if r.kind == "gathered"]
     assert next(storages(after).of[n][0] for n in after.nodes if n.target is aten.view.default) == 0
@@ -32,10 +32,10 @@ def test_what_is_gathered_lies_in_the_argument():
 def test_others_stay_and_so_does_one_that_a_result_lies_in():
     b = Builder(1, [(4,)], [{}], False)
     (x,) = b.inputs
-    kept, apart = b.gather(x, "alone"), b.all_reduce(x, "others")
+    kept, apart = b.gather(x, "drop_lone_collectives"), b.all_reduce(x, "others")
     graph = b.done([b(aten.view.default, kept, [2, 2]), b(aten.mul.Tensor, apart, 2), b(aten.mul.Tensor, kept, 2)])
-    assert sum(is_collective(n) for n in alone(graph, ["alone"]).nodes) == 2
-    assert alone(graph, []) is graph
+    assert sum(is_collective(n) for n in drop_lone_collectives(graph, ["drop_lone_collectives"]).nodes) == 2
+    assert drop_lone_collectives(graph, []) is graph
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,7 +8,7 @@ import fzero
 from fzero import optim, tree
 from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
 from fzero.graph.ops import name_of
-from fzero.graph.passes import donate, gather_into, own_part, schedule
+from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.plan._liveness import live_ranges, peak_bytes
 from fzero.graph.run._cut import cut, is_own_part
 from tests.graph import graphs
@@ -63,7 +63,7 @@ def test_the_results_are_the_same_to_the_bit(change):
     before = step(change, metric=True)
     places = (("g", 1),) if change == "another place" else PLACES
     for in_flight in (0, 1):
-        graph = schedule(own_part(before, places), 0, in_flight)
+        graph = schedule(slice_of_gather(before, places), 0, in_flight)
         for late in (False, True):
             out = [x.clone() for x in graphs.run(graph, arguments(change), 2, late)]
             expected = [x.clone() for x in graphs.run(schedule(before), arguments(change), 2, late)]
@@ -73,7 +73,7 @@ def test_the_results_are_the_same_to_the_bit(change):
 @pytest.mark.parametrize("change", ["", "masters", "read"])
 def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
     before = step(change)
-    after = own_part(before, PLACES)
+    after = slice_of_gather(before, PLACES)
     (view,), (gather,) = views(after), [n for n in after.nodes if n.target is GATHER_INTO]
     written = gather.args[0]
     assert isinstance(written, Node) and written.target is COPY and written.args[0] is view
@@ -86,18 +86,18 @@ def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
 
 
 def test_each_rank_updates_its_own_part():
-    (view,) = views(own_part(step(), (("g", 1),)))
+    (view,) = views(slice_of_gather(step(), (("g", 1),)))
     assert view.args[3] == 4
 
 
 @pytest.mark.parametrize("change", ["apart", "padded", "elsewhere", "other order", "two buffers"])
 def test_other_units_keep_their_copies(change):
     before = step(change)
-    assert graphs.lines(own_part(before, PLACES)) == graphs.lines(before)
+    assert graphs.lines(slice_of_gather(before, PLACES)) == graphs.lines(before)
 
 
 def test_the_old_part_is_read_before_it_is_overwritten():
-    graph = schedule(own_part(step("read", metric=True), PLACES))
+    graph = schedule(slice_of_gather(step("read", metric=True), PLACES))
     order = list(graph.nodes)
     write = next(i for i, n in enumerate(order) if n.target is COPY)
     reads = [i for i, n in enumerate(order) if any(is_own_part(a) or is_input(a) for a in n.all_input_nodes)]
@@ -106,14 +106,14 @@ def test_the_old_part_is_read_before_it_is_overwritten():
 
 def test_no_segment_reads_a_leaf_and_writes_the_part_of_it():
     """Inductor takes two arguments for separate, and may do the one before the other."""
-    graph = own_part(step(metric=True), PLACES)
+    graph = slice_of_gather(step(metric=True), PLACES)
     nodes = list(graph.nodes)
     read = next(n for n in nodes if name_of(n) == "mul" and n.args[0] is n.args[1])
     write = next(n for n in nodes if n.target is COPY)
     ordered = schedule(graph)
     home = {n.name: i for i, group in enumerate(cut(ordered.nodes)) for n in group}
     assert home[read.name] < home[write.name]
-    alone = schedule(own_part(step(), PLACES))
+    alone = schedule(slice_of_gather(step(), PLACES))
     home = {n.name: i for i, group in enumerate(cut(alone.nodes)) for n in group}
     assert home[write.name] == home["sub_tensor"]  # it is compiled with what it writes
 

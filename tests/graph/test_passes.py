@@ -37,20 +37,20 @@ from fzero.graph.ir import (
 )
 from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import (
-    alone,
     bucket,
     donate,
+    drop_lone_collectives,
     early_move,
     gather_into,
     hoist,
     in_place,
+    keep_on_host,
     mark_fused,
-    own_part,
     recast,
     recompute,
     regather,
     schedule,
-    stay,
+    slice_of_gather,
 )
 from fzero.graph.passes._uses import family
 from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
@@ -101,8 +101,8 @@ def settings_of_passes(draw: Any) -> dict[str, Any]:
 def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
     """List the passes that `how` tells of, in jit's order."""
     asked = {
-        "alone": lambda g: alone(g, ("g", "h") if sample.n == 1 else ()),
-        "stay": stay,
+        "drop_lone_collectives": lambda g: drop_lone_collectives(g, ("g", "h") if sample.n == 1 else ()),
+        "keep_on_host": keep_on_host,
         "hoist": lambda g: hoist(g, how["reuse"]),
         "recompute": lambda g: recompute(g, 1),
         "regather": lambda g: regather(g, how["reuse"]),
@@ -112,7 +112,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         "donate": lambda g: donate(g, sample.pairs, sample.donated),
         "in_place": in_place,
         "gather_into": gather_into,
-        "own_part": lambda g: own_part(g, PLACES),
+        "slice_of_gather": lambda g: slice_of_gather(g, PLACES),
         "mark_fused": mark_fused,
         "schedule": lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"]),
     }

@@ -20,17 +20,17 @@ from fzero.graph._choose import Knobs, candidates
 from fzero.graph._pipeline import FITTING, PASSES, Choice, PassContext, PassManager
 from fzero.graph.ir import GATHER_INTO
 from fzero.graph.passes import (
-    alone,
     bucket,
     donate,
+    drop_lone_collectives,
     gather_into,
     in_place,
     mark_fused,
-    own_part,
     recast,
     recompute,
     regather,
     schedule,
+    slice_of_gather,
 )
 from fzero.graph.passes._schedule._schedule import Orders
 from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
@@ -51,11 +51,11 @@ LAST = f"{len(PASSES)}_schedule.txt"
 
 def by_hand(graph: Graph, choice: Choice, given: PassContext) -> Graph:
     """Run the passes as the list says, without it."""
-    graph = alone(graph, given.alone) if given.alone else graph
+    graph = drop_lone_collectives(graph, given.lone_groups) if given.lone_groups else graph
     graph = recompute(graph) if choice.recompute else graph
     graph = bucket(regather(graph, choice.max_reuse_bytes), choice.bucket_bytes)
     graph = donate(recast(graph) if choice.recast else graph, given.pairs, given.donated)
-    graph = graph if given.functional else own_part(gather_into(in_place(graph)), given.places)
+    graph = graph if given.functional else slice_of_gather(gather_into(in_place(graph)), given.places)
     graph = mark_fused(graph) if given.fuses else graph
     if choice.prefetch == FITTING:
         return schedule(graph, 1, choice.in_flight, choice.room)
@@ -83,7 +83,7 @@ def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, b
         tuple(sample.donated),
         functional,
         (("g", 0),),
-        alone=("g",) if by_itself else (),
+        lone_groups=("g",) if by_itself else (),
         fuses=not functional,
     )
     pipeline = PassManager(sample.graph, given)
@@ -123,7 +123,7 @@ def test_choices_that_begin_alike_share_what_the_first_passes_make(chain, monkey
     reuses = len({c.choice.max_reuse_bytes for c in found})
     assert reuses == (2 if chain.stage == 3 else 1)
     before = dict.fromkeys(
-        ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "own_part"), reuses
+        ("hoist", "regather", "bucket", "recast", "donate", "in_place", "gather_into", "slice_of_gather"), reuses
     )
     assert ran == before | {"schedule": len(found)}
 
@@ -196,7 +196,7 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
     assert left_out == {
-        *("01_alone", "02_stay", "07_recast", "08_early_move"),
+        *("01_drop_lone_collectives", "02_keep_on_host", "07_recast", "08_early_move"),
         *([] if plan.settings["recompute"] else ["04_recompute"]),
     }
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}

@@ -56,22 +56,30 @@ MUTANTS = [
         OFFLOAD,
     ),
     Mutant(
-        "0.1 is a little more than 1/10", "optim/_spread.py", "Fraction(repr(float(share)))", "Fraction(share)", OFFLOAD
+        "0.1 is a little more than 1/10",
+        "optim/_offload_plan.py",
+        "Fraction(repr(float(share)))",
+        "Fraction(share)",
+        OFFLOAD,
     ),
     Mutant(
-        "the first units lie on the host", "optim/_spread.py", "for uid in units[::-1]:", "for uid in units:", OFFLOAD
+        "the first units lie on the host",
+        "optim/_offload_plan.py",
+        "for uid in units[::-1]:",
+        "for uid in units:",
+        OFFLOAD,
     ),
-    Mutant("each unit takes the whole share", "optim/_spread.py", "        wanted -= here\n", "", OFFLOAD),
+    Mutant("each unit takes the whole share", "optim/_offload_plan.py", "        wanted -= here\n", "", OFFLOAD),
     Mutant(
         "a rule's first leaf answers for its unit",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "shares = [rule(path) for path in spec.paths]",
         "shares = [rule(spec.paths[0]) for path in spec.paths]",
         OFFLOAD,
     ),
     Mutant(
         "a share of this mesh's elements",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "return facts(uid).numel * facts(uid).split_ranks",
         "return facts(uid).shard_numel",
         OFFLOAD + SPACES,
@@ -100,14 +108,14 @@ MUTANTS = [
     # offload
     Mutant(
         "tied leaves of a state part when they go down",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         'keys = facts(place.base).unit.split(".")',
         'keys = facts(place.base).unit.split(".") if place.first else []',
         OFFLOAD,
     ),
     Mutant(
         "tied leaves part when they come up",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "whole[base] if base in whole else Slot(base, x.index)",
         "Slot(base, x.index)",
         OFFLOAD,
@@ -150,10 +158,10 @@ MUTANTS = [
         'good, new, old) if space == "device" else new',
         OFFLOAD,
     ),
-    Mutant("a ratio may be true", "optim/_spread.py", " or isinstance(ratio, bool)", "", OFFLOAD),
+    Mutant("a ratio may be true", "optim/_offload_plan.py", " or isinstance(ratio, bool)", "", OFFLOAD),
     Mutant(
         "a state of a unit of its own stays",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "Fraction(host, total) if total else Fraction(0)",
         "Fraction(0)",
         OFFLOAD,
@@ -308,7 +316,7 @@ MUTANTS = [
     Mutant("boxes wait on the host", "transforms/_remat/_call.py", " - self.arguments.boxed()", "", REMAT),
     Mutant(
         "gathered parameters wait on the host",
-        "graph/passes/_stay.py",
+        "graph/passes/_keep_on_host.py",
         "if all(u.target is UP",
         "if not all(u.target is UP",
         REMAT,
@@ -363,20 +371,26 @@ MUTANTS = [
     ),
     Mutant("parameters go up to stay", "stages/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
     Mutant(
-        "whole parameters go down", "optim/_spread.py", "boxes_only and place.shape", "False and place.shape", OFFLOAD
+        "whole parameters go down",
+        "optim/_offload_plan.py",
+        "boxes_only and place.shape",
+        "False and place.shape",
+        OFFLOAD,
     ),
     Mutant(
         "updates of low parameters go up",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "leaves_only and place.shape",
         "False and place.shape",
         OFFLOAD,
     ),
     Mutant("a shard that came up stays", "graph/passes/_regather.py", "seen.intersection(chain)", "False", OFFLOAD),
-    Mutant("any ratio fits low parameters", "optim/_spread.py", "not in (0, spec_of(uid).host)", "is None", OFFLOAD),
+    Mutant(
+        "any ratio fits low parameters", "optim/_offload_plan.py", "not in (0, spec_of(uid).host)", "is None", OFFLOAD
+    ),
     Mutant(
         "low parameters at any stage",
-        "optim/_spread.py",
+        "optim/_offload_plan.py",
         "    if not any(isinstance(x, Shard) and spec_of(x.uid).axes",
         "    if not any(isinstance(x, object)",
         OFFLOAD,

@@ -169,9 +169,9 @@ MUTANTS = [
     Mutant("stacked leaves shift no dimension", "pipelines/_split.py", "dim + 1 if dim >= 0", "dim if dim >= 0", AXES),
     Mutant("a pipeline has data of its own", "pipelines/_split.py", "return (self.axis,)", "return ()", LAWS),
     Mutant(
-        "second derivatives by the table", "pipelines/_ways.py", "order is None or order > 1", "order is None", LAWS
+        "second derivatives by the table", "pipelines/_dispatch.py", "order is None or order > 1", "order is None", LAWS
     ),
-    Mutant("evaluation runs backward", "pipelines/_ways.py", "backward=order == 1", "backward=True", LAWS),
+    Mutant("evaluation runs backward", "pipelines/_dispatch.py", "backward=order == 1", "backward=True", LAWS),
     # messages
     Mutant("a message is not kept", "axes/mailbox.py", "append(x.detach().clone())", "append(x.detach())", MESSAGES),
     Mutant("the last message goes first", "axes/mailbox.py", ".popleft()", ".pop()", MESSAGES),
@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         "plans forget messages",
         "graph/plan/_track.py",
-        "self.here[value] = [self._hold(_Block(size)) for",
-        "self.here[value] = [_Block(size) for",
+        "self.ready[value] = [self._hold(_Block(size)) for",
+        "self.ready[value] = [_Block(size) for",
         PROCESSES,
     ),
     Mutant("a pipeline takes its work's time", "graph/plan/_track.py", ".makespan", ".busy[0]", PLAN),

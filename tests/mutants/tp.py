@@ -14,23 +14,23 @@ MUTANTS = [
     # the ends of layers
     Mutant(
         "a layer is entered by itself",
-        "tp/_ends.py",
+        "tp/_boundaries.py",
         'return apply_along("pvary", x, _bound(axis), Whole())',
         "return x",
         TRAINING,
     ),
-    Mutant("partial results are summed as copies", "tp/_ends.py", '"psum_invariant", x', '"psum", x', TRAINING),
+    Mutant("partial results are summed as copies", "tp/_boundaries.py", '"psum_invariant", x', '"psum", x', TRAINING),
     Mutant(
         "parts of the sequence are gathered as one value",
-        "tp/_ends.py",
+        "tp/_boundaries.py",
         '"all_gather", x',
         '"all_gather_invariant", x',
         TRAINING,
     ),
-    Mutant("a part is cut as by a joint map", "tp/_ends.py", '"own_part_invariant"', '"own_part"', TRAINING),
+    Mutant("a part is cut as by a joint map", "tp/_boundaries.py", '"own_part_invariant"', '"own_part"', TRAINING),
     Mutant(
         "parts are joined as copies",
-        "tp/_ends.py",
+        "tp/_boundaries.py",
         '"all_gather_invariant", x, axis',
         '"all_gather", x, axis',
         FUNCTIONS,
@@ -50,7 +50,9 @@ MUTANTS = [
         "b",
         TRAINING,
     ),
-    Mutant("a step may average over the axis", "tp/_ends.py", "if axis in averaged and", "if False and", FUNCTIONS),
+    Mutant(
+        "a step may average over the axis", "tp/_boundaries.py", "if axis in averaged and", "if False and", FUNCTIONS
+    ),
     Mutant("two rules may cut over one axis", "axes/rules.py", "if axis in found:", "if False:", AXES),
     Mutant(
         "one of several rules is not looked into",

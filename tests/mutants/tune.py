@@ -185,15 +185,15 @@ MUTANTS = [
     # what others say
     Mutant(
         "gradients are left out",
-        "tuning/_others.py",
+        "tuning/_peer_estimates.py",
         "device = 4 * parameters + int(16",
         "device = 2 * parameters + int(16",
         OTHERS,
     ),
-    Mutant("a host has all that the hosts have", "tuning/_others.py", "/ hosts * 1.5", "* 1.5", OTHERS),
+    Mutant("a host has all that the hosts have", "tuning/_peer_estimates.py", "/ hosts * 1.5", "* 1.5", OTHERS),
     Mutant(
         "the largest layer is left out",
-        "tuning/_others.py",
+        "tuning/_peer_estimates.py",
         "n, big = near * hosts, 4 * largest",
         "n, big = near * hosts, 0",
         OTHERS,

@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices: `whole`, `muon`, and the deals that share its work out."""
+"""Optimizers that need whole matrices: `whole`, `muon`, and the assignments that share its work out."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.layout.deals import Deal, Matrix
+from fzero.layout.owners import Matrix, OwnerAssignment
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import train_step_for
 from tests.optim.test_optim import RTOL, batches_of, loss_of, normal, params_of
@@ -177,10 +177,10 @@ def test_the_plan_counts_what_muon_moves():
 
 def test_each_rank_iterates_its_share_only():
     """Twelve matrices of each shape on four ranks: three of each."""
-    deal = Deal(4, (64,) * 12, tuple(Matrix(i, 0, 16, 16) for i in range(12)))
-    assert deal.heights == (3,)
-    assert sorted(i for rank in deal.owned for i in rank[0]) == list(range(12))
-    assert deal.part == deal.filled == 192  # 12 shards of 64 elements, a quarter to each owner
+    assignment = OwnerAssignment(4, (64,) * 12, tuple(Matrix(i, 0, 16, 16) for i in range(12)))
+    assert assignment.heights == (3,)
+    assert sorted(i for rank in assignment.owned for i in rank[0]) == list(range(12))
+    assert assignment.part == assignment.filled == 192  # 12 shards of 64 elements, a quarter to each owner
 
 
 @given(
@@ -195,14 +195,14 @@ def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
         for i, (r, c) in enumerate(unit)
         if r
     )
-    deal = Deal(n, tuple(-(-size // n) for size in sizes), matrices)
+    assignment = OwnerAssignment(n, tuple(-(-size // n) for size in sizes), matrices)
     for owner in range(n):
-        own = [i for stack in deal.owned[owner] for i in stack if i is not None]
-        got = [(p.matrix, p.size) for parts in deal.pieces for p in parts[owner]]
+        own = [i for stack in assignment.owned[owner] for i in stack if i is not None]
+        got = [(p.matrix, p.size) for parts in assignment.pieces for p in parts[owner]]
         for i in own:
             assert sum(size for m, size in got if m == i) == matrices[i].rows * matrices[i].columns
         assert {m for m, _ in got} == set(own)
-    assert deal.filled <= sum(deal.shards)  # never more than an all_gather
+    assert assignment.filled <= sum(assignment.shards)  # never more than an all_gather
 
 
 def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():

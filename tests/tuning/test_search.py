@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _kept, _search
+from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _plan_cache, _search
 from fzero.tuning._search import in_order, rows_of
 from fzero.tuning._space import REMATS, Dimensions, space_of
 from tests.tuning.spaces import planned
@@ -138,7 +138,7 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     elif what == "the configuration":
         asked["precision"] = ("float32",)
     elif what == "the code of fzero":
-        monkeypatch.setattr(_kept, "_source", lambda: "changed")
+        monkeypatch.setattr(_plan_cache, "_source", lambda: "changed")
     elif what == "torch":
         monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
@@ -171,4 +171,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
 
 
 def test_the_code_of_fzero_is_part_of_the_key():
-    assert len(_kept._source()) == 64 and _kept.Kept("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
+    assert (
+        len(_plan_cache._source()) == 64
+        and _plan_cache.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
+    )

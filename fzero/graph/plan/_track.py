@@ -119,8 +119,8 @@ class _Walk:
     loop: Loop
     profiles: dict[Phase, tuple[PhaseGraph, _Profile]]
     held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
-    here: dict[Value, list[_Block]] = field(default_factory=dict)
-    leaving: dict[Any, list[_Block]] = field(default_factory=dict)
+    ready: dict[Value, list[_Block]] = field(default_factory=dict)
+    in_flight: dict[Any, list[_Block]] = field(default_factory=dict)
     now: int = 0
 
     def run(self) -> dict[Phase, int]:
@@ -131,18 +131,18 @@ class _Walk:
         self.forms = self._forms()
         messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
         most: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
-        for deed in programs(track.schedule)[track.binding.rank]:
-            if isinstance(deed.of, Action):
-                for phase in [p for p in phases_of(deed.of) if p in self.profiles]:
-                    peak, made = self._phase(phase, deed.of.micro_batch)
+        for instruction in programs(track.schedule)[track.binding.rank]:
+            if isinstance(instruction.of, Action):
+                for phase in [p for p in phases_of(instruction.of) if p in self.profiles]:
+                    peak, made = self._phase(phase, instruction.of.micro_batch)
                     most[phase] = max(most[phase], peak)
                     if made is not None and made in messages:
-                        self.leaving[messages[made]] = self.here.pop(made)
-            elif deed.kind == "receive":
-                value = Value(deed.of.kind, deed.of.stage, deed.of.micro_batch)
-                self.here[value] = [self._hold(_Block(size)) for size in self.forms]
-            elif deed.kind == "sent":
-                for block in self.leaving.pop(deed.of):
+                        self.in_flight[messages[made]] = self.ready.pop(made)
+            elif instruction.kind == "receive":
+                value = Value(instruction.of.kind, instruction.of.stage, instruction.of.micro_batch)
+                self.ready[value] = [self._hold(_Block(size)) for size in self.forms]
+            elif instruction.kind == "sent":
+                for block in self.in_flight.pop(instruction.of):
                     self._let_go(block)
         return most
 
@@ -180,7 +180,7 @@ class _Walk:
                 self.held[m, what] = [block, self.readers[what]]
             else:
                 made = Value(what.kind, what.stage, m)  # pyright: ignore[reportArgumentType]
-                self.here.setdefault(made, []).append(block)
+                self.ready.setdefault(made, []).append(block)
         for _, _, block in ends:
             self._let_go(block)
         return most, made
@@ -196,7 +196,7 @@ class _Walk:
             if isinstance(what, Arrival):
                 value = Value(what.kind, what.stage, m)  # pyright: ignore[reportArgumentType]
                 if value not in arrived:
-                    arrived[value] = self.here.pop(value)
+                    arrived[value] = self.ready.pop(value)
                 block, last = arrived[value][what.leaf], True
             else:
                 entry = self.held[m, what]

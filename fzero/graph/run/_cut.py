@@ -166,7 +166,7 @@ def _overwrites_unseen(node: Node, group: list[Node]) -> bool:
 
 
 def is_own_part(node: Node) -> bool:
-    """Return whether a node views a rank's own part of a unit (`passes.own_part`)."""
+    """Return whether a node views a rank's own part of a unit (`passes.slice_of_gather`)."""
     return node.meta.get("own_part", False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.collectives.letters import Letters
+from fzero.collectives.point_to_point import StageMessages
 from fzero.graph.ir import results, values
 from fzero.graph.loops import Loop
 from fzero.graph.phases import phases_of
@@ -38,17 +38,17 @@ def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
 
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        turns = _Turns(loop, given, dict(readers), Letters(track.schedule, track.binding, forms, device))
-        for deed in row:
-            if not isinstance(deed.of, Action):
-                turns.letters.do(deed)
+        turns = _Turns(loop, given, dict(readers), StageMessages(track.schedule, track.binding, forms, device))
+        for instruction in row:
+            if not isinstance(instruction.of, Action):
+                turns.messages.execute(instruction)
                 continue
-            for phase in phases_of(deed.of):
+            for phase in phases_of(instruction.of):
                 if phase not in phases:  # the first stage has no gradient to send
                     continue
-                made = turns.run(*phases[phase], deed.of.micro_batch)
+                made = turns.run(*phases[phase], instruction.of.micro_batch)
                 if made is not None and made in messages:
-                    turns.letters.send(messages[made])
+                    turns.messages.send(messages[made])
         return list(given[first : first + loop.sums])
 
     run.__name__ = run.__qualname__ = "pipeline"
@@ -76,14 +76,14 @@ class _Turns:
         loop: whose.
         given: what it is given.
         readers: by residual, how many phases read it.
-        letters: what goes from stage to stage.
+        messages: what goes from stage to stage.
         held: by micro-batch and residual, its value, and how many are still to read it.
     """
 
     loop: Loop
     given: Sequence[torch.Tensor]
     readers: dict[Residual, int]
-    letters: Letters
+    messages: StageMessages
     held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
     def run(self, part: PhaseGraph, body: Body, m: int) -> Value | None:
@@ -99,7 +99,7 @@ class _Turns:
             elif isinstance(what, Arrival):
                 made.setdefault(Value(what.kind, what.stage, m), []).append(x)  # pyright: ignore[reportArgumentType]
         for value, xs in made.items():
-            self.letters.put(value, xs)
+            self.messages.put(value, xs)
         return next(iter(made), None)
 
     def _argument(self, source: int | Residual | Arrival, m: int, arrived: dict[Value, list[torch.Tensor]]) -> Any:
@@ -110,7 +110,7 @@ class _Turns:
         if isinstance(source, Arrival):
             value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
             if value not in arrived:
-                arrived[value] = self.letters.take(value)
+                arrived[value] = self.messages.take(value)
             return arrived[value][source.leaf]
         if source == 0:
             return torch.tensor(m)

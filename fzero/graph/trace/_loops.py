@@ -22,7 +22,7 @@ from fzero.graph.loops import Loop, LoopSlice, function_of, loop_of
 from fzero.graph.ops import is_random
 from fzero.graph.phases import NEEDS
 from fzero.graph.trace._phases import needed_by, renumbered, sends_first, track_at, without_asides
-from fzero.graph.turns import NotALoop
+from fzero.graph.turns import NotScannable
 
 __all__ = ["with_loops"]
 
@@ -61,7 +61,7 @@ def with_loops(graph: Graph) -> Graph:
         graph: a traced graph, which is changed.
 
     Raises:
-        NotALoop: if a turn hands on a value that is no sum and no row, or if the next one would run something else.
+        NotScannable: if a turn hands on a value that is no sum and no row, or if the next one would run something else.
     """
     without_asides(graph)
     for start in [n for n in graph.nodes if n.target is TURN]:
@@ -100,7 +100,7 @@ def _compare(graph: Graph, turn: _Turn) -> None:
     again = next((n for n in turn.start.users if n.target is AGAIN), None)
     end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
     if again is None or end is None:
-        raise NotALoop("the step drops the loss, by which two micro-batches are compared")
+        raise NotScannable("the step drops the loss, by which two micro-batches are compared")
     nodes = list(graph.nodes)
     behind = nodes[nodes.index(again) + 1 : nodes.index(end)]
     x, _, results, others = end.args
@@ -115,11 +115,11 @@ def _compare(graph: Graph, turn: _Turn) -> None:
         kept = any(a in own for a in n.all_input_nodes)  # what the first micro-batch has left behind
         if found is None or kept or any(u not in theirs for u in n.users):
             where = line_of(n) or str(n.target)
-            raise NotALoop(f"the second micro-batch computes something else than the first at {where}")
+            raise NotScannable(f"the second micro-batch computes something else than the first at {where}")
         same[n] = found
     pairs: Any = zip(results, others, strict=True)  # pyright: ignore[reportArgumentType]
     if any(same.get(a, a) is not same.get(b, b) or b in own for a, b in pairs):
-        raise NotALoop("the second micro-batch returns something else than the first")
+        raise NotScannable("the second micro-batch returns something else than the first")
     end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
     graph.erase_node(end)
     for n in reversed(behind):  # random draws that nothing needs among them
@@ -158,7 +158,7 @@ def _hoist(graph: Graph, turn: _Turn) -> None:
     wanted = set[Any]([n.args[0] for n in turn.parts])
     for n in reversed(turn.nodes):
         if n not in out and any(u not in inside for u in n.users):
-            raise NotALoop(f"a turn hands on what {line_of(n) or 'an operation'} computes")
+            raise NotScannable(f"a turn hands on what {line_of(n) or 'an operation'} computes")
         if n in wanted:
             wanted.update(n.all_input_nodes)
     for n in turn.nodes:

@@ -6,7 +6,7 @@ What was run for its shapes alone goes. In each backward pass, what leads to the
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.phases import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SENT, Track, track_of
+from fzero.graph.phases import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SENT, RankSchedule, rank_schedule_of
 
 __all__ = ["needed_by", "renumbered", "sends_first", "track_at", "without_asides"]
 
@@ -24,10 +24,10 @@ def without_asides(graph: Graph) -> None:
                 graph.erase_node(n)
 
 
-def track_at(start: Node) -> Track | None:
+def track_at(start: Node) -> RankSchedule | None:
     """Return the track of a turn that is one of a pipeline's."""
     node = _needs(start)
-    return None if node is None else track_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
+    return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
 
 
 def needed_by(start: Node) -> list[Node]:

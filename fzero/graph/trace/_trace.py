@@ -41,7 +41,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
     Raises:
         RuntimeError: if `f` reads the value of a tensor in Python, or writes into an argument. Names the line.
         ValueError: if `f` captures a tensor that requires grad.
-        NotALoop: if what is to become a loop hands on more than sums and rows. Record it without loops.
+        NotScannable: if what is to become a loop hands on more than sums and rows. Record it without loops.
     """
 
     def pure(*xs: torch.Tensor) -> Any:

@@ -94,11 +94,11 @@ def _check_alike(aux: Any, other: Any) -> None:
     """Check that two micro-batches return the same tree, and in it the same values that are no tensors."""
     (leaves, structure), (others, another) = tree.flatten(aux), tree.flatten(other)
     if structure != another:
-        raise turns.NotALoop("the aux of the second micro-batch is another tree than that of the first")
+        raise turns.NotScannable("the aux of the second micro-batch is another tree than that of the first")
     for a, b in zip(leaves, others, strict=True):
         tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
         if tensors != (True, True) and (any(tensors) or not _equal(a, b)):
-            raise turns.NotALoop(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
+            raise turns.NotScannable(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
 
 
 def _equal(a: Any, b: Any) -> bool:

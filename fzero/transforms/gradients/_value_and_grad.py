@@ -11,7 +11,7 @@ import torch
 from fzero._notice import notice
 from fzero._torch import is_tracing
 from fzero._torch.levels import differentiates_now, is_differentiated, written
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.axes.axis import Axis, AxisName
 from fzero.axes.scope import OneLoss, as_one_loss, bound, in_loss, joint, resolve
 from fzero.collectives._copies import check_copies
@@ -58,7 +58,7 @@ def value_and_grad(
     gather: bool = True,
     precision: Precision | None = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
-@door
+@api_boundary
 def value_and_grad(
     f: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

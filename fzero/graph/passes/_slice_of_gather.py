@@ -1,4 +1,4 @@
-"""own_part: the update of a unit whose leaves lie side by side reads and writes the own part of it where it lies."""
+"""slice_of_gather: the update of a unit reads and writes its rank's part where it lies, not a copy of it."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from fzero._torch import storage_id
 from fzero.graph.ir import COPY, GATHER_INTO, aten, copied, is_input, values
 from fzero.graph.ops import name_of
 
-__all__ = ["own_part"]
+__all__ = ["slice_of_gather"]
 
 
-def own_part(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
+def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
     """Let a rank's new part of a unit be written where it is to lie, and its old one be read from there.
 
     A step of stage 1 or 2 copies its own part out of the leaves, and the new one back into them. Where the leaves lie

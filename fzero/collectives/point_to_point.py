@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline write to one another: values of stages, sent and received as a schedule says."""
+"""Point-to-point messages between pipeline stages, sent and received as a schedule says."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,63 +11,63 @@ from fzero.collectives.gloo import PendingMessages, wait
 from fzero.collectives.messages import start_receive, start_send
 from fzero.schedules import Message, Schedule
 from fzero.schedules._actions import Value
-from fzero.schedules._program import Deed
+from fzero.schedules._program import Instruction
 
-__all__ = ["Letters"]
+__all__ = ["StageMessages"]
 
 Tensors = list[torch.Tensor]
 
 
 @dataclass
-class Letters:
-    """One rank's values on their way: from its own stages, and from and to other ranks'.
+class StageMessages:
+    """The messages of one rank: what its stages have made, what it sends, and what it receives.
 
     Attributes:
         schedule: which rank has which stage.
         binding: of the axis along which the ranks lie.
         forms: tensors of the shapes and dtypes of a value's leaves, on any device.
         device: where what arrives is to lie.
-        here: values that are there, or the messages that bring them.
-        leaving: messages that are on their way to others.
+        ready: values that have arrived or were made here, or the messages that bring them.
+        in_flight: messages that are being sent.
     """
 
     schedule: Schedule
     binding: Binding
     forms: Sequence[torch.Tensor]
     device: torch.device
-    here: dict[Value, list[Any]] = field(default_factory=dict)
-    leaving: dict[Message, list[PendingMessages]] = field(default_factory=dict)
+    ready: dict[Value, list[Any]] = field(default_factory=dict)
+    in_flight: dict[Message, list[PendingMessages]] = field(default_factory=dict)
 
     def put(self, value: Value, xs: Sequence[torch.Tensor]) -> None:
         """Keep what a stage has made for the next stage, or for the message that is sent."""
-        self.here[value] = list(xs)
+        self.ready[value] = list(xs)
 
     def take(self, value: Value) -> Tensors:
         """Return what another stage has made, waiting for it if it is on its way."""
-        found = self.here.pop(value)
+        found = self.ready.pop(value)
         return [wait(x) if isinstance(x, PendingMessages) else x for x in found]
 
-    def do(self, deed: Deed) -> None:
+    def execute(self, instruction: Instruction) -> None:
         """Start to send or to receive a message, or wait until one has left."""
-        message = deed.of
+        message = instruction.of
         assert isinstance(message, Message)
-        if deed.kind == "receive":
-            self.here[_value(message)] = [
+        if instruction.kind == "receive":
+            self.ready[_value(message)] = [
                 start_receive(torch.empty_like(x, device=self.device), message.sender, tag, self.binding)
                 for x, tag in zip(self.forms, self._tags(message), strict=True)
             ]
-        elif deed.kind == "send":
+        elif instruction.kind == "send":
             self.send(message)
         else:
-            for sent in self.leaving.pop(message):
+            for sent in self.in_flight.pop(message):
                 wait(sent)
 
     def send(self, message: Message) -> None:
         """Start to send a message, if that has not been done."""
-        xs = self.here.pop(_value(message), None)
+        xs = self.ready.pop(_value(message), None)
         if xs is not None:
             tags = self._tags(message)
-            self.leaving[message] = [
+            self.in_flight[message] = [
                 start_send(x, message.receiver, tag, self.binding) for x, tag in zip(xs, tags, strict=True)
             ]
 

@@ -1,4 +1,4 @@
-"""alone: a collective over one rank is what it was given."""
+"""drop_lone_collectives: a collective over one rank is what it was given."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,10 +9,10 @@ from fzero.graph.ir import awaited, copied, is_collective, is_wait, results, sig
 from fzero.graph.passes._uses import family
 from fzero.graph.storages import storages
 
-__all__ = ["alone"]
+__all__ = ["drop_lone_collectives"]
 
 
-def alone(graph: Graph, groups: Collection[str]) -> Graph:
+def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     """Leave out the collectives over groups of one rank.
 
     On `dp=1, ep=8` experts are sharded over the one rank of `dp`. To gather them would be a copy, and so would the sum

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from fzero._tracebacks import door
+from fzero._tracebacks import api_boundary
 from fzero.graph.plan._text import size
 
-__all__ = ["Said", "deepspeed_zero2", "deepspeed_zero3", "others_say"]
+__all__ = ["PeerEstimate", "deepspeed_zero2", "deepspeed_zero3", "peer_estimates"]
 
 
 @dataclass(frozen=True)
-class Said:
+class PeerEstimate:
     """What an estimator says that a rank holds.
 
     Attributes:
@@ -29,8 +29,8 @@ class Said:
         return f"{self.by}: {size(self.device_bytes)} of a device{host} ({self.counts})"
 
 
-@door
-def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool = False) -> Said:
+@api_boundary
+def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool = False) -> PeerEstimate:
     """Say what DeepSpeed's `estimate_zero2_model_states_mem_needs` says, with its buffer factor of 1.5.
 
     Args:
@@ -40,7 +40,7 @@ def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool
         offload: whether the optimizer's state lies on the host.
 
     Returns:
-        A `Said`. It counts whole gradients, so it is the same for stage 1.
+        A `PeerEstimate`. It counts whole gradients, so it is the same for stage 1.
 
     Example:
         >>> from fzero import tuning
@@ -50,15 +50,17 @@ def deepspeed_zero2(parameters: int, *, near: int, hosts: int = 1, offload: bool
     """
     n = near * hosts
     if offload:
-        return Said("DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), STATES)
+        return PeerEstimate(
+            "DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), STATES
+        )
     device = 4 * parameters + int(16 * parameters / n)
-    return Said("DeepSpeed, ZeRO-2", device, int(parameters * 4 * near * 1.5), STATES)
+    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * near * 1.5), STATES)
 
 
-@door
+@api_boundary
 def deepspeed_zero3(
     parameters: int, largest: int, *, near: int, hosts: int = 1, offload: bool = False, offload_params: bool = False
-) -> Said:
+) -> PeerEstimate:
     """Say what DeepSpeed's `estimate_zero3_model_states_mem_needs` says, of a model made under `zero.Init`.
 
     Args:
@@ -70,7 +72,7 @@ def deepspeed_zero3(
         offload_params: whether the parameters do, too.
 
     Returns:
-        A `Said`.
+        A `PeerEstimate`.
 
     Raises:
         ValueError: if the parameters alone are to lie on the host.
@@ -88,15 +90,15 @@ def deepspeed_zero3(
         host = int(parameters * (18 if offload_params else 16) / hosts * 1.5)
         device = big + (0 if offload_params else int(2 * parameters / n))
         name = "DeepSpeed, ZeRO-3, offload" + (" of parameters too" if offload_params else "")
-        return Said(name, device, host, STATES)
-    return Said("DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * near * 1.5), STATES)
+        return PeerEstimate(name, device, host, STATES)
+    return PeerEstimate("DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * near * 1.5), STATES)
 
 
 STATES = "no activations, no buffers"
 
 
-@door
-def others_say(parameters: int, largest: int, *, near: int, hosts: int = 1) -> list[Said]:
+@api_boundary
+def peer_estimates(parameters: int, largest: int, *, near: int, hosts: int = 1) -> list[PeerEstimate]:
     """List what is said of a model by formulas of its parameters alone: of DeepSpeed, accelerate, and by rule of thumb.
 
     Args:
@@ -106,11 +108,11 @@ def others_say(parameters: int, largest: int, *, near: int, hosts: int = 1) -> l
         hosts: with so many devices each.
 
     Returns:
-        A list of `Said`.
+        A list of `PeerEstimate`.
 
     Example:
         >>> from fzero import tuning
-        >>> for said in tuning.others_say(8_030_261_248, 525_336_576, near=8, hosts=8):
+        >>> for said in tuning.peer_estimates(8_030_261_248, 525_336_576, near=8, hosts=8):
         ...     print(said)
         16 bytes a parameter: 128.5 GB of a device (no activations, no sharding)
         accelerate estimate-memory, float32: 128.5 GB of a device (4 times the parameters; no activations, no sharding)
@@ -118,8 +120,8 @@ def others_say(parameters: int, largest: int, *, near: int, hosts: int = 1) -> l
         DeepSpeed, ZeRO-3: 4.4 GB of a device, 25.2 GB of a host (no activations, no buffers)
     """
     return [
-        Said("16 bytes a parameter", 16 * parameters, 0, "no activations, no sharding"),
-        Said(
+        PeerEstimate("16 bytes a parameter", 16 * parameters, 0, "no activations, no sharding"),
+        PeerEstimate(
             "accelerate estimate-memory, float32",
             4 * 4 * parameters,
             0,

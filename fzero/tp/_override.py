@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["lent"]
+__all__ = ["override_parameters"]
 
 
 @contextmanager
-def lent(module: torch.nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, Any]) -> Iterator[None]:
+def override_parameters(
+    module: torch.nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> Iterator[None]:
     """Put tensors in the places of some parameters of a module, and values in those of attributes, for a while."""
     parameters: dict[str, Any] = module._parameters
     before = {name: parameters[name] for name in tensors}, {name: vars(module)[name] for name in attributes}

@@ -1,4 +1,4 @@
-"""Spread: which part of each unit lies on the host, and trees cut so, in pieces of which each lies in one memory."""
+"""Offload plans: which part of each unit lies on the host, and trees that are split so."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from fzero.layout.spec import facts, intern_parts, on_host, spec_of
 from fzero.precision import Precision
 from fzero.tree import Tree
 
-__all__ = ["Ratio", "Spread", "check_ratio", "lower", "spread_like", "spread_of"]
+__all__ = ["OffloadPlan", "Ratio", "check_ratio", "offload_params", "offload_plan_like", "offload_plan_of"]
 
 Ratio = float | Callable[[str], float]
 """The share of a state that lies on the host, or a rule `(path) -> share`."""
@@ -57,7 +57,7 @@ class UnitEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spread:
+class OffloadPlan:
     """How the units of a tree lie in the two memories.
 
     Attributes:
@@ -229,7 +229,7 @@ def _exact(share: float) -> Fraction:
     return Fraction(repr(float(share)))
 
 
-def spread_of(params: Tree, ratio: Ratio, precision: Precision | None = None) -> Spread:
+def offload_plan_of(params: Tree, ratio: Ratio, precision: Precision | None = None) -> OffloadPlan:
     """Say which part of each unit of a tree lies on the host.
 
     With a number it is the last of all elements: the end of one unit, and all units behind it. Their gradients are made
@@ -243,18 +243,18 @@ def spread_of(params: Tree, ratio: Ratio, precision: Precision | None = None) ->
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     places = _places(paths, entries, precision)
     units = [place.base for place in places if place is not None and place.first]
-    return Spread(structure, tuple(places), _taken(list(dict.fromkeys(units)), ratio), _device_of(entries))
+    return OffloadPlan(structure, tuple(places), _taken(list(dict.fromkeys(units)), ratio), _device_of(entries))
 
 
-def spread_like(state: Tree, params: Tree, ratio: Ratio) -> Spread:
+def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     """Say the same of a state's own units, outside a step, where the parameters may be whole: in their order."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     order = {path: i for i, path in enumerate(paths)}
     found = {on_host(x.uid, 0): x.spec.paths[0] for x in tree.flatten(state, is_box)[0] if isinstance(x, Shard)}
     units = sorted([uid for uid, path in found.items() if path in order], key=lambda uid: order[found[uid]])
     if not units:  # of a step that shards no state
-        return spread_of(params, ratio)
-    return Spread(structure, (None,) * len(entries), _taken(units, ratio), _device_of(entries))
+        return offload_plan_of(params, ratio)
+    return OffloadPlan(structure, (None,) * len(entries), _taken(units, ratio), _device_of(entries))
 
 
 def _device_of(entries: Sequence[Any]) -> torch.device:
@@ -283,7 +283,7 @@ def _places(paths: Sequence[str], entries: Sequence[Any], precision: Precision |
     return found
 
 
-def lower(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:
+def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:
     """Put the last share of sharded parameters into host memory.
 
     Raises:
@@ -294,7 +294,7 @@ def lower(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:
             "offload: params=True: no parameter is cut, and whole ones stay on the device: use stage=3, and a rule of "
             "units that cuts some"
         )
-    return spread_of(params, ratio, precision).cut(params, to_host, boxes_only=True)
+    return offload_plan_of(params, ratio, precision).cut(params, to_host, boxes_only=True)
 
 
 def _taken(units: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:

@@ -59,5 +59,5 @@ def run_on(stages: Stages, slots: list[Any], rest: Any) -> Pair:
     if order is None or order > 1 or (is_tracing() and not (order and turns.pipelines_are_recorded())):
         return run_ticks(stages, slots, rest)
     if is_tracing() and isinstance(micro_batch(), torch.Tensor):
-        raise turns.NotALoop("a pipeline is in the loss, with micro-batches of its own")
+        raise turns.NotScannable("a pipeline is in the loss, with micro-batches of its own")
     return run_table(stages, slots, rest, backward=order == 1)

@@ -21,16 +21,16 @@ import torch
 
 from fzero._torch import assume_constant_result
 from fzero.axes.axis import Binding
-from fzero.collectives.table import LinearMap, OfDeal, Tensors, add_row
+from fzero.collectives.table import AssignmentOptions, LinearMap, Tensors, add_row
 
-__all__ = ["Deal", "Matrix", "deal_of", "dealt"]
+__all__ = ["Matrix", "OwnerAssignment", "assignment_number", "assignment_of"]
 
 
 class Matrix(NamedTuple):
-    """A matrix to be owned: its unit's place in the deal, its first element there, its shape and what marks its kind.
+    """A matrix to be owned: its unit, its first element there, its shape and what marks its kind.
 
     Attributes:
-        unit: which of the deal's units holds it.
+        unit: which of the assignment's units holds it.
         start: of its first element in the flat unit.
         rows: its height.
         columns: its width.
@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deal:
+class OwnerAssignment:
     """A division of matrices among the ranks of an axis.
 
     Attributes:
@@ -126,23 +126,23 @@ class Deal:
         return self.filled + max([sum(i is None for own in stacks for i in own) for stacks in self.owned], default=0)
 
 
-_DEALS: list[Deal] = []
-_NUMBERS: dict[Deal, int] = {}
+_ASSIGNMENTS: list[OwnerAssignment] = []
+_NUMBERS: dict[OwnerAssignment, int] = {}
 
 
 @assume_constant_result
-def deal_of(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
-    """Return the number of the deal with these attributes."""
-    deal = Deal(ranks, shards, tuple([Matrix(*m) for m in matrices]))
-    if deal not in _NUMBERS:
-        _NUMBERS[deal] = len(_DEALS)
-        _DEALS.append(deal)
-    return _NUMBERS[deal]
+def assignment_number(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
+    """Return the number of the assignment with these attributes."""
+    assignment = OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices]))
+    if assignment not in _NUMBERS:
+        _NUMBERS[assignment] = len(_ASSIGNMENTS)
+        _ASSIGNMENTS.append(assignment)
+    return _NUMBERS[assignment]
 
 
-def dealt(number: int) -> Deal:
-    """Return the deal with this number."""
-    return _DEALS[number]
+def assignment_of(number: int) -> OwnerAssignment:
+    """Return the assignment with this number."""
+    return _ASSIGNMENTS[number]
 
 
 # ---------------------------------------------------------------- what one rank does
@@ -155,24 +155,26 @@ def _joined(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> tor
     return torch.cat([*parts, *zeros], dim=-1)
 
 
-def _lay_out(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _pack_for_owners(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Cut shards `[.., k]` into a part for each owner: `[.., N, c]`."""
     rows = []
-    for part in deal.pieces[rank]:
-        cut = [xs[deal.matrices[p.matrix].unit].narrow(-1, p.at, p.size) for p in part]
-        rows.append(_joined(cut, deal.part, xs[0]))
+    for part in assignment.pieces[rank]:
+        cut = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.at, p.size) for p in part]
+        rows.append(_joined(cut, assignment.part, xs[0]))
     return [torch.stack(rows, dim=-2)]
 
 
-def _lay_back(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _unpack_from_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Put parts `[.., N, c]` back into their places in shards `[.., k]`, among zeros."""
     (buffer,) = xs
-    places: list[list[tuple[int, int, int, int]]] = [[] for _ in deal.shards]  # of each unit: at, size, owner, place
-    for owner, part in enumerate(deal.pieces[rank]):
+    places: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in assignment.shards
+    ]  # of each unit: at, size, owner, place
+    for owner, part in enumerate(assignment.pieces[rank]):
         for p in part:
-            places[deal.matrices[p.matrix].unit].append((p.at, p.size, owner, p.place))
+            places[assignment.matrices[p.matrix].unit].append((p.at, p.size, owner, p.place))
     shards = []
-    for k, pieces in zip(deal.shards, places, strict=True):
+    for k, pieces in zip(assignment.shards, places, strict=True):
         end, parts = 0, []
         for at, size, owner, place in sorted(pieces):
             if at > end:
@@ -183,21 +185,21 @@ def _lay_back(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
     return shards
 
 
-def _take_up(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _matrices_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Put the parts that arrived, `[.., N, c]`, together to the rank's own matrices: `[.., q, r, c]` for each shape."""
     (buffer,) = xs
     found: dict[int, list[torch.Tensor]] = {}
-    for sender, parts in enumerate(deal.pieces):
+    for sender, parts in enumerate(assignment.pieces):
         for p in parts[rank]:
             found.setdefault(p.matrix, []).append(buffer.select(-2, sender).narrow(-1, p.place, p.size))
     stacks = []
-    for (rows, columns, _), own in zip(deal.stacks, deal.owned[rank], strict=True):
+    for (rows, columns, _), own in zip(assignment.stacks, assignment.owned[rank], strict=True):
         flat = [_joined([] if i is None else found.get(i, []), rows * columns, buffer.select(-2, 0)) for i in own]
         stacks.append(torch.stack(flat, dim=-2).unflatten(-1, (rows, columns)))
     return stacks
 
 
-def _hand_back(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
+def _parts_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """Cut a rank's own matrices into the parts that they came in: `[.., N, c]`.
 
     An element of each matrix of zeros goes along. Else its iteration would be dead code on some ranks, and a jitted
@@ -205,41 +207,41 @@ def _hand_back(deal: Deal, rank: int, xs: Tensors) -> list[torch.Tensor]:
     """
     flat = {
         i: stack.select(-3, slot).flatten(-2)
-        for stack, own in zip(xs, deal.owned[rank], strict=True)
+        for stack, own in zip(xs, assignment.owned[rank], strict=True)
         for slot, i in enumerate(own)
         if i is not None
     }
     rows, like, done = [], xs[0].select(-3, 0).flatten(-2), dict.fromkeys(flat, 0)
-    for parts in deal.pieces:
+    for parts in assignment.pieces:
         cut = []
         for p in parts[rank]:
             cut.append(flat[p.matrix].narrow(-1, done[p.matrix], p.size))
             done[p.matrix] += p.size
-        rows.append(_joined(cut, deal.filled, like))
+        rows.append(_joined(cut, assignment.filled, like))
     unused = [
         stack.select(-3, slot).flatten(-2).narrow(-1, 0, 1)
-        for stack, own in zip(xs, deal.owned[rank], strict=True)
+        for stack, own in zip(xs, assignment.owned[rank], strict=True)
         for slot, i in enumerate(own)
         if i is None
     ]
-    end = _joined(unused, deal.part - deal.filled, like)
+    end = _joined(unused, assignment.part - assignment.filled, like)
     return [torch.stack([torch.cat([row, end], dim=-1) for row in rows], dim=-2)]
 
 
-def _add(name: str, transpose: str, f: Callable[[Deal, int, Tensors], list[torch.Tensor]]) -> None:
+def _add(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors], list[torch.Tensor]]) -> None:
     """Add a row of what each rank does by itself."""
 
-    def stacked(n: int, options: OfDeal, xs: Tensors) -> Tensors:
-        ranks = [f(dealt(options.number), r, [x[r] for x in xs]) for r in range(n)]
+    def stacked(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
+        ranks = [f(assignment_of(options.number), r, [x[r] for x in xs]) for r in range(n)]
         return [torch.stack(list(ys)) for ys in zip(*ranks, strict=True)]
 
-    def local(binding: Binding, options: OfDeal, xs: Tensors) -> Tensors:
-        return f(dealt(options.number), binding.rank, xs)
+    def local(binding: Binding, options: AssignmentOptions, xs: Tensors) -> Tensors:
+        return f(assignment_of(options.number), binding.rank, xs)
 
     add_row(LinearMap(name, wire="", stacked=stacked, local=local, transpose=transpose, replicated=False))
 
 
-_add("lay_out", "lay_back", _lay_out)
-_add("lay_back", "lay_out", _lay_back)
-_add("take_up", "hand_back", _take_up)
-_add("hand_back", "take_up", _hand_back)
+_add("lay_out", "lay_back", _pack_for_owners)
+_add("lay_back", "lay_out", _unpack_from_shards)
+_add("take_up", "hand_back", _matrices_of_owner)
+_add("hand_back", "take_up", _parts_of_owner)

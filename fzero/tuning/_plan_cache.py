@@ -15,11 +15,11 @@ from fzero.tuning._machines import Machine
 from fzero.tuning._row import Row, row_from
 from fzero.tuning._space import Configuration
 
-__all__ = ["Kept"]
+__all__ = ["PlanCache"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class PlanCache:
     """Reads and writes rows of one step on one machine.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""stay: what is at hand in the backward pass anyway does not wait on the host for it."""
+"""keep_on_host: what is at hand in the backward pass anyway does not wait on the host for it."""
 
 from torch.fx import Graph, Node
 
@@ -6,10 +6,10 @@ from fzero.graph.ir import CASTS, copied, is_gather, is_input, is_wait, users_th
 from fzero.graph.ops import is_view
 from fzero.graph.spaces import DOWN, UP
 
-__all__ = ["stay"]
+__all__ = ["keep_on_host"]
 
 
-def stay(graph: Graph) -> Graph:
+def keep_on_host(graph: Graph) -> Graph:
     """Take away copies to the host and back of parameters, and copy every other value down once.
 
     A block with `remat(save="host")` is given whole parameters beside its activations. They are arguments of the step,
