@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index|find-links' >/dev/null \
 	|| command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
-.PHONY: help train test lint types tests test-all sweep bench mutants faults docs format clean
+.PHONY: help train test check lint types tests test-all sweep bench mutants faults docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -30,6 +30,9 @@ lint: $(VENV)/dev.stamp
 
 types: $(VENV)/dev.stamp
 	$(BIN)/pyright
+
+check: $(VENV)/dev.stamp ## what has changed: its lint, types and tests, within a minute
+	@$(BIN)/python -m tests.check $(ARGS)
 
 tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 	$(BIN)/python -m pytest $(ARGS)

@@ -63,10 +63,10 @@ def check(row: Row) -> None:
 # ---------------------------------------------------------------- fzero.shard and meshes
 
 MAKING: dict[str, Row] = {
-    "stage 4": (lambda: step_of(4), ValueError, r"stage=4: expected 0, 1, 2 or 3"),
-    "stage -1": (lambda: step_of(-1), ValueError, r"stage=-1: expected 0, 1, 2 or 3"),
-    "stage as a string": (lambda: step_of("2"), ValueError, r"stage='2': expected 0, 1, 2 or 3"),
-    "stage as a float": (lambda: step_of(2.0), (TypeError, ValueError), r"stage=2.0: expected 0, 1, 2 or 3"),
+    "stage 4": (lambda: step_of(4), ValueError, r"stage=4: expected a stage of ZeRO, 0 to 3"),
+    "stage -1": (lambda: step_of(-1), ValueError, r"stage=-1: expected a stage of ZeRO, 0 to 3"),
+    "stage as a string": (lambda: step_of("2"), ValueError, r"stage='2': expected a stage of ZeRO, 0 to 3"),
+    "stage as a float": (lambda: step_of(2.0), (TypeError, ValueError), r"stage=2.0: expected a stage of ZeRO, 0 to 3"),
     "unknown axis": (lambda: step_of(2, axis="tp"), ValueError, r"axis='tp': 'tp' is not an axis of Mesh\(dp=2"),
     "empty axis": (
         lambda: step_of(2, axis=()),
@@ -710,7 +710,7 @@ def with_torch_optimizer() -> Any:
 
 TORCH_OPT = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
 TAKEN: dict[str, Row] = {
-    "stage True": (lambda: step_of(True), ValueError, r"stage=True: expected 0, 1, 2 or 3"),
+    "stage True": (lambda: step_of(True), ValueError, r"stage=True: expected a stage of ZeRO, 0 to 3"),
     "check 1": (lambda: step_of(2, check=1), ValueError, r'check=1: expected "first", True or False'),
     "a step that runs torch.optim": (
         lambda: step_of(2, train_step=with_torch_optimizer()),

@@ -117,7 +117,7 @@ def test_public_functions_have_an_example():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_is_one_idea(path):
-    assert len(path.read_text().splitlines()) <= 330
+    assert len(path.read_text().splitlines()) <= 500
 
 
 def sentences(text: str) -> list[str]:
@@ -141,3 +141,44 @@ def test_a_docstring_is_in_plain_sentences(path):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_mutant_still_finds_its_line(mutant):
     assert mutant.planted(text := (ROOT / mutant.file).read_text()) != text
+
+
+def test_a_class_has_a_name_of_its_own():
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_only_so_many_private_modules_are_imported_from_other_folders():
+    """The number may fall, and is to become 0: then a folder's `__init__` shows all that others may use."""
+    found = []
+    for path in FILES:
+        folder = path.relative_to(ROOT).parts[0]
+        for module in imports(path):
+            _, *parts = module.split(".")
+            private = any(part.startswith("_") for part in parts[1:])
+            found += [f"{path.relative_to(ROOT)}: {module}"] if private and parts[0] != folder else []
+    assert len(found) <= 119, found
+
+
+def test_a_word_of_the_glossary_is_defined_once():
+    rows = re.findall(r"^\| (\*\*.+?) \|", (ROOT.parent / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"\*\*(.+?)\*\*", row)]
+    assert len(words) > 70 and sorted(words) == sorted({*words})
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_files_that_a_page_names_exist(page):
+    """And a name in capitals, said to be in a file, is made there."""
+    text = (ROOT.parent / page).read_text()
+    paths = re.findall(r"`((?:fzero|tests|examples|benchmarks|docs)/[\w/.]+)`", text) + re.findall(
+        r"\]\((?!http)([\w/.]+)", text
+    )
+    here = (ROOT.parent / page).parent
+    missing = [p for p in paths if not (ROOT.parent / p).exists() and not (here / p).exists()]
+    assert paths and not missing, missing
+    for name, path in re.findall(r"`([A-Z_]{4,})` in \[?`([\w/.]+\.py)`", text):
+        assert re.search(rf"^{name}\b.*= ", (ROOT.parent / path).read_text(), re.MULTILINE), f"{name} is not in {path}"

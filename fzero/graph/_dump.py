@@ -97,8 +97,9 @@ def dump(folder: Path, passes: PassManager, choice: Choice, name: str, body: Gra
     states = [DumpedGraph("00_traced", "", passes.traced)]
     for number, passed in enumerate(passes.run(choice), 1):
         states.append(DumpedGraph(f"{number:02}_{passed.row.name}", _asked(passed), passed.graph))
-    last = passes.scheduled(choice) if body is None else body  # with the bodies of its loops
-    states[-1] = states[-1]._replace(graph=last)
+    if body is not None and choice.across_turns:  # passes over the loop have changed its body, too
+        states[-1] = states[-1]._replace(how="of the loop", graph=body)
+    last = states[-1].graph
     rows = []
     for state in states:
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))

@@ -106,12 +106,14 @@ class Pass(NamedTuple):
         apply: a pure function of a graph and arguments to a graph with the same results, or to the graph itself.
         arguments: returns those arguments, all that the pass depends on beside the graph; None leaves the pass out.
         reads: returns what the pass finds in a graph whatever those are, its last argument, which choices share.
+        loops: whether it runs on loops whose bodies have passed all rows, and not on each graph.
     """
 
     name: str
     apply: Callable[..., Graph]
     arguments: Callable[[Choice, PassContext], tuple[Any, ...] | None]
     reads: Callable[[Graph], Any] | None = None
+    loops: bool = False
 
 
 def _ahead(choice: Choice, given: PassContext) -> tuple[int | str, int, float]:
@@ -140,6 +142,7 @@ PASSES = (
     Pass("slice_of_gather", slice_of_gather, lambda choice, given: None if given.functional else (given.places,)),
     Pass("mark_fused", mark_fused, lambda choice, given: () if given.fuses else None),
     Pass("schedule", schedule, _ahead, Orders),
+    Pass("carry", carry, lambda choice, given: (choice.in_flight,) if choice.across_turns else None, loops=True),
 )
 
 
@@ -171,17 +174,24 @@ class PassManager:
     # by the graph before a pass, which is one object for choices that made it alike, the pass and its arguments
     _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
     _read: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
-    _bodies: dict[Any, "PassManager"] = field(
-        default_factory=dict, repr=False
-    )  # those of loops, by the node's function
+    # those of loops, by the node's function
+    _bodies: dict[Any, "PassManager"] = field(default_factory=dict, repr=False)
 
     def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
-        """Return the graph after each pass, in order, up to and with the `last`."""
+        """Return the graph after each pass, in order, up to and with the `last`.
+
+        The bodies of loops are scheduled behind the last pass over each graph, so that passes over loops find them.
+        """
         graph, found = self.traced, []
-        for row in PASSES:
+        for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
             arguments = row.arguments(choice, self.given)
-            if arguments is not None:
+            if row.loops:
+                arguments = arguments if _has_loops(graph) else None
+                graph = graph if arguments is None else row.apply(graph, *arguments)
+            elif arguments is not None:
                 graph = self._after(row, graph, arguments)
+            if following is not None and following.loops and not row.loops:
+                graph = self._with_bodies(graph, choice)
             found.append(Passed(row, arguments, graph))
             if row.name == last:
                 break
@@ -201,9 +211,12 @@ class PassManager:
         return self._made[key]
 
     def scheduled(self, choice: Choice) -> Graph:
-        """Return the graph after all passes, and the bodies of its loops with it."""
-        graph = self.run(choice)[-1].graph
-        if not any(loop_of(n) for n in graph.nodes):
+        """Return the graph after all passes."""
+        return self.run(choice)[-1].graph
+
+    def _with_bodies(self, graph: Graph, choice: Choice) -> Graph:
+        """Return a graph whose loops have scheduled bodies."""
+        if not _has_loops(graph):
             return graph
         graph = copied(graph)
         for node in [n for n in graph.nodes if loop_of(n)]:
@@ -211,7 +224,7 @@ class PassManager:
             with_body(node, self.body(node).scheduled(inside))
             for item in reversed(list(node.users)):  # at once, since the tuple holds all
                 node.append(item)
-        return carry(graph, choice.in_flight) if choice.across_turns else graph
+        return graph
 
     def changed_by(self, choice: Choice, name: str) -> bool:
         """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""
@@ -229,6 +242,10 @@ class PassManager:
             given = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
             self._bodies[node.target] = PassManager(loop.body, given)
         return self._bodies[node.target]
+
+
+def _has_loops(graph: Graph) -> bool:
+    return any(loop_of(n) for n in graph.nodes)
 
 
 def _same(one: Graph, other: Graph) -> bool:

@@ -1,4 +1,7 @@
-"""The stages of ZeRO: four rows, each a choice of layouts for parameters, gradients and optimizer state."""
+"""The stages of ZeRO: four rows, each a choice of layouts for parameters, gradients and optimizer state.
+
+A row says all that the code of a step asks of a stage. So another way to shard is another row.
+"""
 
 from typing import NamedTuple
 
@@ -18,6 +21,21 @@ class StageLayouts(NamedTuple):
     params: str
     grads: str
     opt_state: str
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether a rank holds its shards of the parameters between steps."""
+        return self.params == "sharded"
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a rank holds the optimizer's state of its shards alone."""
+        return self.opt_state == "sharded"
+
+    @property
+    def shards_within_step(self) -> bool:
+        """Whether a step partitions whole parameters, updates its shards, and gathers them again (stages 1 and 2)."""
+        return self.shards_state and not self.shards_params
 
 
 STAGES = (

@@ -105,5 +105,5 @@ def _stage(stage: Any) -> int:
     except TypeError:
         found = -1
     if found not in range(len(STAGES)):
-        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3")
+        raise ValueError(f"stage={stage!r}: expected a stage of ZeRO, 0 to {len(STAGES) - 1}")
     return found

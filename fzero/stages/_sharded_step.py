@@ -107,7 +107,7 @@ class ShardedStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules)
-        check_params(args, self.params, self.stage, self.layout.params == "sharded", self.rules)
+        check_params(args, self.params, self.stage, self.layout.shards_params, self.rules)
         args = tuple([tree.map(as_value, x) if i in self.params else x for i, x in enumerate(args)])
         return self.program(self.rank_step)(*args, **kwargs)
 
@@ -149,7 +149,7 @@ class ShardedStep:
 
     def rank_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one rank's step: what `fzero.shard` composes, to read."""
-        if self.layout.params == self.layout.opt_state:  # stages 0 and 3: the layout in is the layout out
+        if not self.layout.shards_within_step:  # the layout in is the layout out
             out = self.train_step(*args, **kwargs)
             check_results(args, out, self.params)
             return out
@@ -202,7 +202,7 @@ class ShardedStep:
             >>> params
             {'w': Shard('w', float32 [100, 100], 2500 of 10000 elements, dp=4)}
         """
-        check_optimizer(opt, self.stage, self.layout.opt_state == "sharded")
+        check_optimizer(opt, self.stage, self.layout.shards_state)
         precision = getattr(opt, "precision", None)
         # units are cut as those of the parameters that theirs become
         wide = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
@@ -222,14 +222,14 @@ class ShardedStep:
     def _in_units(self, leaves: list[Any], structure: Any) -> Any:
         """Lay whole leaves side by side by units, where a rank updates its part of each. Takes `leaves`."""
         whole = [x if isinstance(x, torch.Tensor) else None for x in leaves]
-        if self.layout.params != self.layout.opt_state:  # stages 1 and 2
+        if self.layout.shards_within_step:
             whole = tree.map(lambda x: torch.empty_like(x, device="meta"), whole)
             lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, whole)))
         return tree.unflatten(structure, leaves)
 
     def _placed(self, what: str, values: Any, by: str) -> Any:
         """Put a tree into the layout that parameters have between steps: its leaves one by one into their places."""
-        source = source_of(what, values, one_by_one=self.layout.params == "sharded", by=by)
+        source = source_of(what, values, one_by_one=self.layout.shards_params, by=by)
         del values
         plain = [None if isinstance(x, PerRank) else x for x in source.leaves]
         layout = self.program(self._cut)(tree.unflatten(source.structure, plain))
@@ -237,11 +237,12 @@ class ShardedStep:
 
     def _cut(self, params: Any) -> Any:
         """Cut parameters, as a rank program: at stages 0 to 2 only leaves that are split, of which no rank has all."""
-        return partition(params, None if self.layout.params == "sharded" else ())
+        sharded = self.layout.shards_params
+        return partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
 
     def _state(self, params: Any, opt: Any) -> Any:
         """Make the optimizer's state, for a rank's shards where the stage shards it."""
-        further = self.layout.params != self.layout.opt_state
+        further = self.layout.shards_within_step
 
         def make(params: Any) -> Any:
             return opt.init(partition(params, reduce=self.layout.grads) if further else params)

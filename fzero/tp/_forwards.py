@@ -12,7 +12,7 @@ from fzero.tp._boundaries import cut, enter, join, leave
 from fzero.tp._linear import own_rows
 from fzero.tp._override import override_parameters
 from fzero.tp._regions import Region
-from fzero.tp._styles import Column, Cut, Embedding, Experts, Row, Shared, Style, kv_groups
+from fzero.tp._styles import ColumnParallel, Cut, Embedding, Experts, RowParallel, Shared, Style, kv_groups
 
 __all__ = ["Layer"]
 
@@ -47,9 +47,9 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with this rank's part of its parameters."""
-        if isinstance(self.style, Column):
+        if isinstance(self.style, ColumnParallel):
             return self._column(*args, **kwargs)
-        if isinstance(self.style, Row):
+        if isinstance(self.style, RowParallel):
             return self._row(*args, **kwargs)
         if isinstance(self.style, Embedding):
             return self._embedding(*args, **kwargs)
@@ -66,12 +66,12 @@ class Layer:
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
         y = F.linear(x, w.mT if self.cuts["weight"].dim else w, b)
-        return join(y, self.axis, dim=-1) if isinstance(self.style, Column) and self.style.gather else y
+        return join(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
-        if isinstance(self.style, Row) and self.style.cut:
+        if isinstance(self.style, RowParallel) and self.style.cut:
             x = cut(x, self.axis, dim=-1)
         y = leave(F.linear(x, w if self.cuts["weight"].dim else w.mT), self.axis, sequence=self.gathered)
         if b is None:

@@ -9,7 +9,7 @@ from fzero.tp._forwards import Layer
 from fzero.tp._layers import Layers
 from fzero.tp._regions import Heads, Region
 from fzero.tp._sequence import Block, Child, blocks_of, children_of, is_gathered
-from fzero.tp._styles import Column, Divided, Shared
+from fzero.tp._styles import ColumnParallel, Divided, Shared
 
 __all__ = ["install"]
 
@@ -56,7 +56,7 @@ def _install_layer(
     cuts = {own: layers.cuts[key] for own, key in keys.items() if key in layers.cuts}
     sizes = {own: layers.sizes[key] for own, key in keys.items() if key in layers.sizes}
     groups = vars(modules[parent])["num_key_value_groups"] if any(c.shared for c in cuts.values()) else 0
-    region = regions.get(parent) if isinstance(style, Column) else None
+    region = regions.get(parent) if isinstance(style, ColumnParallel) else None
     gathered = is_gathered(name, children)
     layer.forward = Layer(name, layer, style, layers.axis, cuts, sizes, region, gathered, groups, layer.forward)
 
@@ -65,7 +65,7 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
     """Make a region of each module that holds layers that are cut by their results, or that divides attributes."""
     held: dict[str, list[str]] = {}
     for name, style in layers.styles.items():
-        if isinstance(style, Column):
+        if isinstance(style, ColumnParallel):
             held.setdefault(name.rpartition(".")[0], []).append(name)
     divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, Divided)}
     found = {}

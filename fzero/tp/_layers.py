@@ -11,7 +11,7 @@ from fzero import tree
 from fzero.axes.replicated import check_inputs_replicated
 from fzero.axes.scope import axis_size, lookup, where_bound
 from fzero.tp._split import named
-from fzero.tp._styles import NAMED, Column, Cut, Embedding, Experts, Style, heads_of, layer_cuts, parameter_cut
+from fzero.tp._styles import NAMED, ColumnParallel, Cut, Embedding, Experts, Style, heads_of, layer_cuts, parameter_cut
 
 __all__ = ["Layers", "Plan", "layers"]
 
@@ -230,7 +230,7 @@ def _cuts(module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapp
         layer = modules[name]
         parent, _, last = name.rpartition(".")
         for own, known in layer_cuts(name, style, layer).items():
-            if isinstance(style, Column) and not style.gather:
+            if isinstance(style, ColumnParallel) and not style.gather:
                 size = getattr(layer, own).shape[known.dim] // known.packed
                 groups = vars(modules[parent]).get("num_key_value_groups", 0) if last in _KEYS_AND_VALUES else 0
                 known = known._replace(heads=heads_of(modules[parent], size), shared=bool(groups))
@@ -251,12 +251,12 @@ def _let_ties_follow(module: torch.nn.Module, styles: dict[str, Style]) -> None:
     """Give an embedding, or a linear layer, the style that cuts its weight as another layer's that is the same one."""
     for places in _tied(module):
         owners = [place.rpartition(".")[0] for place in places]
-        if not any(isinstance(styles.get(owner), Embedding | Column) for owner in owners):
+        if not any(isinstance(styles.get(owner), Embedding | ColumnParallel) for owner in owners):
             continue
         for owner in owners:
             if owner not in styles:
                 is_table = isinstance(module.get_submodule(owner), torch.nn.Embedding)
-                styles[owner] = Embedding() if is_table else Column(gather=True)
+                styles[owner] = Embedding() if is_table else ColumnParallel(gather=True)
 
 
 def _check_ties(module: torch.nn.Module, cuts: Mapping[str, Cut]) -> None:

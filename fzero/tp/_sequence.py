@@ -12,7 +12,7 @@ import torch
 
 from fzero.tp._boundaries import cut, enter, join
 from fzero.tp._layers import Layers
-from fzero.tp._styles import Column, Row, Shared
+from fzero.tp._styles import ColumnParallel, RowParallel, Shared
 
 __all__ = ["Block", "Child", "blocks_of", "children_of", "is_gathered"]
 
@@ -154,6 +154,6 @@ def _kind(place: str, child: torch.nn.Module, layers: Layers) -> str:
     if not styles:
         is_norm = all(p.ndim < 2 for p in child.parameters()) and not any(True for _ in child.children())
         return "norm" if is_norm else "whole"
-    known = [name for name in styles if isinstance(layers.styles[name], Column | Row | Shared)]
+    known = [name for name in styles if isinstance(layers.styles[name], ColumnParallel | RowParallel | Shared)]
     names = [f"{place}.{name}" for name, _ in child.named_parameters()]
     return "gathered" if all(any(_within(name, at) for at in known) for name in names) else "whole"

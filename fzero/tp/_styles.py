@@ -9,13 +9,13 @@ import torch
 
 __all__ = [
     "NAMED",
-    "Column",
+    "ColumnParallel",
     "Cut",
     "Divided",
     "Embedding",
     "Experts",
     "Local",
-    "Row",
+    "RowParallel",
     "Shared",
     "Style",
     "divided",
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnParallel:
     """A linear layer of which each rank has some of the results."""
 
     gather: bool = False
@@ -75,7 +75,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowParallel:
     """A linear layer of which each rank has some of the inputs; `cut` if it is given all of them."""
 
     cut: bool = False
@@ -126,17 +126,17 @@ class Divided:
         return f"a part of its {', '.join(self.names)}"
 
 
-Style = Column | Row | Embedding | Shared | Experts | Local | Divided
+Style = ColumnParallel | RowParallel | Embedding | Shared | Experts | Local | Divided
 
 NAMED: Mapping[str, Style | None] = {
-    "colwise": Column(),
-    "colwise_rep": Column(gather=True),
-    "colwise_gather_output": Column(gather=True),
-    "packed_colwise": Column(packed=2),
-    "rowwise": Row(),
-    "rowwise_rep": Row(cut=True),
-    "rowwise_split_input": Row(cut=True),
-    "packed_rowwise": Row(),
+    "colwise": ColumnParallel(),
+    "colwise_rep": ColumnParallel(gather=True),
+    "colwise_gather_output": ColumnParallel(gather=True),
+    "packed_colwise": ColumnParallel(packed=2),
+    "rowwise": RowParallel(),
+    "rowwise_rep": RowParallel(cut=True),
+    "rowwise_split_input": RowParallel(cut=True),
+    "packed_rowwise": RowParallel(),
     "embedding_rowwise": Embedding(),
     "replicated_with_grad_allreduce": Shared(),
     "moe_tp_experts": Experts(),
@@ -146,7 +146,7 @@ NAMED: Mapping[str, Style | None] = {
 _PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
 
 
-def packed(count: int) -> Column:
+def packed(count: int) -> ColumnParallel:
     """Make the style of a linear layer that computes several things at once, each of which is cut: `packed(3)` for QKV.
 
     Raises:
@@ -155,11 +155,11 @@ def packed(count: int) -> Column:
     Example:
         >>> from fzero import tp
         >>> tp.packed(3)
-        Column(gather=False, packed=3)
+        ColumnParallel(gather=False, packed=3)
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count={count!r}: expected how many matrices lie side by side, such as 3 for q, k and v")
-    return Column(packed=count)
+    return ColumnParallel(packed=count)
 
 
 def divided(*names: str) -> Divided:
@@ -197,9 +197,9 @@ def layer_cuts(name: str, style: Style, module: torch.nn.Module) -> dict[str, Cu
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"embedding {name!r}: max_norm, scale_grad_by_freq and sparse need the whole table")
         return {"weight": Cut(0)}
-    if isinstance(style, Column | Row):
+    if isinstance(style, ColumnParallel | RowParallel):
         inputs, results = _dimensions(name, module)
-        if isinstance(style, Row):
+        if isinstance(style, RowParallel):
             return {"weight": Cut(inputs)}
         found = {"weight": Cut(results, style.packed), "bias": Cut(0, style.packed)}
         return {own: found[own] for own, _ in module.named_parameters(recurse=False)}

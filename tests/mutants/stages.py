@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "stage 0 lays leaves side by side",
         STEP,
-        "if self.layout.params != self.layout.opt_state:",
-        "if True:",
+        "if self.layout.shards_within_step:\n            whole",
+        "if True:\n            whole",
         SIDE_BY_SIDE,
     ),
     Mutant(

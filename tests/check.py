@@ -1,0 +1,97 @@
+"""Check a change while it is made: lint and types of the changed files, and the tests that mirror them. `make check`.
+
+A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
+faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`. After 40 seconds no further test
+begins, and what is left out is said: `make test` runs all.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from tests.mutants import MUTANTS
+from tests.mutants.mutant import Mutant
+
+ROOT = pathlib.Path(__file__).parents[1]
+SECONDS = 40.0
+
+
+def changed(base: str) -> list[str]:
+    """List the files that differ from a revision, those that git does not know yet among them."""
+    commands = (["diff", "--name-only", "--diff-filter=d", base], ["ls-files", "--others", "--exclude-standard"])
+    found = [subprocess.run(["git", *c], cwd=ROOT, capture_output=True, text=True, check=True).stdout for c in commands]
+    return sorted({line for text in found for line in text.splitlines()})
+
+
+def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MUTANTS) -> list[str]:
+    """List the tests of a file; none of a file without any."""
+    path = pathlib.PurePosixPath(file)
+    if path.suffix == ".md" and path.parts[0] in ("docs", "README.md", "CONTRIBUTING.md"):
+        return [f"tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[{path.stem}]"]
+    if path.suffix != ".py" or path.parts[0] not in ("fzero", "tests"):
+        return []
+    if path.parts[0] == "tests":
+        return [file] if path.stem.startswith("test_") else []
+    within, name = path.relative_to("fzero"), path.stem.removeprefix("_")
+    folder = root / "tests" / within.parent
+    own = [folder / f"test_{name}.py"]
+    catching = [root / test for m in faults if m.file == str(within) for test in m.tests[:1]]
+    of_folder = sorted(folder.glob("test_*.py")) if within.parent.name else []
+    choices = ([x for x in some if x.is_file()] for some in (own, catching, of_folder))
+    return [str(x.relative_to(root)) for x in dict.fromkeys(next(filter(None, choices), []))]
+
+
+class Deadline:
+    """A plugin of pytest: no test begins after a time, and the tests that were not run are counted."""
+
+    def __init__(self, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+        self.left: list[str] = []
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Leave a test out when the time is over."""
+        if time.monotonic() < self.until:
+            return None
+        self.left.append(item.nodeid)
+        return True
+
+
+def lint_and_types(files: Iterable[str]) -> list[subprocess.Popen[bytes]]:
+    """Start ruff and pyright on files of Python."""
+    python = [f for f in files if f.endswith(".py")]
+    run = [sys.executable, "-m"]
+    commands = [[*run, "ruff", "check", *python], [*run, "ruff", "format", "--check", *python]]
+    commands += [[*run, "pyright", *python]]
+    return [subprocess.Popen(command, cwd=ROOT) for command in commands] if python else []
+
+
+def main() -> int:
+    """Check what has changed; returns 0 if nothing is wrong with it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.check", description=__doc__)
+    parser.add_argument("--base", default="HEAD", help="the revision that the change begins from")
+    asked = parser.parse_args()
+    files = changed(asked.base)
+    if not files:
+        print("nothing has changed")
+        return 0
+    started = lint_and_types(files)
+    chosen = list(dict.fromkeys(test for file in files for test in mirrored(file)))
+    deadline, failed = Deadline(SECONDS), 0
+    if chosen:
+        print("tests:", *chosen, sep="\n  ")
+        failed = int(pytest.main(["-q", "-n0", "-x", "--show-capture=no", *chosen], plugins=[deadline]))
+    wrong = [p.args for p in started if p.wait()]
+    if deadline.left:
+        print(f"{len(deadline.left)} tests were left out, since {SECONDS:g} s had passed: make test runs them")
+    if not chosen:
+        print("no test mirrors these files: make test runs all")
+    return int(bool(failed or wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""check: the tests that mirror a change, and no more than fit into its time."""
+
+import pathlib
+
+import pytest
+
+from tests.check import Deadline, mirrored
+from tests.mutants.mutant import Mutant
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("fzero/graph/_any_length.py", ["tests/graph/test_any_length.py"]),
+        ("fzero/precision.py", ["tests/test_precision.py"]),
+        ("fzero/_donated.py", ["tests/graph/trace/test_donation.py"]),
+        ("tests/test_errors.py", ["tests/test_errors.py"]),
+        ("docs/jit.md", ["tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[jit]"]),
+        ("tests/helpers.py", []),
+        ("Makefile", []),
+        ("benchmarks/lengths.py", []),
+        ("benchmarks/lengths.md", []),
+    ],
+)
+def test_a_file_has_the_tests_of_its_name_or_of_its_faults(file, expected):
+    assert mirrored(file) == expected
+    assert all((ROOT / test.split("::")[0]).exists() for test in expected)
+
+
+def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
+    for name in ("tests/a/test_b.py", "tests/a/test_c.py", "tests/d/test_e.py", "fzero/a/_f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    fault = Mutant("a fault", "a/_g.py", "1", "2", ("tests/d/test_e.py", "-k", "x"))
+    assert mirrored("fzero/a/_b.py", tmp_path, [fault]) == ["tests/a/test_b.py"]
+    assert mirrored("fzero/a/_g.py", tmp_path, [fault]) == ["tests/d/test_e.py"]
+    assert mirrored("fzero/a/_f.py", tmp_path, [fault]) == ["tests/a/test_b.py", "tests/a/test_c.py"]
+    assert mirrored("fzero/f.py", tmp_path, [fault]) == []
+
+
+def test_nearly_every_file_has_tests():
+    files = [str(p.relative_to(ROOT)) for p in (ROOT / "fzero").rglob("*.py") if p.name != "__init__.py"]
+    without = [file for file in files if not mirrored(file)]
+    assert len(without) < len(files) / 20, without
+
+
+def test_no_test_begins_after_the_deadline(request):
+    early, late = Deadline(60), Deadline(-1)
+    assert early.pytest_runtest_protocol(request.node) is None and not early.left
+    assert late.pytest_runtest_protocol(request.node) and late.left == [request.node.nodeid]
