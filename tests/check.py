@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable
 
 import pytest
@@ -19,6 +20,7 @@ from tests.mutants.mutant import Mutant
 
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 40.0
+TYPED = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"])
 
 
 def changed(base: str) -> list[str]:
@@ -31,8 +33,9 @@ def changed(base: str) -> list[str]:
 def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MUTANTS) -> list[str]:
     """List the tests of a file; none of a file without any."""
     path = pathlib.PurePosixPath(file)
-    if path.suffix == ".md" and path.parts[0] in ("docs", "README.md", "CONTRIBUTING.md"):
-        return [f"tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[{path.stem}]"]
+    if path.suffix == ".md" and path.parts[0] in ("docs", "CONTRIBUTING.md"):
+        runs = "```python\n" in (root / file).read_text()
+        return [f"tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[{path.stem}]"] if runs else []
     if path.suffix != ".py" or path.parts[0] not in ("fzero", "tests"):
         return []
     if path.parts[0] == "tests":
@@ -66,7 +69,8 @@ def lint_and_types(files: Iterable[str]) -> list[subprocess.Popen[bytes]]:
     python = [f for f in files if f.endswith(".py")]
     run = [sys.executable, "-m"]
     commands = [[*run, "ruff", "check", *python], [*run, "ruff", "format", "--check", *python]]
-    commands += [[*run, "pyright", *python]]
+    typed = [f for f in python if f.startswith(TYPED)]
+    commands += [[*run, "pyright", *typed]] if typed else []
     return [subprocess.Popen(command, cwd=ROOT) for command in commands] if python else []
 
 

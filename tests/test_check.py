@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
         ("Makefile", []),
         ("benchmarks/lengths.py", []),
         ("benchmarks/lengths.md", []),
+        ("docs/glossary.md", []),
     ],
 )
 def test_a_file_has_the_tests_of_its_name_or_of_its_faults(file, expected):
