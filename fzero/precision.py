@@ -111,7 +111,7 @@ class Precision:
         """Check that parameters have the policy's dtypes, without which it would silently do nothing.
 
         Raises:
-            TypeError: if one has another. Names it.
+            TypeError: if one has another. The message names it.
         """
         expected: dict[Any, torch.dtype] = {}  # places of one tensor have one dtype, the first's
         for path, x in zip(paths, entries, strict=True):

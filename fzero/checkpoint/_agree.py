@@ -61,7 +61,7 @@ def check_same(what: str, text: bytes, mesh: Mesh | None) -> None:
     """Check that all ranks ask for the same.
 
     Raises:
-        CheckpointError: on all ranks, if one does not. Names it.
+        CheckpointError: on all ranks, if one does not. The message names it.
     """
     if mesh is None or not mesh.distributed:
         return

@@ -127,7 +127,7 @@ def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
 
     Raises:
         ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
-        TypeError: if a leaf can be no part of a checkpoint. Names its path.
+        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
     """
     shape = () if mesh is None else mesh.shape
     found = _Found(what, shape, mesh is None or mesh.simulated)

@@ -114,7 +114,7 @@ def save(
             folder, or there is no room. With `background`, also by `wait()`.
         ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path. Also if a leaf is on
             the meta device, or a plain one of up to 64 KiB differs by rank.
-        TypeError: if a leaf can be no part of a checkpoint. Names its path.
+        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
         DonatedError: if a leaf was donated.
 
     Example:
@@ -162,7 +162,7 @@ def _check_values(mine: Holdings) -> None:
     """Check that there is something to write.
 
     Raises:
-        ValueError: if a leaf is on the meta device. Names it.
+        ValueError: if a leaf is on the meta device. The message names it.
     """
     for rank in mine.ranks:
         for piece, x, _ in mine.owned(rank):
@@ -175,7 +175,7 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
     """Check that small plain leaves, of which each rank writes a part, are the same on all processes.
 
     Raises:
-        ValueError: on all ranks, if one is not. Names it.
+        ValueError: on all ranks, if one is not. The message names it.
     """
     if mesh is None or not mesh.distributed:
         return

@@ -143,7 +143,7 @@ class Batches:
 
         Raises:
             ValueError: if `start` or `stop` is no number of steps.
-            TypeError: if a leaf of a batch is no tensor. Names it.
+            TypeError: if a leaf of a batch is no tensor. The message names it.
         """
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")

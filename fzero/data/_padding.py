@@ -111,7 +111,7 @@ class Padding:
             The same with tensors `[length, ...]`.
 
         Raises:
-            ValueError: if it has no sequence, or one that is longer than `length`. Names it.
+            ValueError: if it has no sequence, or one that is longer than `length`. The message names it.
         """
         if not isinstance(example, Mapping):
             return self._padded("", torch.as_tensor(example), length)

@@ -47,7 +47,7 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
     Raises:
         CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is a checkpoint in the folder.
         ValueError: if two leaves have one name, or a box was cut for another mesh. Names the path.
-        TypeError: if a leaf can be no part of a checkpoint. Names its path.
+        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
         DonatedError: if a leaf was donated.
 
     Example:

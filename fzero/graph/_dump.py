@@ -38,7 +38,7 @@ def checked_folder(folder: str | os.PathLike[str]) -> str:
 
     Raises:
         TypeError: if `folder` is no path.
-        ValueError: if it cannot be made or written into. Names it.
+        ValueError: if it cannot be made or written into. The message names it.
     """
     try:
         path = Path(folder)

@@ -216,12 +216,13 @@ class Jitted:
             The step's results, as new tensors.
 
         Raises:
-            DonatedError: if an argument was donated to an earlier call. Names it.
+            DonatedError: if an argument was donated to an earlier call. The message names it.
             RuntimeError: while tracing, if the step reads a tensor's value in Python or writes into what is not its
                 own, or if the ranks trace different steps. Names the line.
-            ValueError: if a donated argument shares memory with another tensor, or an argument requires grad. Names it.
+            ValueError: if a donated argument shares memory with another tensor, or an argument requires grad. The
+            message names it.
             TypeError: if the step returns something that is no tensor, or an argument is of a tensor class of its own
-                or, not being a tensor, has no hash. Names it.
+                or, not being a tensor, has no hash. The message names it.
         """
         if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
             return self.step(*args, **kwargs)

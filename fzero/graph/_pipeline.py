@@ -54,8 +54,7 @@ class Choice(NamedTuple):
         prefetch: how many gathers start ahead, or `FITTING`.
         in_flight: how many reductions may be on their way while work goes on.
         across_turns: whether the last reductions of a loop's turn are on their way until the next one starts its own.
-        room: the bytes up to which a gather starts ahead that is to fit. It follows from the other schedules, so it is
-            none of the settings that a plan tells.
+        room: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and no plan shows it.
         recast: whether wide copies are made again for uses that wait for a collective.
     """
 

@@ -30,7 +30,7 @@ def named_leaves(what: str, held: Holdings, name: Callable[[str], str]) -> list[
     """List the leaves of a tree in its order, which no layout changes.
 
     Raises:
-        TypeError: if a leaf is no tensor, or differs by rank, or `name` gives no text. Names its path.
+        TypeError: if a leaf is no tensor, or differs by rank, or `name` gives no text. The message names its path.
     """
     cut = held.cut
     for path, x in cut.values.items():

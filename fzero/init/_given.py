@@ -64,7 +64,7 @@ def given(what: str, values: Any, by: str = "") -> LeafSupply:
 
     Raises:
         ValueError: if the tree is cut. Names the first box.
-        TypeError: if a leaf is no dense tensor. Names it.
+        TypeError: if a leaf is no dense tensor. The message names it.
     """
     paths, held, structure = tree.flatten_with_paths(values, is_box)
     leaves: list[Any] = []

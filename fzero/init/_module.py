@@ -65,7 +65,8 @@ def initializer(
         A function without arguments that returns the trainable parameters by name, as `functional` names them.
 
     Raises:
-        ValueError: when called, if a submodule has parameters of its own and no `reset_parameters`. Names it.
+        ValueError: when called, if a submodule has parameters of its own and no `reset_parameters`. The message names
+        it.
 
     Example:
         >>> with torch.device("meta"):

@@ -27,7 +27,7 @@ def source_of(what: str, values: Any, one_by_one: bool, by: str = "") -> LeafSup
 
     Raises:
         ValueError: if a module is partly on the meta device, or the tree is cut. Names the parameter or the leaf.
-        TypeError: if a leaf is no dense tensor. Names it.
+        TypeError: if a leaf is no dense tensor. The message names it.
     """
     if isinstance(values, torch.nn.Module):
         values = initializer(values) if on_meta(values) else trainable(values)

@@ -1,10 +1,10 @@
-"""Deals: the matrices of many units divided among the ranks, so that each rank has a share of them whole.
+"""Owner assignments: the matrices of many units divided among the ranks, so that each rank has a share of them whole.
 
 A rank's shards hold pieces of matrices. It sends each piece to the matrix's owner, and gets the pieces of its own: one
-all_to_all. All ranks send parts of one size, and own as many matrices of each shape; what is missing is zeros. So the
-matrices of one shape, in the order of their units, go to the owners in equal runs: neighbours to one owner. Where
-repeated blocks are as many as a multiple of the ranks, every rank sends its shard and no more. At worst, where few
-matrices are spread over many ranks, the parts are as large as an all_gather's.
+all_to_all. Every rank sends parts of equal size and owns equally many matrices of each shape; the rest is padded with
+zeros. So the matrices of one shape, in the order of their units, go to the owners in equal runs: neighbours to one
+owner. Where repeated blocks are as many as a multiple of the ranks, every rank sends its shard and no more. At worst,
+where few matrices are spread over many ranks, the parts are as large as an all_gather's.
 
 | row | forward | transpose |
 | --- | --- | --- |

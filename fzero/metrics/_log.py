@@ -73,7 +73,7 @@ class MetricsLog:
             values: a tree of 0-d tensors and numbers, such as `{"loss": loss, "lr": 1e-3}`; named by their paths.
 
         Raises:
-            TypeError: if a value is no number, or differs by rank. Names it.
+            TypeError: if a value is no number, or differs by rank. The message names it.
         """
         if not self._leads:
             return

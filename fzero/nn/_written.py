@@ -55,7 +55,7 @@ def check_written(before: Versions, state: Tensors, params: frozenset[str], muta
         mutable: the names of the buffers that it may write in place.
 
     Raises:
-        RuntimeError: if it wrote another tensor in place, or replaced a parameter. Names it.
+        RuntimeError: if it wrote another tensor in place, or replaced a parameter. The message names it.
     """
     for name, x in before.tensors.items():
         what = "parameter" if name in params else "buffer"

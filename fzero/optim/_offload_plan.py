@@ -82,7 +82,7 @@ class OffloadPlan:
         return tree.leaves_up_to(tree.unflatten(self.structure, [None] * len(self.places)), values, is_box)
 
     def cut(self, values: Tree, move: Move, boxes_only: bool = False) -> Tree:
-        """Cut a tree like the parameters in pieces, and move those of the host; leaves in no box, too, if not told."""
+        """Split each unit into a device and a host part, and move the latter; plain leaves too, unless `boxes_only`."""
         out = self.entries(values)
         for i, (x, place) in enumerate(zip(out, self.places, strict=True)):
             if place is None or x is None or (boxes_only and place.shape is not None):

@@ -160,7 +160,7 @@ def check_shared(batch: Any, axis: Axis) -> None:
     """Check that the ranks along a pipeline's axis are given one batch.
 
     Raises:
-        ValueError: if a leaf is known to differ. Names it.
+        ValueError: if a leaf is known to differ. The message names it.
     """
     others = tuple([a.name for a in data_axes() if a.name != axis.name])
     wanted = f"split it over the others, mesh.split(batch, {others!r})" if others else "give it as it is"

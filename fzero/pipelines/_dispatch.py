@@ -1,4 +1,4 @@
-"""A pipeline's run: what is to be run, and which way."""
+"""Choose how to run a pipeline: by its schedule on real ranks, or micro-batch by micro-batch under vmap."""
 
 from collections.abc import Sequence
 from typing import Any

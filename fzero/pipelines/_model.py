@@ -158,7 +158,7 @@ def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = Fal
         in_a_turn: whether the number is that of a traced turn.
 
     Raises:
-        ValueError: if a leaf does not divide by `count`. Names it.
+        ValueError: if a leaf does not divide by `count`. The message names it.
     """
 
     def part(path: str, x: Any) -> Any:

@@ -94,7 +94,7 @@ def check_equal(what: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor]
         sums: the checksums of the tree's leaves, if they are known; they are taken now by default.
 
     Raises:
-        ValueError: on all ranks, if any differs. Names its path.
+        ValueError: on all ranks, if any differs. The message names its path.
     """
     if not mesh.distributed:
         return
@@ -124,7 +124,7 @@ def check_alike(what: str, values: Any, mesh: Mesh) -> None:
     """Compare a tree between the ranks as `check_equal` does, but for what its tensors hold.
 
     Raises:
-        ValueError: on all ranks, if any differs. Names its path.
+        ValueError: on all ranks, if any differs. The message names its path.
     """
     if not mesh.distributed:
         return

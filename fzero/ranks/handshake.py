@@ -34,7 +34,7 @@ def shake_hands(store: Any, rank: int, size: int, timeout: float) -> str:
         The prefix, the same on all ranks.
 
     Raises:
-        AbsentError: on every rank that came, if one did not come in time. Names it.
+        AbsentError: on every rank that came, if one did not come in time. The message names it.
         DistNetworkError: if the store goes away meanwhile.
     """
     return _as_rank_0(store, size, timeout) if rank == 0 else _as_another(store, rank, timeout)

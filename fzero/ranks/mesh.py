@@ -218,7 +218,7 @@ class Mesh:
             A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
 
         Raises:
-            ValueError: if a leaf does not divide by N, or has no dimension. Names it.
+            ValueError: if a leaf does not divide by N, or has no dimension. The message names it.
             TypeError: if a leaf is no tensor.
 
         Example:

@@ -42,7 +42,7 @@ def evaluate(
         batch, and the sum of their weights. They are in float32 at least, and equal on all ranks.
 
     Raises:
-        ValueError: when called, if a value has not one number an example. Names it.
+        ValueError: when called, if a value has not one number an example. The message names it.
 
     Example:
         >>> import fzero, torch
@@ -71,7 +71,7 @@ def evaluate(
 
 @api_boundary
 def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
-    """Make a program that runs a model on a batch over all ranks of a step, and gathers what it says.
+    """Return a function that runs a model on every rank's batch and gathers the outputs.
 
     Call it as `program(params, ..., batch)`. It can be jitted. Of a batch that was filled up, take the first `rows`.
 
@@ -84,7 +84,7 @@ def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) ->
         A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
 
     Raises:
-        ValueError: when called, if a result has not b rows. Names it.
+        ValueError: when called, if a result has not b rows. The message names it.
 
     Example:
         >>> import fzero, torch

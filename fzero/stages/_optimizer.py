@@ -51,7 +51,7 @@ def check_memory(what: str, values: Any) -> None:
     """Check that no leaf of a tree is on the meta device, beside parameters that have values.
 
     Raises:
-        ValueError: if one is. Names it.
+        ValueError: if one is. The message names it.
     """
     if not any(x.is_meta for x in tree.tensors(values)):
         return

@@ -40,7 +40,8 @@ class ShardedStep:
         train_step: the unsharded step.
         stage: 0 to 3.
         mesh: the ranks.
-        axis: the data-parallel axes: those of means and of shards, and but for a pipeline's of the batch.
+        axis: the data-parallel axes. Losses are averaged and units sharded over them; the batch is split over all of
+            them but a pipeline's.
         params: the positions of the parameters.
         rules: how trees are cut: the rules given as `units`, `over` and `split`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
@@ -190,7 +191,8 @@ class ShardedStep:
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
                 device. Also if `opt` declares that it is not elementwise and the stage shards its state.
-            TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. Names it.
+            TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. The message names
+                it.
             DonatedError: if a leaf was donated before.
             MemoryError: if the host has less free than `optim.offload` is about to put there.
 
@@ -271,7 +273,7 @@ class ShardedStep:
         Raises:
             ValueError: if `values` differs between ranks, holds shards, or is not like `like`; or if `like` was cut for
                 another mesh. Names the leaf.
-            TypeError: if a leaf is no dense tensor. Names it.
+            TypeError: if a leaf is no dense tensor. The message names it.
 
         Example:
             >>> import fzero, torch

@@ -57,7 +57,7 @@ class Layers:
 
         Raises:
             ValueError: if heads of attention do not divide among the ranks, or the leaf has not the shape that
-                `fzero.nn.functional(module, tp=layers)` gives it. Names it.
+                `fzero.nn.functional(module, tp=layers)` gives it. The message names it.
         """
         known = named(path, self.cuts)
         if known is None or not where_bound(self.axis):
@@ -106,7 +106,7 @@ class Layers:
         """Check that the ranks along the axis are given the same examples.
 
         Raises:
-            ValueError: if a tensor is known to differ. Names it.
+            ValueError: if a tensor is known to differ. The message names it.
         """
 
         def says(where: str, name: str) -> str:

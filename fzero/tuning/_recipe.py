@@ -1,4 +1,4 @@
-"""What to paste for a configuration, and what to mind about a table."""
+"""Generate the code for a configuration, and the caveats of a table."""
 
 from fzero.tuning._space import Configuration
 from fzero.tuning._table import Table

@@ -35,9 +35,9 @@ class _Chain(NamedTuple):
 def carry(graph: Graph, in_flight: int) -> Graph:
     """Let the last reductions of each turn of a loop go on during the next one.
 
-    At the end of its body a loop waits for them, and has nothing to do meanwhile. Now the next turn waits, before it
-    starts a reduction of its own, and what follows the loop waits for those of the last turn. The first turn finds
-    -0.0, which a sum keeps its value with.
+    Without this pass a loop waits for them at the end of its body, and has nothing to do meanwhile. With it the next
+    turn waits, before it starts a reduction of its own. What follows the loop waits for those of the last turn. The
+    first turn adds -0.0, which changes no value.
 
     Args:
         graph: a scheduled graph, the bodies of its loops scheduled too.

@@ -97,7 +97,7 @@ class Arguments:
         """Check that no tensor requires grad.
 
         Raises:
-            ValueError: if one does. Names it.
+            ValueError: if one does. The message names it.
         """
         for place, x in zip(self.places, self.tensors, strict=True):
             if x.requires_grad and torch.is_grad_enabled():
@@ -110,7 +110,7 @@ class Arguments:
         """Check that every tensor is no more than a tensor.
 
         Raises:
-            TypeError: if one is of a class of its own. Names it.
+            TypeError: if one is of a class of its own. The message names it.
         """
         if {type(x) for x in self.tensors} <= PLAIN:
             return
@@ -124,7 +124,7 @@ class Arguments:
         """Check that every tensor has memory.
 
         Raises:
-            ValueError: if one is on the meta device. Names it.
+            ValueError: if one is on the meta device. The message names it.
         """
         for place, x in zip(self.places, self.tensors, strict=True):
             if x.is_meta:

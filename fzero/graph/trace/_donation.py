@@ -23,7 +23,7 @@ def check_separate(arguments: Arguments, donated: Sequence[int], captured: Seque
     Raises:
         ValueError: if a donated tensor was made under inference mode, or shares memory with another argument or a
             captured tensor. Also if a view, its base, `.detach()`, `.numpy()` or an autograd graph of it lives
-            elsewhere. Names it.
+            elsewhere. The message names it.
     """
     tensors = [*arguments.tensors, *[x for x in captured if isinstance(x, torch.Tensor)]]
     if not torch.is_inference_mode_enabled():

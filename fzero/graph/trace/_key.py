@@ -34,7 +34,7 @@ def key_of(arguments: Arguments) -> Key:
     """Return the key of a call.
 
     Raises:
-        TypeError: if an argument that is no tensor has no hash. Names it.
+        TypeError: if an argument that is no tensor has no hash. The message names it.
     """
     tensors = tuple([(x.shape, x.dtype, x.stride(), x.device, x.requires_grad) for x in arguments.tensors])
     others = [x for x, number in zip(arguments.leaves, arguments.index, strict=True) if number is None]

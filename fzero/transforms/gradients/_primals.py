@@ -231,7 +231,8 @@ def open_argument(
     """Take a tree of boxes and replicated tensors apart into primals.
 
     Raises:
-        TypeError: if a leaf cannot be differentiated, or has another dtype than `precision` says. Names its path.
+        TypeError: if a leaf cannot be differentiated, or has another dtype than `precision` says. The message names
+            its path.
         ValueError: if a unit is sharded over an axis that is not among `axes`; in a simulation, if a plain tensor
             differs by rank along one of them. Names the unit, or the path.
     """
