@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # sympy takes longer to import than fzero
 __all__ = ["FixedSizeError", "decisions"]
 
 DEGREE = 2  # of the polynomials that sizes may be
+COMPARISONS = 500  # each takes milliseconds
 
 
 class FixedSizeError(RuntimeError):
@@ -37,7 +38,8 @@ def decisions(
 ) -> Callable[[int], bool]:
     """Find for which sizes a function runs the same operations, with sizes that are polynomials of the one.
 
-    It runs `f` once, computes nothing, and lets torch note each comparison that Python, or an operation, makes.
+    It runs `f` once, computes nothing, and lets torch note each comparison that Python, or an operation, makes. What
+    Python learns of a size without comparing it is not noted: its type, its text, an error about it that is caught.
 
     Args:
         f: a function of tensors. What it returns is ignored.
@@ -53,20 +55,13 @@ def decisions(
             or if `f` cannot be run so.
     """
     import sympy
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # a value is no size
+    env = _environment()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     stand_ins = [_stand_in(x, mode, {d for j, d in places if j == i}, device) for i, x in enumerate(tensors)]
     symbol = _symbol_of(stand_ins, places)
     operations = _Operations(symbol, env)
-    try:
-        with compiling(), mode, _Substitutes(), operations, deciding():
-            f(*stand_ins)
-    except FixedSizeError:
-        raise
-    except Exception as error:  # whatever a user's function and torch's kernels raise
-        raise FixedSizeError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+    _run(f, stand_ins, mode, operations)
     operations.check_not_fixed("")
     conditions = [guard.expr for guard in env.guards]
 
@@ -76,6 +71,29 @@ def decisions(
         return size >= 2 and all(c.xreplace({symbol: sympy.Integer(size)}) == sympy.true for c in conditions)
 
     return holds
+
+
+def _environment() -> "ShapeEnv":
+    """Make what notes comparisons, which refuses too many: `size in range(10_000)` makes one for each number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class Limited(ShapeEnv):
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            if len(self.guards) > COMPARISONS:
+                raise FixedSizeError(f"it compares the length more than {COMPARISONS} times, at {user_line()}")
+            return super().evaluate_expr(*args, **kwargs)
+
+    return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # a value is no size
+
+
+def _run(f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, operations: "_Operations") -> None:
+    try:
+        with compiling(), mode, _Substitutes(), operations, deciding():
+            f(*args)
+    except FixedSizeError:
+        raise
+    except Exception as error:  # whatever a user's function and torch's kernels raise
+        raise FixedSizeError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
 
 
 def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], device: torch.device) -> Any:
@@ -90,8 +108,9 @@ def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], devi
 
 
 def _symbol_of(stand_ins: Sequence[torch.Tensor], places: Collection[tuple[int, int]]) -> "sympy.Symbol":
-    found = {stand_ins[i].shape[d].node.expr for i, d in places}  # pyright: ignore[reportAttributeAccessIssue]
-    if len(found) != 1:
+    sizes = [stand_ins[i].shape[d] for i, d in places]
+    found = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    if len(found) != 1 or not all(isinstance(size, torch.SymInt) for size in sizes):  # torch has no symbol for 0 or 1
         raise FixedSizeError("the sizes that change are not one length")
     return found.pop()
 
@@ -162,7 +181,11 @@ class _Substitutes(TorchFunctionMode):
     """Runs functions of torch that ask in C++ for sizes as numbers by others whose results have the same shapes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _SUBSTITUTES.get(func, func)(*args, **(kwargs or {}))
+        if func not in _SUBSTITUTES:
+            return func(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.SymFloat | torch.SymInt) for x in tree_leaves((args, kwargs))):
+            raise FixedSizeError(f"a number that {func.__name__} is given at {user_line()} follows from the length")
+        return _SUBSTITUTES[func](*args, **(kwargs or {}))
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

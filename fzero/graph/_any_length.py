@@ -51,7 +51,7 @@ class _Traced:
         """The schedule but for its numbers. Small values are treated otherwise than large ones, so it may change."""
         e = self.entry
         into = tuple(e.into.items()), tuple(e.kept), tuple(e.donated.items()), tuple(e.written)
-        return structure_of(e.chosen.graph), into
+        return structure_of(e.chosen.graph), into, e.structure
 
 
 @dataclass
@@ -72,28 +72,37 @@ class AnyLength:
     holds: Callable[[int], bool] = field(default=lambda length: False)
     is_known: bool = False
 
-    def learn(self, length: int, key: Key, entry: Entry) -> None:
-        """Note a call that was traced."""
-        if not self.is_known and length not in [known.length for known in self.traced]:
-            self.traced.append(_Traced(length, key, entry))
+    def learn(self, length: int, key: Key, entry: Entry, asked: JitOptions, arguments: Arguments) -> None:
+        """Note a call that was traced. After the third and further ones all ranks agree on whether others need a trace.
+
+        Args:
+            length: of the call.
+            key: what its trace is kept by.
+            entry: the trace.
+            asked: what `fzero.jit` was asked for.
+            arguments: of any call of these lengths, taken apart.
+
+        Raises:
+            RuntimeError: if a rank traces, and another does not.
+        """
+        if self.is_known or length in [known.length for known in self.traced]:
+            return
+        self.traced.append(_Traced(length, key, entry))
+        if len(self.traced) >= SAMPLES:
+            self._find(asked, arguments)
 
     def entry(self, asked: JitOptions, length: int, arguments: Arguments) -> Entry | None:
         """Return the entry of a call without a trace; None if it needs one.
-
-        From the fourth length on all ranks of a distributed mesh call this together, until they know whether later ones
-        need one.
 
         Args:
             asked: what `fzero.jit` was asked for.
             length: of the call.
             arguments: of the call, taken apart.
-
-        Raises:
-            RuntimeError: if a rank does not come to the fourth length in time.
         """
-        if not self.is_known and len(self.traced) >= SAMPLES:
-            self._find(asked, arguments)
-        if self.formula is None or self.like is None or not self.holds(length):
+        if self.formula is None or self.like is None:
+            return None
+        if not self.holds(length):
+            log.info("%s: the step decides otherwise for length %d than for others, so it is traced", asked, length)
             return None
         with paused_collector():
             graph = self.formula.at(length)
@@ -106,27 +115,44 @@ class AnyLength:
 
     def _find(self, asked: JitOptions, arguments: Arguments) -> None:
         """Find the formula, and for which lengths it holds, if all ranks do."""
-        formula, holds, why = None, self.holds, ""
+        found: tuple[Formula, Callable[[int], bool], Entry] | None = None
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
-        alike = max(groups, key=len)
-        if len(alike) < SAMPLES:
-            why = "its graphs differ by more than sizes" if len(self.traced) >= ENOUGH else MORE
-        else:
-            try:
-                formula, holds = _formula(alike), _decisions(asked, self.traced[0], arguments)
-            except _torch.FixedSizeError as error:
-                why = str(error)
+        try:
+            found, why = _found(max(groups, key=len), asked, arguments), ""
+            if found is None:
+                why = MORE if len(self.traced) < ENOUGH else "its graphs differ by more than sizes"
+        except _torch.FixedSizeError as error:
+            why = str(error)
         mesh = asked.step.mesh
         if mesh is not None and mesh.distributed:
             reasons = of_all_ranks(why, mesh, asked.step.name)
             why = next((f"{reason} (on rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
         self.is_known = MORE not in why
-        if not why:
-            self.formula, self.holds, self.like = formula, holds, alike[0].entry
+        if not why and found is not None:
+            self.formula, self.holds, self.like = found
+            log.info("%s: further lengths need no trace, where the step decides as for this one", asked)
         elif self.is_known:
             log.info("%s: each length is traced by itself: %s", asked, why)
+        else:
+            log.info("%s: the next length is traced: %s", asked, why)
         if self.is_known:
-            self.traced = self.traced[:1]
+            self.traced.clear()
+
+
+def _found(
+    alike: Sequence[_Traced], asked: JitOptions, arguments: Arguments
+) -> tuple[Formula, Callable[[int], bool], Entry] | None:
+    """Return a formula, for which lengths it holds, and an entry of it; None if it takes more lengths.
+
+    Raises:
+        FixedSizeError: if there is none.
+    """
+    at = next((x for x in alike if x.length > 1), None)
+    if len(alike) < SAMPLES or at is None:
+        return None
+    holds = _decisions(asked, at, next(x for x in alike if x is not at), arguments)
+    alike = [x for x in alike if holds(x.length)]
+    return (_formula(alike), holds, at.entry) if len(alike) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
@@ -161,8 +187,14 @@ def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def _decisions(asked: JitOptions, first: _Traced, arguments: Arguments) -> Callable[[int], bool]:
+def _decisions(asked: JitOptions, at: _Traced, other: _Traced, arguments: Arguments) -> Callable[[int], bool]:
     """Find what the step decides by the length, as one rank runs it.
+
+    Args:
+        asked: what `fzero.jit` was asked for.
+        at: the length at which it runs: one that was traced, so that what the step keeps by itself is there already.
+        other: another length, which shows which sizes change.
+        arguments: of any call of these lengths, taken apart.
 
     Raises:
         FixedSizeError: if that cannot be found.
@@ -171,8 +203,7 @@ def _decisions(asked: JitOptions, first: _Traced, arguments: Arguments) -> Calla
     if len(devices) > 1:
         raise _torch.FixedSizeError("its arguments lie on several devices")
     mesh, step = asked.step.mesh, asked.step
-    metas = [torch.empty_strided(s, strides, dtype=dtype, device="meta") for s, dtype, strides, *_ in first.key.tensors]
-    before, now = _of_one_rank(arguments.rebuild(metas), mesh), _of_one_rank(arguments.rebuild(arguments.tensors), mesh)
+    now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (at, other)]
     if mesh is not None:
         places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
         step = step._on(absent(mesh.shape, tuple(places)))
@@ -183,8 +214,14 @@ def _decisions(asked: JitOptions, first: _Traced, arguments: Arguments) -> Calla
 
     whole = asked.backend == "inductor-whole"
     with _torch.TRACING, recorded(asked.loop and not whole, pipelines=not whole):
-        places = _changed(shapes_of(before.tensors), shapes_of(now.tensors))
+        places = _changed(shapes_of(then.tensors), shapes_of(now.tensors))
         return _torch.decisions(run, now.tensors, places, devices.pop())
+
+
+def _metas(key: Key) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, dtype, strides, *_ in key.tensors
+    ]
 
 
 def _of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:

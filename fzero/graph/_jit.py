@@ -276,12 +276,12 @@ class Jitted:
         (first_key, first), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
             return None
-        self._any_length.learn(self._lengths.start, first_key, first)
+        self._any_length.learn(self._lengths.start, first_key, first, self._asked, arguments)
         entry = self._any_length.entry(self._asked, length, arguments)
         if entry is None:
             asked = self._asked._replace(knobs=Knobs.of(first.chosen.settings))
             entry = self._traced(asked, arguments, args)
-            self._any_length.learn(length, key, entry)
+            self._any_length.learn(length, key, entry, self._asked, arguments)
         return entry
 
     def _traced(self, asked: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:

@@ -54,6 +54,8 @@ def test_what_asks_for_sizes_in_cpp_is_run_otherwise():
         (lambda x: x * 2 if x.sum() > 0 else x, "GuardOnDataDependent|DataDependent|data-dependent"),
         (lambda x: x.nonzero(), "DynamicOutputShape"),
         (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda x: F.dropout(x, x.shape[0] / 100), "a number that dropout is given at .*follows from the length"),
+        (lambda x: x * (x.shape[0] in range(50, 10_000)), "compares the length more than 500 times"),
     ],
 )
 def test_what_cannot_be_decided_is_said(f, why):
@@ -63,6 +65,9 @@ def test_what_cannot_be_decided_is_said(f, why):
 
 def test_sizes_that_change_are_one_length():
     assert holds(lambda x: x @ x, (20, 20), (0, 1)) == [2, 10, 11, 300]
+    for f, shape in ((lambda x: x, (1, 8)), (lambda x: x, (0, 8))):  # torch has no symbols for these
+        with pytest.raises(_torch.FixedSizeError, match="not one length"):
+            _torch.decisions(f, [torch.zeros(shape)], [(0, 0)], CPU)
     with pytest.raises(_torch.FixedSizeError, match="not one length"):
         _torch.decisions(lambda x: x, [torch.zeros(20, 8)], [(0, 0), (0, 1)], CPU)
 

@@ -77,6 +77,56 @@ def test_what_python_decides_otherwise_is_traced(name, traces):
     assert run.traces == traces
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x[:, :15].sum(1),
+        lambda x: x * (2 if x.shape[1] > 15 else 3),
+        lambda x: x * (2 if x.shape[1] % 8 == 0 else 3),
+        lambda x: (x, x * (x.shape[1] // 8)),
+    ],
+)
+@pytest.mark.parametrize(
+    "lengths", [(5, 6, 7, 20, 30, 8), (20, 6, 7, 5, 30, 9, 10), (16, 5, 6, 7, 24, 8), (1, 5, 6, 0, 7, 20)]
+)
+def test_the_outcome_is_that_of_the_lengths_that_were_traced(f, lengths):
+    """Whatever the length is of the call that finds the formula, and whatever those are that were traced."""
+    run = fzero.jit(f, backend="fx")
+    for length in lengths:
+        x = torch.arange(2.0 * length).view(2, length)
+        fzero.testing.assert_trees_close(run(x), f(x), 0)
+
+
+def test_what_a_length_names_is_traced():
+    run = fzero.jit(lambda x: {f"loss@{x.shape[0]}": x.sum()}, backend="fx")
+    for length in (10, 12, 14, 16, 18):
+        assert list(run(torch.ones(length))) == [f"loss@{length}"]
+
+
+def test_what_a_step_keeps_of_a_longer_call_is_kept_as_a_number():
+    """A table that grows, as rotary embeddings have it."""
+    table = {"size": 0, "cos": torch.ones(0)}
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > table["size"]:
+            table.update(size=x.shape[0], cos=torch.arange(float(x.shape[0])).cos())
+        return x * 2
+
+    run = fzero.jit(f, backend="fx")
+    for length in (20, 21, 24, 30, 40, 22):
+        assert torch.equal(run(torch.ones(length)), torch.full((length,), 2.0))
+        assert type(table["size"]) is int
+
+
+def test_a_length_that_is_decided_otherwise_is_told(caplog):
+    caplog.set_level(logging.INFO, "fzero.jit")
+    run = fzero.jit(ODD["window"], backend="fx")
+    for length in (30, 33, 36, 39, 20):
+        run(*inputs(length))
+    text = " ".join(caplog.messages)
+    assert "further lengths need no trace" in text and "otherwise for length 20 than for others" in text
+
+
 def test_a_step_says_why_each_length_is_traced(caplog):
     caplog.set_level(logging.INFO, "fzero.jit")
     for name, why in (("half", "no polynomial of the length"), ("python", "differ by more than sizes")):

@@ -1088,8 +1088,8 @@ MUTANTS = [
     Mutant(
         "a branch at another length is not seen",
         "graph/_any_length.py",
-        "self.formula is None or self.like is None or not self.holds(length)",
-        "self.formula is None or self.like is None",
+        "if not self.holds(length):",
+        "if False:",
         ANY_LENGTH,
     ),
     Mutant(
@@ -1162,6 +1162,24 @@ MUTANTS = [
         "    lengths.learn_planned(shapes)\n",
         "",
         LENGTHS,
+    ),
+    Mutant(
+        "lengths that decide otherwise are samples",
+        "graph/_any_length.py",
+        "[x for x in alike if holds(x.length)]",
+        "[*alike]",
+        ANY_LENGTH,
+    ),
+    Mutant("a name that follows the length is kept", "graph/_any_length.py", "into, e.structure", "into", ANY_LENGTH),
+    Mutant(
+        "a number that a substitute ignores may follow the length",
+        "_torch/decisions.py",
+        "if any(isinstance(x, torch.SymFloat | torch.SymInt) for x in tree_leaves((args, kwargs))):",
+        "if False:",
+        DECISIONS,
+    ),
+    Mutant(
+        "comparisons have no end", "_torch/decisions.py", "if len(self.guards) > COMPARISONS:", "if False:", DECISIONS
     ),
     Mutant("strict is not asked", "graph/run/_fallback.py", "    if strict:\n", "    if False:\n", FALLBACK),
     Mutant(
