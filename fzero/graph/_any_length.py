@@ -147,7 +147,7 @@ def _found(
     Raises:
         FixedSizeError: if there is none.
     """
-    at = next((x for x in alike if x.length > 1), None)
+    at = next((x for x in reversed(alike) if x.length > 1), None)  # the others may all be on another branch
     if len(alike) < SAMPLES or at is None:
         return None
     holds = _decisions(asked, at, next(x for x in alike if x is not at), arguments)

@@ -97,6 +97,13 @@ def test_the_outcome_is_that_of_the_lengths_that_were_traced(f, lengths):
         fzero.testing.assert_trees_close(run(x), f(x), 0)
 
 
+def test_a_traced_length_on_another_branch_is_no_sample():
+    run = fzero.jit(lambda x: x[:, :15] * 2, backend="fx")
+    for length in (20, 6, 7, 5, 30, 9, 10):  # three shorter than the slice tell what others below it are
+        assert run(torch.ones(2, length)).shape == (2, min(length, 15))
+    assert run.traces == 5
+
+
 def test_what_a_length_names_is_traced():
     run = fzero.jit(lambda x: {f"loss@{x.shape[0]}": x.sum()}, backend="fx")
     for length in (10, 12, 14, 16, 18):
