@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
+from fzero._torch.autograd import functorch
 from fzero._torch.buffers import in_buffers, storage_id
 from fzero._torch.levels import unwrapped
 from fzero._torch.recorder import Recorder, is_users, user_line
@@ -219,9 +220,19 @@ def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch
     Raises:
         DataDependentError: if it reads the value of a constant that data was written into.
     """
-    run = torch.func.functionalize(torch.fx.Interpreter(gm).run, remove="mutations")
+    run = torch.func.functionalize(_WithConstants(gm).run, remove="mutations")
     with preserve_node_meta(), torch.no_grad(), _mode_of(fakes), _without_values():
         return _make_fx(run, fakes)
+
+
+class _WithConstants(torch.fx.Interpreter):
+    """Runs a graph under functionalize, which wraps the arguments of a graph, and not its constants."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return a constant, wrapped: an operation may write into a copy of it, as batch_norm does."""
+        x = super().get_attr(target, args, kwargs)
+        level = functorch.peek_interpreter_stack().level()
+        return functorch._wrap_functional_tensor(x, level) if isinstance(x, torch.Tensor) else x
 
 
 def is_fake(x: Any) -> bool:

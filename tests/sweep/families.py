@@ -33,7 +33,7 @@ SIZES = {
     **{"image_size": PIXELS, "patch_size": 8, "num_labels": CLASSES, "use_cache": False},
     **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "n_group": 1, "topk_group": 1},
 }
-DROPOUTS = ("dropout", "pdrop", "drop_rate", "drop_path_rate", "layerdrop")
+DROPOUTS = ("dropout", "dropout_rate", "pdrop", "drop_rate", "drop_path_rate", "layerdrop")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,15 @@ FAMILIES = [
     *[family(name, "seq2seq") for name in ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100")],
     *[family(name, "images") for name in ("vit", "deit", "beit", "dinov2", "siglip_vision_model", "clip_vision_model")],
     family("convnext", "images", NO_CHOICE, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4),
-    family("resnet", "images", NO_CHOICE, hidden_sizes=[8, 16], depths=[1, 1], embedding_size=8, layer_type="basic"),
+    family(
+        "resnet",
+        "images",
+        {**NO_CHOICE, "loose": 3.0},
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        embedding_size=8,
+        layer_type="basic",
+    ),
     family(
         "swin",
         "images",

@@ -20,6 +20,7 @@ STEPS, SIZE = 3, 4
 ERRORS = {"float32": 1e-3, "bfloat16": 6e-2}  # of losses, and of parameters as a share of the largest of a leaf
 KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and with the reason
     "has no repeated blocks",
+    "Unsupported dtype BFloat16",  # torch's FFT on a CPU
     "lists of blocks",
     "differ in",
     "changes what is handed on",

@@ -189,5 +189,10 @@ def _few(texts: Sequence[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an error that says what happened, without torch's advice to authors of operations."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    """Return the line of an error that says what happened, without torch's advice to authors of operations.
+
+    Of an error of the C++ compiler it is what that says first.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, compilers = next(iter(lines), type(error).__name__), next((x for x in lines if " error: " in x), "")
+    return (f"{first}: {compilers.partition(' error: ')[2]}" if compilers else first)[:300]

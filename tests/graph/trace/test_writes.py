@@ -184,3 +184,17 @@ def test_linearize_jits_or_says_why_it_cannot():
         RuntimeError, match=re.escape("torch.func.linearize, which traces by itself: use torch.func.jvp")
     ):
         fzero.jit(nested, backend="fx")(W)
+
+
+def test_a_copy_of_a_captured_tensor_may_be_written_into():
+    """As batch_norm writes into its running statistics, which `fzero.nn.functional` has copied."""
+    mean, var = torch.randn(3), torch.rand(3)
+    before = mean.clone()
+
+    def loss(w, x):
+        return torch.nn.functional.batch_norm(x * w, mean.clone(), var.clone(), training=True).square().sum()
+
+    x = torch.randn(5, 3)
+    gradient = torch.func.grad(loss)
+    torch.testing.assert_close(fzero.jit(gradient, backend="fx")(torch.ones(3), x), gradient(torch.ones(3), x))
+    assert torch.equal(mean, before)
