@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -25,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
-from fzero._torch.autograd import functorch
 from fzero._torch.buffers import in_buffers, storage_id
 from fzero._torch.levels import unwrapped
 from fzero._torch.recorder import Recorder, is_users, user_line
