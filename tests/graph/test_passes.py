@@ -38,6 +38,7 @@ from fzero.graph.ir import (
 from fzero.graph.ops import is_random, is_view, name_of
 from fzero.graph.passes import (
     bucket,
+    carry,
     donate,
     drop_lone_collectives,
     early_move,
@@ -115,6 +116,7 @@ def asked_of(sample: Sample, how: dict[str, Any]) -> list[tuple[str, Any]]:
         "slice_of_gather": lambda g: slice_of_gather(g, PLACES),
         "mark_fused": mark_fused,
         "schedule": lambda g: schedule(g, how["prefetch"], how["in_flight"], how["limit"]),
+        "carry": lambda g: carry(g, 1),  # these have no loops: see test_carry.py
     }
     assert [*asked] == [row.name for row in PASSES], "a pass that no law sees"
     chosen = {*how["passes"], *(["donate"] if how["donate"] else [])}
