@@ -1,11 +1,11 @@
 """Private torch APIs that find what a function decides by a size: it runs on stand-ins, one of whose sizes is a symbol.
 
-They were seen on torch 2.11 and 2.13. `tests/_torch/test_decisions.py` says which one broke when torch changes.
+They were seen on torch 2.13 and 2.14. `tests/_torch/test_decisions.py` says which one broke when torch changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,11 @@ def decisions(
     symbol = _symbol_of(stand_ins, places)
     operations = _Operations(symbol, env)
     _run(f, stand_ins, mode, operations)
+    if len(env.guards) > COMPARISONS:
+        raise FixedSizeError(f"it compares the length more than {COMPARISONS} times")
     operations.check_not_fixed("")
+    if operations.refusal is not None:  # which the function may have caught
+        raise operations.refusal
     conditions = [guard.expr for guard in env.guards]
 
     @cache
@@ -122,6 +126,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.symbol, self.env = symbol, env
         self.known: set[Any] = set()
+        self.refusal: FixedSizeError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
@@ -142,7 +147,11 @@ class _Operations(TorchDispatchMode):
             FixedSizeError: if something has.
         """
         if self.symbol in self.env.replacements:
-            raise FixedSizeError(f"it needs the length as a number{line and f', at the latest at {line}'}")
+            self._refuse(f"it needs the length as a number{line and f', at the latest at {line}'}")
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.refusal = self.refusal or FixedSizeError(why)
+        raise self.refusal
 
     def _check(self, x: Any) -> None:
         if isinstance(x, torch.Tensor):
@@ -151,10 +160,10 @@ class _Operations(TorchDispatchMode):
         elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.known:
             simple = _simplified(expr, self.symbol)
             if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > DEGREE:
-                raise FixedSizeError(f"a size at {user_line()} is {expr}, no polynomial of the length")
+                self._refuse(f"a size at {user_line()} is {expr}, no polynomial of the length")
             self.known.add(expr)
         elif isinstance(x, torch.SymFloat | torch.SymBool):
-            raise FixedSizeError(f"an operation at {user_line()} is given {x}, no whole number")
+            self._refuse(f"an operation at {user_line()} is given {x}, no whole number")
 
 
 def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:

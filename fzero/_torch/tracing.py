@@ -131,7 +131,7 @@ def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.iscompiling()` true, as torch.export does: models ask it before they read values."""
+    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

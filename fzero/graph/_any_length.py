@@ -22,9 +22,9 @@ from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._formula import SAMPLES, Formula, formula_of, structure_of
 from fzero.graph._one_rank import absent, as_one_rank_holds
 from fzero.graph.ir import is_input, values
-from fzero.graph.lengths import Shapes, shapes_of
 from fzero.graph.plan._cost import seconds
 from fzero.graph.plan._liveness import peak_bytes
+from fzero.graph.polynomials import Shapes, shapes_of
 from fzero.graph.trace._arguments import Arguments, arguments_of
 from fzero.graph.trace._key import Key
 from fzero.graph.turns import recorded

@@ -18,11 +18,11 @@ from fzero.graph._knobs import Knobs
 from fzero.graph._pipeline import PassContext, PassManager
 from fzero.graph._step import TrainStep
 from fzero.graph.ir import is_input, results, values
-from fzero.graph.lengths import shapes_of
 from fzero.graph.loops import graphs_in
 from fzero.graph.ops import name_of
 from fzero.graph.plan._cost import Device
 from fzero.graph.plan._plan import Plan, Rejected, plan_of
+from fzero.graph.polynomials import shapes_of
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.run._lower import Demand, lower
 from fzero.graph.run._pieces import Executable

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 
 from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph.ir import COMPILED, FUSED, LATE, copied, values
-from fzero.graph.lengths import Polynomial, Sample, mapped, polynomials, whole_numbers
 from fzero.graph.loops import loop_of, with_body
+from fzero.graph.polynomials import Polynomial, Sample, fit_all, mapped, whole_numbers
 
 __all__ = ["SAMPLES", "Formula", "formula_of", "structure_of"]
 
@@ -65,7 +65,7 @@ def formula_of(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
     assert len(graphs) >= SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
     found = [
-        polynomials([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
+        fit_all([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
         for field in zip(*numbers, strict=True)
     ]
     if any(x is None for x in found):

@@ -17,9 +17,9 @@ from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Entry, JitOptions, entry_of
 from fzero.graph._knobs import Knobs
 from fzero.graph._step import step_of
-from fzero.graph.lengths import shapes_of
 from fzero.graph.plan._cost import Device, seconds
 from fzero.graph.plan._plan import Plan
+from fzero.graph.polynomials import shapes_of
 from fzero.graph.run._lengths import Lengths
 from fzero.graph.run._lower import BACKENDS
 from fzero.graph.trace._arguments import Arguments, arguments_of

@@ -63,6 +63,17 @@ def test_what_cannot_be_decided_is_said(f, why):
         _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
 
 
+def test_what_a_function_catches_is_refused_all_the_same():
+    def f(x):
+        try:
+            return x.chunk(3)[0]
+        except Exception:
+            return x
+
+    with pytest.raises(_torch.FixedSizeError, match="no polynomial"):
+        _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
+
+
 def test_sizes_that_change_are_one_length():
     assert holds(lambda x: x @ x, (20, 20), (0, 1)) == [2, 10, 11, 300]
     for f, shape in ((lambda x: x, (1, 8)), (lambda x: x, (0, 8))):  # torch has no symbols for these

@@ -1052,7 +1052,7 @@ MUTANTS = [
     ),
     Mutant(
         "a line goes before a square",
-        "graph/lengths.py",
+        "graph/polynomials.py",
         "    tries += [Polynomial(0, 0, a // x**2)] if a % x**2 == 0 else []\n",
         "",
         LENGTHS,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from fzero.graph.lengths import Sample, Shapes, polynomials
+from fzero.graph.polynomials import Sample, Shapes, fit_all
 from fzero.graph.run._arrivals import arriving
 from fzero.graph.run._compile import Code, CompileError, Runs, compile_all, is_compiled, name_of_code
 from fzero.graph.run._fallback import Refusal, all_refusals, prove
@@ -84,7 +84,7 @@ class Lengths:
         known = [s for s in self.samples.get(structure, ()) if s.length != length]
         for sample in known:
             others = [s for s in known if s.length != sample.length]
-            found = polynomials([sample, Sample(length, numbers), *others[:1]]) or polynomials(
+            found = fit_all([sample, Sample(length, numbers), *others[:1]]) or fit_all(
                 [sample, Sample(length, numbers)]
             )
             name = name_of_code((structure, found))

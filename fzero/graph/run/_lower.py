@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph.ir import is_input, results
-from fzero.graph.lengths import Shapes
+from fzero.graph.polynomials import Shapes
 from fzero.graph.run._arrivals import arriving
 from fzero.graph.run._auto import auto
 from fzero.graph.run._clock import COMPILED, now, place_of, timed
@@ -44,7 +44,7 @@ class Demand(NamedTuple):
     alone: bool = False
 
     @property
-    def asked(self) -> Mesh | None:
+    def agreement_mesh(self) -> Mesh | None:
         """The mesh whose ranks agree on what runs compiled."""
         return None if self.alone else self.mesh
 
@@ -80,7 +80,7 @@ def _whole(graph: Graph, demand: Demand) -> Executable:
     fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
     made = [n.meta["val"] if isinstance(n, Node) else None for n in results(graph)]
     compiled = attempt(lambda: compile_graph(graph, fakes, made, "the whole step"))
-    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.asked)
+    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.agreement_mesh)
     tell([*refusals.values()], demand.mesh, demand.strict)
     if refusals or isinstance(compiled, Refusal):
         return one_by_one(graph)
@@ -98,7 +98,7 @@ def _piecewise(graph: Graph, demand: Demand) -> Executable:
     program = program_of(arriving(graph))
     codes = codes_of(program)
     known = demand.lengths
-    shared = {} if known is None else for_all_lengths(codes, known, demand.shapes, demand.asked)
+    shared = {} if known is None else for_all_lengths(codes, known, demand.shapes, demand.agreement_mesh)
     refused = set() if known is None else known.refused  # by some rank, so that no other runs it compiled
     codes = [code for code in codes if code.name not in shared and code.name not in refused]
     cold = [code for code in codes if not is_compiled(code)]
@@ -108,7 +108,7 @@ def _piecewise(graph: Graph, demand: Demand) -> Executable:
             outcomes = {code.name: found for code, found in progress(compile_all(codes, proved), len(codes))}
     finally:
         workers.stop()
-    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.asked)
+    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.agreement_mesh)
     tell([*refusals.values()], demand.mesh, demand.strict)
     refused.update(refusals)
     alone = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from fzero._torch import Form, inductor_for_lengths
 from fzero.graph.ir import is_input
-from fzero.graph.lengths import Polynomial, mapped, whole_numbers
+from fzero.graph.polynomials import Polynomial, mapped, whole_numbers
 from fzero.graph.run._compile import Code, Runs, compile_error, note_compiled
 
 __all__ = ["Template", "compile_template", "numbers_of", "structure_of"]

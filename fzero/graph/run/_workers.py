@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickled, unpickled
-from fzero.graph.lengths import Polynomial
+from fzero.graph.polynomials import Polynomial
 from fzero.graph.run._compile import Code, compile_all, compiled
 from fzero.graph.run._templates import Template, compile_template
 

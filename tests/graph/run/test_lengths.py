@@ -17,7 +17,7 @@ import fzero.graph.run._templates as templates
 from fzero import _torch, optim
 from fzero._torch import compiled
 from fzero.graph._knobs import Knobs
-from fzero.graph.lengths import Polynomial, fit
+from fzero.graph.polynomials import Polynomial, fit
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key

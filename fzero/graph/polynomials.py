@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-__all__ = ["Polynomial", "Sample", "Shapes", "fit", "mapped", "polynomials", "shapes_of", "whole_numbers"]
+__all__ = ["Polynomial", "Sample", "Shapes", "fit", "fit_all", "mapped", "shapes_of", "whole_numbers"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -59,7 +59,7 @@ def whole_numbers(x: Any) -> list[int]:
     return found
 
 
-def polynomials(samples: Sequence[Sample]) -> tuple[Polynomial, ...] | None:
+def fit_all(samples: Sequence[Sample]) -> tuple[Polynomial, ...] | None:
     """Find polynomials of the length that give the numbers of all samples; None if a number is none."""
     lengths = [s.length for s in samples]
     found = [fit(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
