@@ -16,15 +16,23 @@ import torch
 
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
-from fzero.axes._run import GROUPS, Abandoned, DivergedError, LockstepRun, RankGroup, RankStatus, group_of, shown
+from fzero.axes._run import (
+    GROUPS,
+    Abandoned,
+    DivergedError,
+    LockstepRun,
+    RankGroup,
+    RankStatus,
+    Tensors,
+    group_of,
+    shown,
+)
 from fzero.axes._threads import threads_here
 from fzero.axes.axis import Axis
 from fzero.axes.mailbox import check_received
 from fzero.axes.scope import bound
 
 __all__ = ["DivergedError", "in_lockstep", "is_lockstep", "meet", "run", "same"]
-
-Tensors = Sequence[torch.Tensor]
 
 
 _NUMBERS = itertools.count()

@@ -15,8 +15,6 @@ from fzero.schedules._program import Instruction
 
 __all__ = ["StageMessages"]
 
-Tensors = list[torch.Tensor]
-
 
 @dataclass
 class StageMessages:
@@ -42,7 +40,7 @@ class StageMessages:
         """Keep what a stage has made for the next stage, or for the message that is sent."""
         self.ready[value] = list(xs)
 
-    def take(self, value: Value) -> Tensors:
+    def take(self, value: Value) -> list[torch.Tensor]:
         """Return what another stage has made, waiting for it if it is on its way."""
         found = self.ready.pop(value)
         return [wait(x) if isinstance(x, PendingMessages) else x for x in found]

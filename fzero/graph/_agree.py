@@ -14,9 +14,8 @@ from fzero.graph._choose import Candidate
 from fzero.graph.ir import is_collective, is_wait, shown, values
 from fzero.graph.loops import loop_of, shared_graphs
 from fzero.graph.ops import differs_by_rank
-from fzero.ranks import texts
 from fzero.ranks.mesh import Mesh
-from fzero.ranks.texts import MissingRank, gather_texts
+from fzero.ranks.texts import TEXT_SECONDS, MissingRank, gather_texts
 
 __all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
 
@@ -180,7 +179,7 @@ def of_all_ranks(mine: Any, mesh: Mesh, name: str) -> list[Any]:
         return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]
     except MissingRank as error:
         raise RuntimeError(
-            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {texts.SECONDS:g} s: "
+            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {TEXT_SECONDS:g} s: "
             "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal "
             f"shapes{see('a-hang')}"
         ) from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero.random import _draws
+from fzero.random._tensors import Draw
 
 __all__ = [
     "alpha_dropout",
@@ -22,8 +23,6 @@ __all__ = [
     "native_dropout",
     "rrelu",
 ]
-
-Draw = Callable[[], torch.Tensor]
 
 
 def dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:

@@ -152,7 +152,7 @@ class _Refusing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _is_a_draw(func, args, kwargs):
             calls = f"torch's {self.drawing.calls} ({func})" if self.drawing.calls else str(func)
             raise RuntimeError(
                 f"fzero.random.seeded: {calls} draws from torch's own generator, and has no draw by key here. Make "
@@ -161,7 +161,7 @@ class _Refusing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_a_draw(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operation that can draw does: not with dropout 0, in evaluation, or with a generator."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}

@@ -8,7 +8,7 @@ from fzero.ranks.mesh import Mesh
 
 __all__ = ["MissingRank", "gather_texts"]
 
-SECONDS = 300.0  # how long a rank waits for another's text
+TEXT_SECONDS = 300.0  # how long a rank waits for another's text
 
 _ROUNDS: Counter[str] = Counter()  # how often ranks have given a text on a topic
 
@@ -30,12 +30,12 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
         mine: this rank's text.
         mesh: a distributed mesh. A mesh is the world.
         topic: what the texts are about. Its n-th text on a topic is for the other ranks' n-th.
-        seconds: how long to wait for another's text; by default `SECONDS`.
+        seconds: how long to wait for another's text; by default `TEXT_SECONDS`.
 
     Raises:
         MissingRank: if a rank gives no text in that time.
     """
-    patience = SECONDS if seconds is None else seconds
+    patience = TEXT_SECONDS if seconds is None else seconds
     store = default_store()
     _ROUNDS[topic] += 1
     keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]

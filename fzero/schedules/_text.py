@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["in_micro_batches", "text"]
 
-WIDTH = 120  # characters of a line; a longer schedule goes on below
+COLUMNS = 120  # characters of a line; a longer schedule goes on below
 
 
 def _title(schedule: "Schedule") -> str:
@@ -46,7 +46,7 @@ def text(schedule: "Schedule") -> str:
     cells = _cells(schedule, short)
     names = [f"rank {r}" for r in range(schedule.ranks)]
     wide, margin = max(len(c) for row in cells for c in row), max(map(len, names)) + 1
-    columns = max(1, (WIDTH - margin) // (wide + 1))
+    columns = max(1, (COLUMNS - margin) // (wide + 1))
     blocks = [
         "\n".join(
             [

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from fzero.tp._layers import Layers
 
 __all__ = ["of_block", "outside"]
 
-T = TypeVar("T")
+from fzero.tp._split import T
 
 
 def of_block(layers: Layers, name: str) -> Layers:

@@ -9,8 +9,8 @@ from fzero import tree
 from fzero.axes.axis import Axis, AxisName
 from fzero.axes.rules import LayoutRules, OverRule, SplitRules, UnitRule, given_rules
 from fzero.axes.scope import axis_names, bound, resolve, rules_here
-from fzero.layout import flat
 from fzero.layout.boxes import Shard, Slot, is_box
+from fzero.layout.flat import unpack
 from fzero.layout.rows import apply_to_unit
 from fzero.layout.spec import facts, on_mesh, spec_of
 from fzero.layout.units import CutUnit, assign, map_units, wanted_axes
@@ -89,7 +89,7 @@ def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str
         if not over:
             return unit.shard
         mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
-        return _own_shard(on_mesh(unit.uid, mesh, reduced, axis_names()), flat.unpack(spec, unit.shard.data))
+        return _own_shard(on_mesh(unit.uid, mesh, reduced, axis_names()), unpack(spec, unit.shard.data))
 
     return map_units(sharded, params)
 

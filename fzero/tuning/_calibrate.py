@@ -9,9 +9,16 @@ import torch.distributed as dist
 
 from fzero._tracebacks import api_boundary
 from fzero.ranks.mesh import mesh
-from fzero.tuning import _stopwatch as watch
 from fzero.tuning._machine_constants import CPU, H100
 from fzero.tuning._machines import Machine
+from fzero.tuning._stopwatch import (
+    bytes_to_host,
+    copy_speed,
+    gather_seconds,
+    message_seconds,
+    product_speed,
+    small_seconds,
+)
 
 __all__ = ["calibrate"]
 
@@ -67,13 +74,13 @@ def calibrate(seconds: float = 5.0) -> Machine:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     near = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks is not None else max(torch.cuda.device_count(), 1)
     part = seconds / 8
-    speeds = {dtype: _slowest(watch.product_speed(dtype, device, part)) for dtype in DTYPES}
-    small = {dtype: -_slowest(-watch.small_seconds(dtype, device, part / 2)) for dtype in DTYPES}
+    speeds = {dtype: _slowest(product_speed(dtype, device, part)) for dtype in DTYPES}
+    small = {dtype: -_slowest(-small_seconds(dtype, device, part / 2)) for dtype in DTYPES}
     full, half, other = (speeds[dtype] for dtype in DTYPES)
     measured = {
         "flops": (half, f"measured: bfloat16; float16 has {other / half:.2g} times as many"),
         "slow": (half / full, f"measured: {full / 1e12:,.3g} TFLOP/s of float32"),
-        "device_memory": (copied := _slowest(watch.copy_speed(device, part)), "measured: a copy"),
+        "device_memory": (copied := _slowest(copy_speed(device, part)), "measured: a copy"),
         "launch": (max(small.values()), "measured: a sum of 16 elements, of the slowest dtype"),
         "ranks": (near, "devices that are at hand" if ranks is None else "processes of this machine"),
     }
@@ -100,9 +107,9 @@ def _of_the_host(device: torch.device, copied: float, near: int, part: float) ->
     if device.type == "cpu":
         own = (copied, "measured: a copy, within the one memory that there is")
         return {"link": own, "host_memory": (copied * near, "measured: a copy, of all ranks of this machine")}
-    share = _slowest(watch.copy_speed(torch.device("cpu"), part)) * near
+    share = _slowest(copy_speed(torch.device("cpu"), part)) * near
     return {
-        "link": (_slowest(watch.bytes_to_host(device, part)), "measured: pinned memory, the slower way"),
+        "link": (_slowest(bytes_to_host(device, part)), "measured: pinned memory, the slower way"),
         "host_memory": (share, "measured: a copy on the host, of all ranks of this machine"),
     }
 
@@ -132,8 +139,8 @@ def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device
     numel = (64 if device.type == "cuda" else 4) << 18
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
-        hop = watch.message_seconds(first, first + stride, device, ROUNDS)
-    small, large = (watch.gather_seconds(n, group, device, ROUNDS) for n in (1, numel))
+        hop = message_seconds(first, first + stride, device, ROUNDS)
+    small, large = (gather_seconds(n, group, device, ROUNDS) for n in (1, numel))
     hop, small, large = (-_slowest(-x) for x in (hop, small, large))
     return links_of(hop, small, large, 4 * numel * ranks, ranks)
 

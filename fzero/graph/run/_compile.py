@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from fzero._torch import importing, inductor, inductor_folder, line_of
 from fzero.graph.ops import is_view, name_of
+from fzero.graph.run._progress import T
 
 __all__ = [
     "Code",
@@ -34,7 +35,6 @@ __all__ = [
     "name_of_code",
 ]
 
-T = TypeVar("T")
 
 Runs = Callable[[list[Any]], Sequence[Any]]  # a function of a list of arguments, which it empties, to results
 

@@ -9,7 +9,7 @@ __all__ = ["progress"]
 
 T = TypeVar("T")
 
-PATIENCE = 5.0  # seconds that pass without a bar
+NO_BAR = 5.0  # seconds that pass without a bar
 
 
 def progress(items: Iterable[T], total: int) -> Iterator[T]:
@@ -35,7 +35,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
     columns = [TextColumn("fzero.jit compiles"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("segments", total=total)
-    timer = threading.Timer(PATIENCE, bar.start)
+    timer = threading.Timer(NO_BAR, bar.start)
     timer.start()
     try:
         for item in items:
@@ -49,7 +49,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
 def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
     segments = f"{total} segment{'s' * (total != 1)}"
     text = f'fzero.jit compiles {segments} before the first step, once on a machine; backend="auto" does not wait'
-    timer = threading.Timer(PATIENCE, console.print, [text], {"soft_wrap": True, "highlight": False})
+    timer = threading.Timer(NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
     try:

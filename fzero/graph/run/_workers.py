@@ -21,7 +21,7 @@ from fzero.graph.run._templates import Template, compile_template
 __all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
 
 QUIET = subprocess.DEVNULL
-MOST = 7  # workers of one rank: each takes a second of a core, and 300 MB, to import torch
+MOST_WORKERS = 7  # workers of one rank: each takes a second of a core, and 300 MB, to import torch
 
 
 class Workers(NamedTuple):
@@ -82,7 +82,7 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
         return Workers()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([x or os.getcwd() for x in sys.path])}
     found = []
-    for _ in range(min(count, MOST)):
+    for _ in range(min(count, MOST_WORKERS)):
         command = [sys.executable, "-c", f"from fzero.graph.run._workers import work; work({nice})"]
         p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=QUIET, stderr=QUIET)
         threading.Thread(target=_tell, args=(p, data), daemon=True).start()  # it reads once it has imported torch

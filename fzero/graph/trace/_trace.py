@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero import _torch
 from fzero._notice import see
-from fzero.collectives import _record
+from fzero.collectives._record import record
 from fzero.graph._wire import wire
 from fzero.graph.ir import aten, is_collective, is_input, nbytes, reordered, values
 from fzero.graph.trace._casts import without_round_trips
@@ -49,7 +49,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         check_gradients(xs, labels)
         return out
 
-    with _record.record() as log, _explained():
+    with record() as log, _explained():
         gm = _torch.trace(pure, fakes)
     say_what_is_written(gm.graph)
     _check_constants(gm)
