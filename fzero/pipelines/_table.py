@@ -18,15 +18,13 @@ from fzero.axes.lockstep import is_lockstep
 from fzero.axes.scope import loss_scale_here
 from fzero.collectives.point_to_point import StageMessages
 from fzero.pipelines._kinds import kinds_of
-from fzero.pipelines._recorded import Recorded, seed_of
+from fzero.pipelines._recorded import Recorded, Tensors, seed_of
 from fzero.pipelines._stages import Params, Stages
 from fzero.schedules import Action
 from fzero.schedules._actions import Value, makes
 from fzero.schedules._program import programs
 
 __all__ = ["run_table"]
-
-Tensors = list[torch.Tensor]
 
 
 def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
