@@ -2,7 +2,7 @@
 
 python benchmarks/bytes_per_rank.py [RANKS]
 
-Exact counts, the same on every machine: state bytes by `ShardedStep.state_bytes`, elements by `fzero.record`. Ψ is the
+Exact counts, the same on every machine: state bytes by `ShardedStep.state_bytes`, elements by `fzero.collectives.record`. Ψ is the
 number of parameters, so 12.00Ψ bytes are float32 parameters with Adam's two moments, and 2.00Ψ elements one all_reduce.
 """
 
@@ -47,7 +47,7 @@ def rows(ranks: int) -> list[str]:
 
             step = fzero.shard(train_step, stage=stage, mesh=mesh)
             cut, opt_state = step.init(params, opt)
-            with fzero.record() as log:
+            with fzero.collectives.record() as log:
                 step(cut, opt_state, mesh.split(torch.randint(257, (4 * ranks, 9))))
             moved.append(log.elements / psi)
         held = [step.state_bytes(x) / psi for x in (cut, opt_state)]

@@ -79,7 +79,7 @@ def run(ranks: int, mb: int, rounds: int, root: str) -> None:
     mesh = step.mesh
     found: dict[str, list[tuple[float, int]]] = {}
     background: list[tuple[float, int]] = []
-    with fzero.checkpoints(f"{root}/runs", mesh, keep=1) as runs:
+    with fzero.checkpoint.checkpoints(f"{root}/runs", mesh, keep=1) as runs:
         for i in range(rounds + 1):  # the first one makes buffers and folders
             ours, theirs, file = f"{root}/ours{i}", f"{root}/dcp{i}", f"{root}/whole{i}.pt"
 

@@ -196,7 +196,7 @@ def plain_step(train_step: Callable[..., Any], backend: str) -> Callable[..., An
     return torch.compile(written) if backend == "inductor" else written
 
 
-def measured(name: str, stage: int | None, c: Config, mesh: fzero.Mesh, args: argparse.Namespace) -> Row:
+def measured(name: str, stage: int | None, c: Config, mesh: fzero.ranks.Mesh, args: argparse.Namespace) -> Row:
     """Run a step of one rank, or the plain one, and measure it."""
     device = torch.device(args.device)
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ def timed(f: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def step_of(layers: int, stage: int, mesh: fzero.Mesh, k: int = 1) -> tuple[Any, tuple[Any, ...]]:
+def step_of(layers: int, stage: int, mesh: fzero.ranks.Mesh, k: int = 1) -> tuple[Any, tuple[Any, ...]]:
     """Make a sharded step of the narrow GPT with k micro-batches, and its arguments."""
     opt = optim.adamw(1e-3)
     step = fzero.shard(train_step_for(gpt_loss, opt, micro_batches=k), stage=stage, mesh=mesh, check=False)
@@ -57,7 +57,7 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
     from fzero.graph import _one_rank
-    from fzero.graph.run import _lower
+    from fzero.graph.run import _backends as _lower
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
     elsewhere = step._on(_one_rank.absent((("dp", 2),)))

@@ -68,7 +68,7 @@ HEAD = ["model", "micro-batches", "backend", "stage", "plan", "least", "median",
 HEAD += ["least adds", "largest buffer", "goal"]
 
 
-def measure(name: str, micro_batches: int, backend: str, stage: int, mesh: fzero.Mesh) -> Row:
+def measure(name: str, micro_batches: int, backend: str, stage: int, mesh: fzero.ranks.Mesh) -> Row:
     """Run a few steps and measure each."""
     torch.manual_seed(0)
     loss, params, batch = MODELS[name][0]()

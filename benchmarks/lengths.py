@@ -61,7 +61,7 @@ def step_of(layers: int, ranks: int, backend: str, dynamic: bool) -> tuple[Any, 
     return jitted, list(step.init(params, opt)), buffers
 
 
-def batch_of(mesh: fzero.Mesh, length: int) -> Any:
+def batch_of(mesh: fzero.ranks.Mesh, length: int) -> Any:
     ids = torch.randint(0, 512, (4, length), generator=torch.Generator().manual_seed(length))
     return mesh.split({"input_ids": ids, "labels": ids})
 

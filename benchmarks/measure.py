@@ -23,7 +23,7 @@ from benchmarks.peers.row import Row
 from benchmarks.peers.systems import Setup
 
 
-def measured(of: Any, key: str, name: str, mesh: fzero.Mesh) -> tuple[Row, Runner]:
+def measured(of: Any, key: str, name: str, mesh: fzero.ranks.Mesh) -> tuple[Row, Runner]:
     """Build a system and measure its memory; its row's `state` is what it holds between steps."""
     system, config = of.SYSTEMS[key], of.CONFIGS[name]
     row = Row(system.name, system.stage, system.variant, name, 1, mesh.size, state=0)

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fzero
 from benchmarks import moe_systems as systems
 from benchmarks.moe_systems import MoeConfig
-from fzero import moe, optim, tree
+from fzero import optim, tree
+from fzero.parallel import experts as moe
 
 __all__ = ["CASES", "Numbers", "apart", "dense"]
 

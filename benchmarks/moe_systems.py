@@ -12,7 +12,8 @@ from torch import nn
 
 import fzero
 from benchmarks.peers.systems import System, Train
-from fzero import moe, optim
+from fzero import optim
+from fzero.parallel import experts as moe
 
 __all__ = [
     "CONFIGS",
@@ -112,7 +113,7 @@ def loss_of(params: Any, tokens: torch.Tensor, config: MoeConfig, apply: Callabl
 # ---- fzero
 
 
-def fzero_mesh(ranks: int) -> fzero.Mesh:
+def fzero_mesh(ranks: int) -> fzero.ranks.Mesh:
     """Return the axis of the experts: ep=2 with dp=2 on four ranks."""
     return fzero.mesh(simulate=False, dp=ranks // min(ranks, 2), ep=min(ranks, 2))
 

@@ -45,10 +45,10 @@ class Way(NamedTuple):
 
     run: Callable[[], Any]
     copy: Callable[[], None]
-    plan: fzero.Plan
+    plan: fzero.graph.Plan
 
 
-def way(options: dict[str, Any], stage: Any, mesh: fzero.Mesh, width: int, layers: int) -> Way:
+def way(options: dict[str, Any], stage: Any, mesh: fzero.ranks.Mesh, width: int, layers: int) -> Way:
     """Make a way; all train the same model on the same batch."""
     torch.manual_seed(0)
     pair = optim.offload(optim.master_weights(optim.adamw(1e-3), HALF), **options)

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
 import fzero
-from fzero import Shard, tree
+from fzero import tree
 from fzero.graph import _agree
-from fzero.layout.boxes import is_box
+from fzero.sharding import Shard
+from fzero.sharding._boxes import is_box
 
 __all__ = ["alone", "state_of"]
 
 
 @contextmanager
-def alone(ranks: int) -> Iterator[fzero.Mesh]:
+def alone(ranks: int) -> Iterator[fzero.ranks.Mesh]:
     """Make this process rank 0 of `ranks`, on an axis "dp"."""
     gather = _agree.gather_texts
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
@@ -34,7 +35,7 @@ def alone(ranks: int) -> Iterator[fzero.Mesh]:
         dist.destroy_process_group()
 
 
-def state_of(step: fzero.ShardedStep, params: Any, opt: Any) -> list[Any]:
+def state_of(step: fzero.zero.ShardedStep, params: Any, opt: Any) -> list[Any]:
     """Make what this rank holds, `[params, opt_state]`: cut in a simulation, which needs all ranks' for a moment."""
 
     def first(x: Any) -> Any:

@@ -126,7 +126,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def fzero_loss(config: PipelineConfig, schedule: str, **options: Any) -> fzero.Pipeline:
+def fzero_loss(config: PipelineConfig, schedule: str, **options: Any) -> fzero.parallel.pipeline.Pipeline:
     """Make fzero's pipeline of the model."""
     return fzero.pipeline(
         block=gpt_block,
@@ -139,7 +139,7 @@ def fzero_loss(config: PipelineConfig, schedule: str, **options: Any) -> fzero.P
     )
 
 
-def train_step_of(loss: fzero.Pipeline, opt: Any, **options: Any) -> Callable[..., Any]:
+def train_step_of(loss: fzero.parallel.pipeline.Pipeline, opt: Any, **options: Any) -> Callable[..., Any]:
     """Make the ordinary train step."""
 
     def train_step(params: Any, opt_state: Any, tokens: Any) -> Any:

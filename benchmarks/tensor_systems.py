@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fzero
 from benchmarks.peers.systems import System, Train
-from fzero import optim, tp
+from fzero import optim
+from fzero.parallel import tensor as tp
 
 __all__ = ["CONFIGS", "SYSTEMS", "LlamaConfig"]
 

@@ -49,7 +49,7 @@ class Row(NamedTuple):
         return [self.micro_batches, remat, self.stage, *[f"{x / MB:,.1f}" for x in shown], apart]
 
 
-def measure(k: int, remat: bool, stage: int, mesh: fzero.Mesh) -> Row:
+def measure(k: int, remat: bool, stage: int, mesh: fzero.ranks.Mesh) -> Row:
     """Plan a step, and run it."""
     opt = optim.master_weights(optim.scale_by_adam(), PRECISION)
 

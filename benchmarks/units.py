@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.one_rank import alone, state_of
 from benchmarks.report import publish, table
-from fzero import optim, tree, units
+from fzero import optim, sharding, tree
 
 DEEP, WIDTH, HIDDEN, EXPERTS, VOCAB = 48, 16, 8, 64, 64
 OPT = optim.sgd(0.1)
@@ -66,10 +66,10 @@ def train_step(params: Any, opt_state: Any, tokens: torch.Tensor) -> Any:
 
 RULES: dict[str, Callable[[Any], Any]] = {
     "a unit a leaf": lambda params: lambda path, leaf: path,
-    "by_granularity(100)": lambda params: units.by_granularity(params, 100),
-    "by_granularity(101)": lambda params: units.by_granularity(params, 101),
-    "by_size(1,000)": lambda params: units.by_size(params, 1_000),
-    "by_size(20,000)": lambda params: units.by_size(params, 20_000),
+    "by_granularity(100)": lambda params: sharding.by_granularity(params, 100),
+    "by_granularity(101)": lambda params: sharding.by_granularity(params, 101),
+    "by_size(1,000)": lambda params: sharding.by_size(params, 1_000),
+    "by_size(20,000)": lambda params: sharding.by_size(params, 20_000),
     "default": lambda params: None,
 }
 
@@ -78,7 +78,7 @@ def count(rule: Any, params: Any) -> tuple[int, int]:
     """Count the units of a rule, and the elements of the largest."""
     sizes: dict[str, int] = {}
     for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
-        name = (rule or fzero.default_units)(path, x)
+        name = (rule or fzero.sharding.default_units)(path, x)
         sizes[name] = sizes.get(name, 0) + x.numel()
     return len(sizes), max(sizes.values())
 
@@ -93,7 +93,7 @@ def measured(rule: Any, params: Any, rounds: int) -> tuple[int, list[float]]:
             begun = time.perf_counter()
             state = step(*state, tokens)[:2]
             times.append((time.perf_counter() - begun) * 1e3)
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             step(*state, tokens)
     return len(log.events), times[1:]
 

@@ -26,7 +26,7 @@ WAYS = ((True, False), (True, "auto"), (False, "auto"))
 KEPT, USUAL, _ = WAYS
 
 
-def planned(case: str, stage: int, way: tuple[bool, Any]) -> fzero.Plan:
+def planned(case: str, stage: int, way: tuple[bool, Any]) -> fzero.graph.Plan:
     """Plan a step in float16 with float32 masters, with a clip by the global norm, for GPUs."""
     model, ranks, samples, length, _ = CASES[case]
     explicit, recompute = way
@@ -36,7 +36,7 @@ def planned(case: str, stage: int, way: tuple[bool, Any]) -> fzero.Plan:
     return fzero.plan(fzero.jit(step, recompute=recompute), *args, device="cuda")
 
 
-def draw(plans: dict[Any, fzero.Plan]) -> Figure:
+def draw(plans: dict[Any, fzero.graph.Plan]) -> Figure:
     """Draw what each plan holds at its peak, beside what was published."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(CASES)), CASES, strict=True):
@@ -58,7 +58,7 @@ def main() -> None:
     """Plan all, and print the rows."""
     torch.set_num_threads(1)
     asked = [(case, stage, way) for case in CASES for way in WAYS for stage in range(4)]
-    plans: dict[Any, fzero.Plan] = {key: planned(*key) for key in track(asked, "planning")}
+    plans: dict[Any, fzero.graph.Plan] = {key: planned(*key) for key in track(asked, "planning")}
     for case in CASES:
         for stage in range(4):
             ours = [f"{plans[case, stage, way].peak_bytes / MIB:,.0f}" for way in WAYS]

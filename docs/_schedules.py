@@ -2,7 +2,7 @@
 
 import pathlib
 
-from fzero.pipelines import schedule
+from fzero.parallel.schedules import schedule
 
 RANKS, MICRO_BATCHES = 4, 8
 NAMES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}  # with their stages on a rank

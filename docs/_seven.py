@@ -15,7 +15,7 @@ from fzero import optim
 DOCS = pathlib.Path(__file__).parent
 
 
-def plan() -> fzero.Plan:
+def plan() -> fzero.graph.Plan:
     """Plan a step with AdamW on float32 masters: bfloat16, a sequence of 2,048 tokens a rank, blocks run again."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(use_cache=False, attn_implementation="sdpa"))

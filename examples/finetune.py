@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fzero
-from fzero import metrics, optim
+from fzero import observe, optim
 
 MODEL, TEXT, OUT, STEPS = *sys.argv[1:4], 200
 mesh = fzero.mesh(dp=-1)
@@ -38,14 +38,14 @@ def train_step(params: Any, opt_state: Any, buffers: Any, batch: Any) -> Any:
 
 
 step = fzero.jit(fzero.shard(train_step, stage=3, mesh=mesh))
-with fzero.checkpoints(f"{OUT}/run", mesh) as runs, metrics.log(metrics.progress(STEPS), mesh=mesh) as log:
+with fzero.checkpoint.checkpoints(f"{OUT}/run", mesh) as runs, observe.log(observe.progress(STEPS), mesh=mesh) as log:
     params, opt_state, done = runs.restore(like=(*step.init(params, opt), 0))
     for i, batch in data.steps(done, STEPS):
         params, opt_state, found = step(params, opt_state, buffers, batch)
         log(i + 1, found)
         if (i + 1) % 50 == 0:
             runs.save(i + 1, (params, opt_state, i + 1))
-fzero.hf.write(OUT, optim.master_params(params, opt_state), mesh)
+fzero.checkpoint.hf.write(OUT, optim.master_params(params, opt_state), mesh)
 if mesh.rank == 0:
     _ = model.config.save_pretrained(OUT), tokenizer.save_pretrained(OUT)
 if torch.distributed.is_initialized():

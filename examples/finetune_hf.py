@@ -148,16 +148,16 @@ def recorder(folder: Path | None) -> Callable[[str, float, int], None]:
     return SummaryWriter(str(folder), flush_secs=5).add_scalar
 
 
-def sizes_of(args: Any, mesh: fzero.Mesh) -> fzero.BatchPlan:
+def sizes_of(args: Any, mesh: fzero.ranks.Mesh) -> fzero.data.BatchPlan:
     """Two of the sizes say the third; by default 4 documents, 2 times."""
     given = {"global_batch": args.global_batch, "micro_batch": args.micro_batch, "accumulation": args.accumulate}
     for name, usual in (("micro_batch", 4), ("accumulation", 2)):
         if given[name] is None and sum(size is not None for size in given.values()) < 2:
             given[name] = usual
-    return fzero.batch_plan(**given, mesh=mesh)
+    return fzero.data.batch_plan(**given, mesh=mesh)
 
 
-def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
+def finetune(args: Any, mesh: fzero.ranks.Mesh, say: Callable[[str], None]) -> None:
     def on_device(x: Any) -> Any:
         return x.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -191,7 +191,7 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
         return optim.apply_updates(params, updates), opt_state, metrics
 
     def rank_totals(params: Any, frozen: Any, buffers: Any, batch: Any) -> Any:  # what a rank does in validation
-        return fzero.psum(token_loss(apply_eval, params, frozen, buffers, batch))
+        return fzero.collectives.psum(token_loss(apply_eval, params, frozen, buffers, batch))
 
     step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh)
     empty = args.model is not None and not args.lora
@@ -202,11 +202,11 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
     if args.model is not None:  # each rank reads its own bytes, straight into its shards
         unread = [params, optim.master_params(params, opt_state)] if empty else []
         for like in unread:  # which are filled where they lie
-            fzero.hf.read(args.model, like, mesh, partial=True)
-        frozen = fzero.hf.read(args.model, frozen, mesh, partial=True)
+            fzero.checkpoint.hf.read(args.model, like, mesh, partial=True)
+        frozen = fzero.checkpoint.hf.read(args.model, frozen, mesh, partial=True)
     totals = step.program(rank_totals)
     done, skipped = 0, 0
-    runs = None if args.checkpoints is None else fzero.checkpoints(args.checkpoints, mesh)
+    runs = None if args.checkpoints is None else fzero.checkpoint.checkpoints(args.checkpoints, mesh)
     if runs is not None:  # the frozen ones are not in it: they are the folder's
         state = {"params": params, "opt_state": opt_state, "step": done, "skipped": skipped}
         params, opt_state, done, skipped = runs.restore(like=state).values()
@@ -259,7 +259,9 @@ def finetune(args: Any, mesh: fzero.Mesh, say: Callable[[str], None]) -> None:
     if args.save:  # each rank writes its own bytes; adapters are merged into whole weights
         shell: Any = apply.module  # the model without storage
         tuned = {**frozen, **optim.master_params(params, opt_state)}
-        fzero.hf.write(args.save, merge(shell, step.gather(tuned)) if args.lora else tuned, mesh, dtype=torch.float32)
+        fzero.checkpoint.hf.write(
+            args.save, merge(shell, step.gather(tuned)) if args.lora else tuned, mesh, dtype=torch.float32
+        )
         if mesh.rank == 0:
             shell.config.save_pretrained(args.save)
             shell.generation_config.save_pretrained(args.save)

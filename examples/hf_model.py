@@ -66,7 +66,7 @@ def main() -> None:
     def train_step(params: Any, opt_state: Any, buffers: Any, batch: Any) -> Any:  # knows nothing of ranks
         (loss, buffers), grads = fzero.value_and_grad(loss_fn, has_aux=True)(params, buffers, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, fzero.pmean(buffers), loss
+        return optim.apply_updates(params, updates), opt_state, fzero.collectives.pmean(buffers), loss
 
     step = fzero.shard(train_step, stage=args.stage, mesh=mesh)
     params, opt_state = step.init(params, opt)

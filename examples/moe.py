@@ -24,7 +24,8 @@ from rich.progress import track
 from train_gpt import CONFIG, get_batch, init, load_text, norm
 
 import fzero
-from fzero import moe, optim
+from fzero import optim
+from fzero.parallel import experts as moe
 
 WIDTH = CONFIG["width"]
 
@@ -70,10 +71,12 @@ def loss_fn(params: Any, batch: Any, capacity: float | None) -> tuple[torch.Tens
     plain = F.cross_entropy((norm(x, params["norm"]) @ params["head"]).flatten(0, 1), batch[1].flatten())
     extra = [0.01 * moe.balance_loss(r) + 0.001 * moe.z_loss(r) for r in routings]
     watched = moe.stats(routings[-1], capacity) if routings else {}
-    return plain + sum(extra, torch.zeros(())), {"loss": fzero.pmean(plain.detach()), **watched}
+    return plain + sum(extra, torch.zeros(())), {"loss": fzero.collectives.pmean(plain.detach()), **watched}
 
 
-def train(args: Any, experts: int, mesh: fzero.Mesh, text: torch.Tensor, console: Console) -> list[dict[str, Any]]:
+def train(
+    args: Any, experts: int, mesh: fzero.ranks.Mesh, text: torch.Tensor, console: Console
+) -> list[dict[str, Any]]:
     """Train, and return what was watched at each step."""
     schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.99, weight_decay=0.1))

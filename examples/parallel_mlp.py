@@ -20,14 +20,18 @@ opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
 def tp() -> Any:
     """Return the axis where there is one; outside any mesh (), no axis, along which nothing is sent."""
-    return "tp" if "tp" in fzero.axis_names() else ()
+    return "tp" if "tp" in fzero.axes.axis_names() else ()
 
 
 def loss_fn(params: Any, batch: Any) -> torch.Tensor:
     x = batch["x"]
     for block in params["blocks"]:
-        h = torch.tanh(fzero.pvary(x, tp()) @ block["up"] + block["hidden"])  # f: backward, the sum of the ranks' parts
-        x = x + fzero.psum_invariant(h @ block["down"], tp()) + block["bias"]  # g: forward, the sum of the ranks' parts
+        h = torch.tanh(
+            fzero.collectives.pvary(x, tp()) @ block["up"] + block["hidden"]
+        )  # f: backward, the sum of the ranks' parts
+        x = (
+            x + fzero.collectives.psum_invariant(h @ block["down"], tp()) + block["bias"]
+        )  # g: forward, the sum of the ranks' parts
     return (x - batch["y"]).square().mean()
 
 

@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 import fzero
-from fzero import optim, tp
+from fzero import optim
+from fzero.parallel import tensor as tp
 
 CONFIG = {"layers": 2, "heads": 4, "width": 128, "context": 64}
 TENSOR = tp.split({"qkv": 2, "out": 0, "up": 1, "down": 0})  # by heads and by hidden units
@@ -109,7 +110,7 @@ def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor], remat: bool =
     return loss_of(params, apply(params, batch[0], remat), batch[1])
 
 
-def pipelined(args: Any) -> fzero.Pipeline:
+def pipelined(args: Any) -> fzero.parallel.pipeline.Pipeline:
     """Make the same loss, whose blocks the ranks along an axis "pp" run as a pipeline."""
     return fzero.pipeline(
         first=lambda rest, batch: embed(rest, batch[0]),
@@ -123,7 +124,7 @@ def pipelined(args: Any) -> fzero.Pipeline:
     )
 
 
-def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Console) -> tuple[Any, list[float]]:
+def train(args: Any, text: torch.Tensor, mesh: fzero.ranks.Mesh | None, console: Console) -> tuple[Any, list[float]]:
     """Train sharded over a mesh, or unsharded without one; returns the whole parameters and the losses."""
     schedule = optim.warmup_cosine(args.lr, warmup_steps=args.steps // 10, total_steps=args.steps, end=args.lr / 10)
     matrices = functools.partial(fzero.tree.map, lambda p: p.ndim >= 2)
@@ -160,7 +161,7 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
         return params, []
     title = (f"stage {args.stage}, {mesh.size} ranks" if mesh else "unsharded") + f", {held / 1e6:.1f} MB a rank"
     losses: list[float] = []
-    runs = fzero.checkpoints(args.checkpoints, mesh, keep=2) if args.checkpoints and mesh else None
+    runs = fzero.checkpoint.checkpoints(args.checkpoints, mesh, keep=2) if args.checkpoints and mesh else None
     if runs:  # the newest one, whatever ranks and stage wrote it
         state = runs.restore(like={"params": params, "opt_state": opt_state, "losses": losses})
         params, opt_state, losses = state["params"], state["opt_state"], state["losses"]
@@ -180,7 +181,9 @@ def train(args: Any, text: torch.Tensor, mesh: fzero.Mesh | None, console: Conso
     return whole(params), losses
 
 
-def show_plans(step: Any, arguments: Any, piped: fzero.Pipeline | None, args: Any, console: Console) -> None:
+def show_plans(
+    step: Any, arguments: Any, piped: fzero.parallel.pipeline.Pipeline | None, args: Any, console: Console
+) -> None:
     """Say what a rank will hold, in a pipeline each along it; and draw the first's, and the schedule."""
     if piped:
         console.print(str(piped.schedule(step.mesh)), markup=False, highlight=False)

@@ -51,7 +51,7 @@ def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tens
     grads, loss = torch.func.grad_and_value(loss_fn)(fzero.gather(shards), batch)
 
     # 3. reduce_scatter: add the gradients of all ranks, and keep our own shard of the sum. With / N it is the mean.
-    grads = fzero.tree.map(lambda g: g / fzero.axis_size(), fzero.reduce_scatter(grads, like=shards))
+    grads = fzero.tree.map(lambda g: g / fzero.axes.axis_size(), fzero.reduce_scatter(grads, like=shards))
 
     # (Differentiating through the gather does 2 and 3 at once, because reduce_scatter is gather's transpose:
     # torch.func.grad(lambda shards: loss_fn(fzero.gather(shards), batch))(shards). That is what fzero.shard does,
@@ -61,7 +61,7 @@ def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tens
     shards, opt_state = fzero.step(opt)(shards, grads, opt_state)
 
     # 5. gather: put the new shards together, so that every rank has the whole parameters for the next step.
-    return fzero.gather(shards), opt_state, fzero.pmean(loss)
+    return fzero.gather(shards), opt_state, fzero.collectives.pmean(loss)
 
 
 def init(params: Any) -> Any:
@@ -92,7 +92,7 @@ def main() -> None:
         torch.testing.assert_close((line_loss, one_line), (loss, unsharded))
         print(f"loss {loss:.6f} unsharded, {hand_loss:.6f} by hand, {line_loss:.6f} by fzero.shard")
 
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         mesh.spmd(zero2)(by_hand, by_hand_state, mesh.split(batch))
     print("\nWhat a step sends, for each unit, padding included; the metric is the loss, an all_reduce counted twice:")
     print(log)

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 if nothing fits, 2 for a wrong argument."""
-    from fzero.tuning._command import run
+    from fzero.tuning.command import run
 
     return run(sys.argv[1:] if argv is None else argv)
 

@@ -21,7 +21,7 @@ class DonatedError(RuntimeError):
         tensor([1., 1.])
         >>> try:
         ...     step(x)
-        ... except fzero.DonatedError as error:
+        ... except fzero.errors.DonatedError as error:
         ...     print(str(error)[:27])
         argument 0 was donated to j
     """

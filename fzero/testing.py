@@ -10,13 +10,12 @@ import torch
 from hypothesis import strategies as st
 
 from fzero import optim, tree
-from fzero.layout.boxes import PerRank
-from fzero.pipelines import Pipeline
-from fzero.ranks.mesh import Mesh
-from fzero.ranks.mesh import mesh as make_mesh
-from fzero.stages._shard import shard
-from fzero.stages._sharded_step import ShardedStep
+from fzero.parallel.pipeline import Pipeline
+from fzero.ranks import Mesh
+from fzero.ranks import mesh as make_mesh
+from fzero.sharding import PerRank
 from fzero.transforms import gather, partition
+from fzero.zero import ShardedStep, shard
 
 __all__ = [
     "assert_equivalent",

@@ -182,7 +182,7 @@ def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = No
 
 
 def is_box(x: Any) -> bool:
-    """Return whether a node is one of fzero's boxes (`fzero.layout.boxes`), which is shown and compared whole."""
+    """Return whether a node is one of fzero's boxes (`fzero.sharding._boxes`), which is shown and compared whole."""
     return getattr(type(x), "is_box", False) is True
 
 

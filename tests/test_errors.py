@@ -29,15 +29,17 @@ OPT = optim.adamw(0.1)
 TRAIN_STEP = train_step_for(loss_of, OPT)
 
 
-def step_of(stage: Any, mesh: fzero.Mesh = TWO, train_step: Any = TRAIN_STEP, **options: Any) -> fzero.ShardedStep:
+def step_of(
+    stage: Any, mesh: fzero.ranks.Mesh = TWO, train_step: Any = TRAIN_STEP, **options: Any
+) -> fzero.zero.ShardedStep:
     return fzero.shard(train_step, stage, mesh, **options)
 
 
-def init(stage: int, mesh: fzero.Mesh = TWO, params: Any = PARAMS) -> tuple[Any, Any]:
+def init(stage: int, mesh: fzero.ranks.Mesh = TWO, params: Any = PARAMS) -> tuple[Any, Any]:
     return step_of(stage, mesh).init(params, OPT)
 
 
-def run(stage: int, params: Any, state: Any, mesh: fzero.Mesh = TWO, batch: Any = None, **options: Any) -> Any:
+def run(stage: int, params: Any, state: Any, mesh: fzero.ranks.Mesh = TWO, batch: Any = None, **options: Any) -> Any:
     return step_of(stage, mesh, **options)(params, state, mesh.split(X) if batch is None else batch)
 
 
@@ -178,17 +180,17 @@ def test_a_wrong_batch_is_refused(name):
 
 COLLECTIVES: dict[str, Row] = {
     "psum over an unknown axis": (
-        lambda: spmd(lambda: fzero.psum(X, "tp")),
+        lambda: spmd(lambda: fzero.collectives.psum(X, "tp")),
         ValueError,
         r"axis 'tp' is not bound here: the bound axes are 'dp'",
     ),
     "psum over an axis outside any mesh": (
-        lambda: fzero.psum(X, "dp"),
+        lambda: fzero.collectives.psum(X, "dp"),
         ValueError,
         r"axis 'dp' is not bound here: no rank program is running, see mesh.spmd and fzero.shard",
     ),
-    "axis_index of an unknown axis": (lambda: fzero.axis_index("tp"), ValueError, r"axis 'tp' is not bound"),
-    "axis_size of an unknown axis": (lambda: fzero.axis_size("tp"), ValueError, r"axis 'tp' is not bound"),
+    "axis_index of an unknown axis": (lambda: fzero.axes.axis_index("tp"), ValueError, r"axis 'tp' is not bound"),
+    "axis_size of an unknown axis": (lambda: fzero.axes.axis_size("tp"), ValueError, r"axis 'tp' is not bound"),
     "value_and_grad over an unknown axis": (
         lambda: spmd(lambda p: fzero.value_and_grad(loss_of, axis="tp")(p, X), PARAMS),
         ValueError,
@@ -200,36 +202,50 @@ COLLECTIVES: dict[str, Row] = {
         r"axis 'tp' is not bound here: the bound axes are 'dp'",
     ),
     "psum of a number": (
-        lambda: spmd(lambda: fzero.psum({"count": 3})),
+        lambda: spmd(lambda: fzero.collectives.psum({"count": 3})),
         TypeError,
         r"leaf 'count' is 3; make it a torch.tensor",
     ),
-    "pmean of a string": (lambda: fzero.pmean([X, "x"]), TypeError, r"leaf '1' is 'x'; make it a torch.tensor"),
+    "pmean of a string": (
+        lambda: fzero.collectives.pmean([X, "x"]),
+        TypeError,
+        r"leaf '1' is 'x'; make it a torch.tensor",
+    ),
     "psum of shards": (  # each rank holds another part: the sum means nothing
-        lambda: spmd(lambda p: fzero.psum(fzero.partition(p)), PARAMS),
+        lambda: spmd(lambda p: fzero.collectives.psum(fzero.partition(p)), PARAMS),
         TypeError,
         r"'a\.w'.*Shard\('a'",
     ),
     "pmean of gradient shards": (
-        lambda: spmd(lambda p: fzero.pmean(fzero.value_and_grad(loss_of)(fzero.partition(p), X)[1]), PARAMS),
+        lambda: spmd(
+            lambda p: fzero.collectives.pmean(fzero.value_and_grad(loss_of)(fzero.partition(p), X)[1]), PARAMS
+        ),
         TypeError,
         r"'a\.w'.*Shard\('a'",
     ),
-    "all_gather of a number": (lambda: spmd(lambda: fzero.all_gather(3.0)), TypeError, r"all_gather.*3\.0"),  # pyright: ignore
-    "all_gather of a box": (lambda: spmd(lambda: fzero.all_gather(SHARD)), TypeError, r"all_gather.*Shard\('a'"),
-    "psum_scatter of a tree": (lambda: spmd(lambda: fzero.psum_scatter({"x": X})), TypeError, r"psum_scatter"),  # pyright: ignore
+    "all_gather of a number": (lambda: spmd(lambda: fzero.collectives.all_gather(3.0)), TypeError, r"all_gather.*3\.0"),  # pyright: ignore
+    "all_gather of a box": (
+        lambda: spmd(lambda: fzero.collectives.all_gather(SHARD)),
+        TypeError,
+        r"all_gather.*Shard\('a'",
+    ),
+    "psum_scatter of a tree": (
+        lambda: spmd(lambda: fzero.collectives.psum_scatter({"x": X})),
+        TypeError,
+        r"psum_scatter",
+    ),  # pyright: ignore
     "psum_scatter that does not divide": (
-        lambda: spmd(lambda: fzero.PerRank(fzero.psum_scatter(X, dim=-1))),
+        lambda: spmd(lambda: fzero.PerRank(fzero.collectives.psum_scatter(X, dim=-1))),
         ValueError,
         r"cuts dimension 1 of a tensor \[8, 3\] into 2 equal parts, and 3 does not divide by 2; pad it",
     ),
     "all_gather along no dimension": (
-        lambda: spmd(lambda: fzero.all_gather(X, dim=2)),
+        lambda: spmd(lambda: fzero.collectives.all_gather(X, dim=2)),
         ValueError,
         r"dim=2 is not a dimension of a tensor \[8, 3\]",
     ),
     "psum_scatter along no dimension": (
-        lambda: spmd(lambda: fzero.psum_scatter(torch.ones(()))),
+        lambda: spmd(lambda: fzero.collectives.psum_scatter(torch.ones(()))),
         ValueError,
         r"dim=0 is not a dimension of a tensor \[\]",
     ),
@@ -437,7 +453,7 @@ def test_a_box_in_a_module_is_refused(name):
 
 # ---------------------------------------------------------------- results that differ by rank
 
-DIFFERS = r"differs by rank, and a plain result must be replicated: reduce it with fzero.pmean.*fzero.assume_replicated"
+DIFFERS = r"differs by rank, and a plain result must be replicated: reduce it with fzero.collectives.pmean.*fzero.axes.assume_replicated"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -679,8 +695,8 @@ def test_a_step_that_failed_leaves_no_axis_bound(stage):
     with pytest.raises(ValueError, match="differs by rank"):
         run(stage, *init(stage), train_step=lambda p, s, x: (p, s, x.sum()))
     with pytest.raises(ValueError, match="no rank program is running"):
-        fzero.axis_index("dp")
-    assert fzero.axis_size() == 1
+        fzero.axes.axis_index("dp")
+    assert fzero.axes.axis_size() == 1
     run(stage, *init(stage))
 
 

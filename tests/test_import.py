@@ -34,7 +34,7 @@ from fzero._torch import dynamo
 assert dynamo._ALLOWED and all(id(f) in trace_rules._allowed_callable_ids for f in dynamo._ALLOWED)
 assert not any(type(finder).__module__ == dynamo.__name__ for finder in sys.meta_path)
 assert type(torch._dynamo.__loader__).__module__ != dynamo.__name__
-assert fzero.dcp.save
+assert fzero.checkpoint.dcp.save
 """
 
 

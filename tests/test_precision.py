@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero._notice import notice
-from fzero.layout.boxes import is_box
+from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
@@ -56,7 +56,7 @@ def step_of(opt: Any, loss: Any = linear_loss, scaled: bool = False, **options: 
 
 
 def trained(
-    train_step: Any, opt: Any, params: Any, batches: Any, stage: int, mesh: fzero.Mesh, jit: bool = False
+    train_step: Any, opt: Any, params: Any, batches: Any, stage: int, mesh: fzero.ranks.Mesh, jit: bool = False
 ) -> Any:
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     state = step.init(params, opt)
@@ -203,7 +203,7 @@ def test_dtypes_on_the_wire(stage, k):
         mesh = fzero.mesh(dp=2)
         step = fzero.shard(train_step, stage=stage, mesh=mesh)
         state = step.init({"w": torch.ones(6), "n": torch.ones(2)}, opt)
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             step(*state, mesh.split(torch.ones(2 * k)))
         for e in log.events:
             gathers = e.kind == "all_gather"
@@ -264,7 +264,7 @@ def test_masters_start_with_all_their_bits(stage, lazy):
     """The parameters are cast after the masters were made, also those that an init function makes leaf by leaf."""
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.master_weights(optim.sgd(0.1), precision)
-    make = lambda: {"a": {"w": torch.full((5, 3), 1 / 3), "n": torch.full((3,), 1 / 3)}, "b": torch.full((7,), 1 / 7)}  # noqa: E731
+    make = lambda: {"a": {"w": torch.full((5, 3), 1 / 3), "n": torch.full((3,), 1 / 3)}, "b": torch.full((7,), 1 / 7)}
     step = fzero.shard(lambda p, s, x: (p, s), stage=stage, mesh=fzero.mesh(dp=4))
     params, state = step.init(make if lazy else make(), opt)
     assert_trees_close(step.gather(optim.master_params(params, state)), make(), rtol=0.0)
@@ -327,7 +327,7 @@ def test_rules_of_split_leaves_see_them_whole():
     precision = fzero.Precision(torch.bfloat16, full=lambda path, leaf: leaf.numel() <= 6)
     opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2, tp=2)
     for stage in range(4):
-        loss = lambda p, x: fzero.psum_invariant(linear_loss(p, x), "tp")  # noqa: E731
+        loss = lambda p, x: fzero.collectives.psum_invariant(linear_loss(p, x), "tp")
         step = fzero.shard(
             step_of(opt, loss, precision=precision), stage, mesh, "dp", split=lambda path, leaf: {"tp": 1}
         )
@@ -338,7 +338,7 @@ def test_half_precision_losses_are_summed_in_float32():
     """2048 + 1 is 2048 in float16."""
     w, x = torch.ones(1, dtype=torch.float16), torch.tensor([2048.0, 1.0], dtype=torch.float16)
     precision = fzero.Precision(torch.float16)
-    f = lambda w, x: (w * x).sum()  # noqa: E731
+    f = lambda w, x: (w * x).sum()
     loss, _ = fzero.scaled_value_and_grad(f, 1.0, micro_batches=2, reduce="sum", precision=precision)(w, x)
     assert loss.item() == 2049.0
 
@@ -380,7 +380,7 @@ def test_split_and_hybrid_units_have_a_precision_too():
         for stage in range(4):
             step = fzero.shard(train_step, stage=stage, mesh=mesh, over="shard")
             state = step.init(params, opt)
-            with fzero.record() as log:
+            with fzero.collectives.record() as log:
                 for batch in batches:
                     *state, _ = step(*state, mesh.split(batch))
             assert_trees_close(step.gather(tuple(state)), expected, rtol=0.0)
@@ -489,12 +489,12 @@ def test_the_scale_grows_and_has_bounds():
 
 
 def test_higher_derivatives_through_a_scale():
-    f = lambda w: (w**3).sum()  # noqa: E731
+    f = lambda w: (w**3).sum()
     w = torch.tensor([1.0, 2.0])
-    inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()  # noqa: E731
+    inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()
     torch.testing.assert_close(torch.func.grad(inner)(w), 6 * w)
     torch.testing.assert_close(torch.func.jvp(inner, (w,), (torch.ones(2),))[1], (6 * w).sum())
-    value = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[0]  # noqa: E731
+    value = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[0]
     torch.testing.assert_close(torch.func.grad(value)(w), 3 * w**2)
 
 
@@ -505,7 +505,7 @@ def test_all_finite_sees_every_rank(params, n, bad, data):
     if bad and leaves:
         leaf = leaves[data.draw(st.integers(0, len(leaves) - 1))].view(-1)
         leaf[data.draw(st.integers(0, len(leaf) - 1))] = float("nan")
-    f = lambda params: optim.all_finite(fzero.partition(params))  # noqa: E731
+    f = lambda params: optim.all_finite(fzero.partition(params))
     assert fzero.mesh(simulate=True, dp=n).spmd(f)(params).item() == (not (bad and leaves))
 
 
@@ -579,7 +579,7 @@ def test_a_naive_mean_of_means_is_not():
 
 def test_weights_are_any_numbers_of_any_dtype():
     """Fractions, and counts that half precision holds, but not their sum."""
-    f = lambda w, b: ((w.sum() * b["x"]).sum(), b["n"].sum())  # noqa: E731
+    f = lambda w, b: ((w.sum() * b["x"]).sum(), b["n"].sum())
     for n in (torch.full((4,), 0.125), torch.full((4,), 20000.0, dtype=torch.float16)):
         batch = {"x": torch.ones(4), "n": n}
         loss, _ = fzero.value_and_grad(f, reduce="weighted", micro_batches=2)(torch.ones(3), batch)
@@ -599,11 +599,11 @@ def test_no_token_at_all_is_no_loss():
 @given(m=st.integers(1, 9), k=st.integers(1, 9), n=world_sizes())
 def test_any_two_give_the_third(m, k, n):
     mesh = fzero.mesh(simulate=True, dp=n)
-    expected = fzero.BatchPlan(m * k * n, m, k, n)
-    assert fzero.batch_plan(micro_batch=m, accumulation=k, mesh=mesh) == expected
-    assert fzero.batch_plan(global_batch=m * k * n, accumulation=k, mesh=mesh) == expected
-    assert fzero.batch_plan(global_batch=m * k * n, micro_batch=m, mesh=mesh) == expected
-    assert fzero.batch_plan(global_batch=m * k * n, micro_batch=m, accumulation=k, mesh=mesh) == expected
+    expected = fzero.data.BatchPlan(m * k * n, m, k, n)
+    assert fzero.data.batch_plan(micro_batch=m, accumulation=k, mesh=mesh) == expected
+    assert fzero.data.batch_plan(global_batch=m * k * n, accumulation=k, mesh=mesh) == expected
+    assert fzero.data.batch_plan(global_batch=m * k * n, micro_batch=m, mesh=mesh) == expected
+    assert fzero.data.batch_plan(global_batch=m * k * n, micro_batch=m, accumulation=k, mesh=mesh) == expected
     assert expected.local_batch * n == expected.global_batch
 
 
@@ -611,7 +611,7 @@ def test_only_data_parallel_ranks_count():
     """Those along a pipeline's axis share a batch, though it is one of the axes of the mean, and those along tp do."""
 
     def ranks(axis: Any = None, apart: Any = None, **axes: int) -> int:
-        plan = fzero.batch_plan(micro_batch=3, accumulation=5, mesh=fzero.mesh(**axes), axis=axis, apart=apart)
+        plan = fzero.data.batch_plan(micro_batch=3, accumulation=5, mesh=fzero.mesh(**axes), axis=axis, apart=apart)
         assert plan.global_batch == 15 * plan.ranks
         return plan.ranks
 
@@ -654,7 +654,7 @@ def test_only_data_parallel_ranks_count():
 )
 def test_contradictions_name_all_numbers(given, message):
     with pytest.raises(ValueError, match=message):
-        fzero.batch_plan(**given, mesh=fzero.mesh(dp=4))
+        fzero.data.batch_plan(**given, mesh=fzero.mesh(dp=4))
 
 
 # ---------------------------------------------------------------- bad input
@@ -683,7 +683,7 @@ def test_bad_policies():
     with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
         optim.master_weights(optim.sgd(0.1), torch.bfloat16)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="an axis stands twice"):
-        fzero.batch_plan(micro_batch=1, accumulation=1, mesh=fzero.mesh(a=2, b=2), axis=("a", "a"))
+        fzero.data.batch_plan(micro_batch=1, accumulation=1, mesh=fzero.mesh(a=2, b=2), axis=("a", "a"))
     with pytest.raises(ValueError, match="initial=0"):
         optim.static_loss_scale(optim.sgd(0.1), 0)
 
@@ -716,7 +716,7 @@ def test_gradients_are_as_wide_as_the_policy_says():
     assert precision.gradients(torch.float32) == (torch.float32, torch.float64)
     opt, params = optim.master_weights(optim.sgd(0.1), precision), {"w": torch.ones(4), "n": torch.ones(3)}
     state, params = opt.init(params), precision.cast(params)
-    loss = lambda p: (p["w"].sum() * p["n"].sum()).float()  # noqa: E731
+    loss = lambda p: (p["w"].sum() * p["n"].sum()).float()
     _, grads = fzero.value_and_grad(loss, precision=precision)(params)
     assert {x.dtype for x in tree.tensors(grads)} == {torch.float64}
     opt.update(grads, state, params)

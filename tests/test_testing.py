@@ -13,7 +13,7 @@ import fzero
 from fzero import optim, testing, tree
 from fzero.testing import assert_equivalent, assert_trees_close, check_elementwise
 from tests.helpers import train_step_for
-from tests.pipelines import model as pipelines
+from tests.parallel.pipeline import model as pipelines
 
 STAGES = range(4)
 PARAMS = {"a": [{"w": torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)}], "b": torch.ones(2).double()}
@@ -46,7 +46,7 @@ def test_a_good_step_passes_with_micro_batches_units_and_other_results():
 
         (value, means), grads = fzero.value_and_grad(loss, has_aux=True, micro_batches=2)(params, x)
         updates, opt_state = OPT.update(grads, opt_state, params)
-        metrics = {"norm": optim.global_norm(grads), "mean": fzero.pmean(means.mean(0))}
+        metrics = {"norm": optim.global_norm(grads), "mean": fzero.collectives.pmean(means.mean(0))}
         return optim.apply_updates(params, updates), opt_state, value, metrics, {"grads": grads}
 
     def units(path: str, leaf: torch.Tensor) -> str | None:
@@ -95,7 +95,7 @@ def test_its_arguments_are_left_as_they_were():
 def test_the_tolerance_is_the_callers():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        return params, opt_state, loss * (1 + 1e-7 * (fzero.axis_size() > 1))
+        return params, opt_state, loss * (1 + 1e-7 * (fzero.axes.axis_size() > 1))
 
     assert_equivalent(train_step, PARAMS, OPT, batches_of(), rtol=1e-6)
     with pytest.raises(AssertionError, match="result 2"):
@@ -117,12 +117,12 @@ def summed(params: Any, x: torch.Tensor) -> Any:
 
 def summed_by_hand(params: Any, x: torch.Tensor) -> Any:
     """Sums the ranks' means before it differentiates."""
-    return fzero.value_and_grad(lambda p, x: fzero.psum(loss_of(p, x)))(params, x)
+    return fzero.value_and_grad(lambda p, x: fzero.collectives.psum(loss_of(p, x)))(params, x)
 
 
 def of_own_rank(params: Any, x: torch.Tensor) -> Any:
     """Weighs a rank's loss by its index."""
-    return fzero.value_and_grad(lambda p, x: loss_of(p, x) * (1 + fzero.axis_index()))(params, x)
+    return fzero.value_and_grad(lambda p, x: loss_of(p, x) * (1 + fzero.axes.axis_index()))(params, x)
 
 
 def of_first_half(params: Any, x: torch.Tensor) -> Any:
@@ -133,7 +133,7 @@ def of_first_half(params: Any, x: torch.Tensor) -> Any:
 def averaged_twice(params: Any, x: torch.Tensor) -> Any:
     """Averages averages: harmless on whole leaves, a mixture of their parts on shards."""
     loss, grads = fzero.value_and_grad(loss_of)(params, x)
-    return loss, tree.map(fzero.pmean, grads)
+    return loss, tree.map(fzero.collectives.pmean, grads)
 
 
 def by_norm_of_own_shard(params: Any, x: torch.Tensor) -> Any:
@@ -176,7 +176,7 @@ def test_a_planted_fault_is_found_with_its_stage_step_and_result(name, stage):
 
 
 def scaled(tree_: Any) -> Any:
-    return tree.map(lambda x: x * (1 + 1e-9 * (fzero.axis_size() - 1)) if x.is_floating_point() else x, tree_)
+    return tree.map(lambda x: x * (1 + 1e-9 * (fzero.axes.axis_size() - 1)) if x.is_floating_point() else x, tree_)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -206,7 +206,7 @@ def test_a_fault_is_found_with_its_leaf(stage):
 def test_a_counter_that_depends_on_the_ranks_is_found():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        return params, opt_state._replace(count=opt_state.count + fzero.axis_size() - 1), loss
+        return params, opt_state._replace(count=opt_state.count + fzero.axes.axis_size() - 1), loss
 
     with pytest.raises(AssertionError, match=r"stage=0, dp=2, after 3 steps: optimizer state leaf 'count': 6 is not 3"):
         assert_equivalent(train_step, PARAMS, OPT, batches_of())
@@ -215,7 +215,7 @@ def test_a_counter_that_depends_on_the_ranks_is_found():
 def test_a_result_that_differs_by_rank_is_an_error():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        return params, opt_state, loss + fzero.axis_index()
+        return params, opt_state, loss + fzero.axes.axis_index()
 
     with pytest.raises(ValueError, match="result 2 differs by rank"):
         assert_equivalent(train_step, PARAMS, OPT, batches_of())

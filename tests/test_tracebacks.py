@@ -116,7 +116,7 @@ ANSWERS: dict[str, Any] = {
     "split": lambda: STEP.mesh.split(torch.ones(3)),
     "save": lambda: fzero.save("unused", {"w": object()}),
     "load": lambda: fzero.load("/no/such/folder", like=W),
-    "checkpoints": lambda: fzero.checkpoints("unused", keep=0),
+    "checkpoints": lambda: fzero.checkpoint.checkpoints("unused", keep=0),
     "value_and_grad": lambda: fzero.value_and_grad(train_step, micro_batches=0),
     "an optimizer": lambda: optim.adamw(lr=1e-3),  # pyright: ignore
     "functional": lambda: fzero.nn.functional(3),  # pyright: ignore

@@ -35,13 +35,13 @@ def script() -> None:
     value = fzero.value_and_grad(loss_and_aux, has_aux=True, micro_batches=2)(params, x)[0]
     assert_type(value, tuple[torch.Tensor, dict[str, torch.Tensor]])
     mesh = fzero.mesh(dp=2, simulate="lockstep")
-    assert_type(mesh, fzero.Mesh)
+    assert_type(mesh, fzero.ranks.Mesh)
     opt = optim.adamw(1e-3)
     step = fzero.shard(train_step, 3, mesh)
-    assert_type(step, fzero.ShardedStep)
+    assert_type(step, fzero.zero.ShardedStep)
     assert_type(fzero.tree.numel(params), int)
-    assert_type(fzero.jit(step, backend="fx"), fzero.Jitted)
-    assert_type(fzero.debug.nonfinite(step)(*step.init(params, opt), mesh.split(x)), fzero.debug.Nonfinite)
+    assert_type(fzero.jit(step, backend="fx"), fzero.graph.Jitted)
+    assert_type(fzero.observe.nonfinite(step)(*step.init(params, opt), mesh.split(x)), fzero.observe.Nonfinite)
     assert_type(fzero.data.batches([1, 2], mesh, global_batch=2).per_epoch, int)
 
 

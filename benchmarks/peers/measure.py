@@ -138,7 +138,7 @@ def together(runners: dict[str, Runner], rows: dict[str, Row], rounds: int, step
                 rows[key].seconds.append(over_ranks(time.perf_counter() - begun) / steps)
 
 
-def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.Mesh, rounds: int) -> list[Row]:
+def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.ranks.Mesh, rounds: int) -> list[Row]:
     """Measure these systems on one model."""
     rows: list[Row] = []
     for stages in ((0,), (1, 2), (3,)):  # each by itself: what else lives in a process slows it
@@ -148,7 +148,9 @@ def measure(model: str, micro_batches: int, systems: list[System], mesh: fzero.M
     return rows
 
 
-def measure_together(model: str, micro_batches: int, systems: list[System], mesh: fzero.Mesh, rounds: int) -> list[Row]:
+def measure_together(
+    model: str, micro_batches: int, systems: list[System], mesh: fzero.ranks.Mesh, rounds: int
+) -> list[Row]:
     """Measure the memory of each of these systems by itself, and their time in turns."""
     config, rows, runners = CONFIGS[model], {}, {}
     for system in systems:

@@ -28,7 +28,7 @@ class Setup(NamedTuple):
 
     config: Config
     micro_batches: int
-    mesh: fzero.Mesh
+    mesh: fzero.ranks.Mesh
 
 
 class System(NamedTuple):

@@ -5,8 +5,22 @@ All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say w
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero._torch.allocations import Allocations, allocations
-from fzero._torch.autograd import (
+from fzero._torch.compiler import (
+    Form,
+    compile_threads,
+    have_equal_strides,
+    importing,
+    inductor,
+    inductor_folder,
+    inductor_for_lengths,
+    pickled,
+    preparing,
+    unpickled,
+)
+from fzero._torch.dcp import unpickled_metadata
+from fzero._torch.decisions import FixedSizeError, decisions
+from fzero._torch.dynamo import allow_in_graph, assume_constant_result
+from fzero._torch.levels import (
     in_transform,
     is_tracing,
     profiling,
@@ -14,16 +28,18 @@ from fzero._torch.autograd import (
     raise_priority,
     without_function_modes,
 )
-from fzero._torch.boxes import children_without_names, pytree, register_box
-from fzero._torch.buffers import Buffer, buffers_of, in_buffers, storage_id, view_of
-from fzero._torch.compiled import Form, have_equal_strides, inductor, inductor_for_lengths
-from fzero._torch.compiler import compile_threads, importing, inductor_folder, pickled, preparing, unpickled
-from fzero._torch.dcp import unpickled_metadata
-from fzero._torch.decisions import FixedSizeError, decisions
-from fzero._torch.dynamo import allow_in_graph, assume_constant_result
-from fzero._torch.graphs import graph_of
-from fzero._torch.processes import c10d, default_store, group_of
+from fzero._torch.modules import (
+    Buffer,
+    buffers_of,
+    children_without_names,
+    in_buffers,
+    pytree,
+    register_box,
+    storage_id,
+    view_of,
+)
 from fzero._torch.recorder import OneNode
+from fzero._torch.state import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
     DataDependentError,
@@ -31,6 +47,7 @@ from fzero._torch.tracing import (
     fake_like,
     fakes_on,
     functional,
+    graph_of,
     holders,
     is_backward,
     is_fake,
@@ -41,6 +58,7 @@ from fzero._torch.tracing import (
     trace,
     user_line,
 )
+from fzero._torch.watched import Allocations, allocations
 
 __all__ = [
     "TRACING",

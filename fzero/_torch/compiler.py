@@ -8,23 +8,38 @@ import functools
 import importlib
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
+
+from fzero._torch.tracing import fake_like
+
+__all__ = [
+    "Form",
+    "compile_threads",
+    "have_equal_strides",
+    "importing",
+    "inductor",
+    "inductor_folder",
+    "inductor_for_lengths",
+    "pickled",
+    "preparing",
+    "unpickled",
+]
 
 # The key of the cache is a pickle. Of a memory format it holds the first module that has imported torch, which is
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
-
-__all__ = ["compile_threads", "importing", "inductor_folder", "pickled", "preparing", "unpickled"]
 
 
 def _memory_format(name: str) -> torch.memory_format:
@@ -189,3 +204,160 @@ def _graph(lines: Sequence[_Line]) -> Graph:
         args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _NodeNumber))
         nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
     return graph
+
+
+# Inductor: a flat graph compiled, for one length of what it is given or for all.
+#
+# Inductor takes seconds to import, so each function imports what it needs of it.
+
+
+Form = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # a tensor's shape, strides, dtype and device
+
+
+def inductor(
+    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], made: Sequence[Any]
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
+
+    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again. What an
+    operation is made of may lay its result out in another way than it does itself. So a view is a reshape here, and a
+    result is copied where its strides are not those that were traced.
+
+    Args:
+        gm: the graph.
+        fakes: stand-ins of its arguments.
+        made: stand-ins of its results.
+
+    Returns:
+        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
+    """
+    mode = _mode()
+    given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
+    return _compiled(lambda *args: _laid_out(_Reshaping(gm).run(*args), made), given, mode)
+
+
+def inductor_for_lengths(
+    gm: torch.fx.GraphModule,
+    arguments: Callable[[Any], Mapping[str, tuple[Any, Any]]],
+    forms: Callable[[Any], tuple[Sequence[Form], Sequence[Form]]],
+    length: int,
+) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
+    """Compile a flat graph once for all lengths of what it is given.
+
+    Args:
+        gm: the graph, as it was traced at one length.
+        arguments: of a length, to the arguments of each node by its name.
+        forms: of a length, to the forms of the graph's arguments and of its results.
+        length: at which it was traced.
+
+    Returns:
+        A function of a list of the length and the tensors, and one that says whether it holds for a length. Inductor
+        may have assumed, say, that a number divides by 16.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    mode = _mode()
+    env: Any = mode.shape_env
+    source = ConstantSource("length")
+    symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=length, source=source)
+
+    def stand_ins(forms: Sequence[Form]) -> list[torch.Tensor]:
+        with mode:
+            return [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in forms]
+
+    def run(size: Any, *args: torch.Tensor) -> tuple[Any, ...]:
+        return _laid_out(_AtLength(gm, arguments(size)).run(*args), stand_ins(forms(size)[1]))
+
+    runs = _compiled(run, [size, *stand_ins(forms(size)[0])], mode)
+
+    def holds(length: int) -> bool:
+        return length in env.var_to_range[symbol] and all(bool(g.expr.subs(symbol, length)) for g in env.guards)
+
+    return runs, holds
+
+
+def _mode() -> FakeTensorMode:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
+
+
+def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """Take a function apart on stand-ins, and compile what it is made of."""
+    import torch._inductor.compile_fx as compile_fx
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    preparing().join()
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
+    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    with torch.no_grad(), mode:
+        apart = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
+    output = next(n for n in apart.graph.nodes if n.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
+        return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+
+
+class _Reshaping(torch.fx.Interpreter):
+    """Runs a graph with reshapes for its views: what they are taken of may lie otherwise than when it was traced."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(torch.ops.aten.reshape.default if target in _VIEWS else target, args, kwargs)
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+class _AtLength(_Reshaping):
+    """Runs a graph with other arguments of its nodes than those that were traced."""
+
+    def __init__(self, gm: torch.fx.GraphModule, arguments: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(gm)
+        self.arguments = arguments
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        args, kwargs = self.arguments.get(n.name, (n.args, n.kwargs))
+        return self.map_nodes_to_values(args, n), self.map_nodes_to_values(kwargs, n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        pads = target is torch.ops.aten.constant_pad_nd.default
+        return padded(*args, **kwargs) if pads else super().call_function(target, args, kwargs)
+
+
+def padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+    """Pad as `constant_pad_nd` does, whose own kernel asks for sizes as numbers, which fixes a length."""
+    for i in range(len(pad) // 2):
+        dim = x.dim() - 1 - i
+        parts = [x]
+        for side, n in enumerate(pad[2 * i : 2 * i + 2]):
+            if n < 0:
+                size = parts[0].shape[dim] + n
+                parts = [parts[0].narrow(dim, 0 if side else -n, size)]
+        for side, n in enumerate(pad[2 * i : 2 * i + 2]):
+            if n > 0:
+                full = x.new_full([n if d == dim else s for d, s in enumerate(x.shape)], value)
+                parts = [*parts, full] if side else [full, *parts]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return x
+
+
+def _laid_out(results: Sequence[Any], made: Sequence[Any]) -> tuple[Any, ...]:
+    """Give results the strides of their stand-ins."""
+    return tuple([_with_strides_of(like, x) for x, like in zip(results, made, strict=True)])
+
+
+def _with_strides_of(like: Any, x: Any) -> Any:
+    """Copy a tensor if its strides are others than a dense stand-in's, dimensions of one element aside."""
+    if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):
+        return x
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def have_equal_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape lie alike; strides that no second element needs do not count."""
+    return not x.numel() or all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))

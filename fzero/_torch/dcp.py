@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = ["unpickled_metadata"]

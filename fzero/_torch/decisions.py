@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fzero._torch.autograd import deciding
-from fzero._torch.compiled import padded
+from fzero._torch.compiler import padded
+from fzero._torch.levels import deciding
 from fzero._torch.recorder import DEVICE_OF, INSTEAD, user_line
 from fzero._torch.tracing import compiling
 
-if TYPE_CHECKING:  # sympy takes longer to import than fzero
+if TYPE_CHECKING:
     import sympy
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -24,8 +24,8 @@ from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from fzero._torch.autograd import is_deciding
-from fzero._torch.buffers import storage_id
+from fzero._torch.levels import is_deciding
+from fzero._torch.modules import storage_id
 
 __all__ = ["DEVICE_OF", "INSTEAD", "OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
 

@@ -11,9 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import overrides
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch
 
-__all__ = ["OwnSettings", "put_settings", "settings", "thread_state"]
+__all__ = ["OwnSettings", "c10d", "default_store", "group_of", "put_settings", "settings", "thread_state"]
+
+# Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
+#
+# All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+
+
+c10d: Any = torch.ops._c10d_functional
+"""The functional collectives: `all_reduce`, `all_gather_into_tensor`, `reduce_scatter_tensor`, `wait_tensor`."""
+
+group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+"""Returns the process group of a name, as collectives are given it."""
+
+
+def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Return the store that the processes of the world have in common."""
+    return distributed_c10d._get_default_store()
+
 
 # ---------------------------------------------------------------- a thread's own
 

@@ -16,6 +16,7 @@ import torch
 
 from fzero._torch import user_line, without_function_modes
 from fzero._torch.state import thread_state
+from fzero.axes._axis import Axis
 from fzero.axes._run import (
     GROUPS,
     Abandoned,
@@ -26,14 +27,12 @@ from fzero.axes._run import (
     Tensors,
     group_of,
     shown,
+    threads_here,
 )
-from fzero.axes._threads import threads_here
-from fzero.axes.axis import Axis
+from fzero.axes._scope import bound
 from fzero.axes.mailbox import check_received
-from fzero.axes.scope import bound
 
 __all__ = ["DivergedError", "in_lockstep", "is_lockstep", "meet", "run", "same"]
-
 
 _NUMBERS = itertools.count()
 

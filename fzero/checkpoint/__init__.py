@@ -1,9 +1,35 @@
-"""Checkpoints: what a rank holds of each leaf is a range of it, so a layout is a file format, and any loads as any."""
+"""Checkpoints: save, load, look into them; folders of Hugging Face (`hf`) and of torch (`dcp`)."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fzero.checkpoint import hf
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._folder import Checkpoints, checkpoints
 from fzero.checkpoint._load import load
 from fzero.checkpoint._look import leaves, read, verify
 from fzero.checkpoint._save import Saving, save
 
-__all__ = ["CheckpointError", "Checkpoints", "Saving", "checkpoints", "leaves", "load", "read", "save", "verify"]
+if TYPE_CHECKING:
+    from fzero.checkpoint import dcp
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Saving",
+    "checkpoints",
+    "dcp",
+    "hf",
+    "leaves",
+    "load",
+    "read",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch's format when it is used: it takes long."""
+    if name == "dcp":
+        return importlib.import_module("fzero.checkpoint.dcp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from fzero.checkpoint._diff import differences
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._export import export
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole, step_name, step_numbers
-from fzero.checkpoint._look import verify
+from fzero.checkpoint._look import differences, export, verify
 from fzero.checkpoint._manifest import MANIFEST, Manifest
 
 __all__ = ["main"]

@@ -16,8 +16,7 @@ from torch.distributed import DistError
 from fzero._torch import default_store
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._manifest import File
-from fzero.ranks.agreement import numbers_of_all, texts_of_all
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Reports", "agree", "all_or_none", "check_same"]
 

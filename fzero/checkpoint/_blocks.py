@@ -1,11 +1,175 @@
 """Blocks: flat ranges of parts of a tensor, and the runs of elements that two of them share. Numbers only."""
 
+import ctypes
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["Block", "BlockRange", "CommonRun", "rectangles", "runs", "whole"]
+import torch
+
+from fzero import tree
+from fzero._torch import in_buffers, storage_id
+from fzero.ranks import Mesh
+from fzero.sharding import PerRank, Shard, box_of, elements, is_box, spaces
+
+__all__ = [
+    "Block",
+    "BlockRange",
+    "CommonRun",
+    "bytes_of",
+    "chunks",
+    "is_direct",
+    "made_of",
+    "overlapping",
+    "rectangles",
+    "runs",
+    "whole",
+    "whole_or_chunks",
+]
+
+# Tensors as bytes: views of their memory where it can be read and written directly, else small copies.
+
+
+CHUNK = 1 << 22  # bytes, of what has to be copied
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """View the memory of a contiguous CPU tensor, which lives as long as the view."""
+    if not x.numel():
+        return memoryview(b"")
+    # not by numpy, which need not be installed, and has no bfloat16
+    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    memory.owner = x
+    return memoryview(memory).cast("B")
+
+
+def is_direct(x: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is its elements in their order, for this process to read and write."""
+    return x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
+def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield the bytes of the elements of a tensor from `start` to before `stop`, in row-major order."""
+    if is_direct(x):
+        yield bytes_of(x.view(-1)[start:stop])
+        return
+    step = max(CHUNK // x.element_size(), 1)
+    for at in range(start, stop, step):
+        for part in whole_or_chunks(x, at, min(at + step, stop)):
+            yield bytes_of(part.cpu())
+
+
+def whole_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor from `start` to before `stop`, contiguous: a view, or small copies one by one."""
+    if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
+        yield x.view(-1)[start:stop]
+        return
+    step = max(CHUNK // x.element_size(), 1)
+    for at in range(start, stop, step):
+        yield elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
+
+
+# Which tensors share memory: two leaves that are read into one place would both be what came last.
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Return the numbers of the tensors that share an element with one before, or whose own elements share memory."""
+    spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
+    found = {i for *_, i in spans if _repeats(tensors[i])}
+    active: list[tuple[int, int, int, int]] = []
+    for span in sorted(spans):
+        storage, start, _, i = span
+        active = [s for s in active if s[0] == storage and s[2] > start]
+        found.update(max(i, j) for *_, j in active if _meet(tensors[i], tensors[j]))
+        active.append(span)
+    return found
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    start = int(x.storage_offset()) * x.element_size()
+    return start, start + (last + 1) * x.element_size()
+
+
+def _repeats(x: torch.Tensor) -> bool:
+    """Return whether a tensor is expanded: several elements lie in one place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors, whose spans overlap, have a byte in common: columns of a matrix have none."""
+    if x.is_contiguous() and y.is_contiguous():
+        return True
+    (a, stop), (b, end) = _span(x), _span(y)
+    first = min(a, b)
+    taken = torch.zeros(max(stop, end) - first, dtype=torch.bool)
+    _bytes_in(taken, x, a - first).fill_(True)
+    return bool(_bytes_in(taken, y, b - first).any())
+
+
+def _bytes_in(taken: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
+    """View the places of a tensor's bytes."""
+    size = x.element_size()
+    return taken.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
+
+
+# Memory to read into: of its own for each leaf.
+
+
+def made_of(like: Any, mesh: Mesh | None) -> Any:
+    """Give each tensor on the meta device memory, on the mesh's device; shards hold zeros, so their padding does.
+
+    So get leaves that share memory with another leaf, as averages that start as the parameters do. Leaves that lie side
+    by side in one buffer will again. All other values are taken over.
+    """
+    device = mesh.device_mesh.device_type if mesh is not None and mesh.distributed else "cpu"
+    entries, structure = tree.flatten(like, is_box)
+    plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # one that is tied is one leaf
+    boxed = [x for entry in entries for x in _boxed(entry)]  # of a box each is one, whatever is tied
+    shared = overlapping([*plain.values(), *boxed])
+    meta = [key for key, x in plain.items() if x.is_meta]
+    made = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
+    fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
+    plain |= {**fresh, **dict(zip(meta, made, strict=True))}
+    places = [place for entry in entries for place in _places(entry, device)]
+    fit = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
+    own = iter([x if fits else _zeros(x, to) for x, to, fits in zip(boxed, places, fit, strict=True)])
+    for i, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            entries[i] = plain[id(x)]
+        elif isinstance(x, Shard):
+            parts = [next(own) for _ in x.parts]
+            entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.uid, parts)
+        elif isinstance(x, PerRank):
+            leaves, below = tree.flatten(x.value)
+            entries[i] = PerRank(tree.unflatten(below, [next(own) if _is_tensor(y) else y for y in leaves]), x.axes)
+    return tree.unflatten(structure, entries)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _boxed(entry: Any) -> list[torch.Tensor]:
+    """List the tensors in a box."""
+    if isinstance(entry, Shard):
+        return list(entry.parts)
+    return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
+
+
+def _places(entry: Any, device: str) -> list[str]:
+    """List where the tensors in a box belong: the host's pieces of a shard into its memory."""
+    if isinstance(entry, Shard):
+        return ["cpu" if space == "host" else device for space in spaces(entry)]
+    return [device] * len(_boxed(entry))
+
+
+def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
+    """Make a dense tensor like another; for one on the meta device, on a device."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+
 
 Block = tuple[tuple[int, int], ...]
 """A part of a tensor: its offset and size along each dimension."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint._blocks import Block, BlockRange, whole
-from fzero.layout.spec import Split
+from fzero.sharding import Split
 
 __all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "ShardedTree"]
 

@@ -12,7 +12,7 @@ class CheckpointError(RuntimeError):
         >>> import fzero
         >>> try:
         ...     fzero.load("nowhere", like={})
-        ... except fzero.CheckpointError as error:
+        ... except fzero.errors.CheckpointError as error:
         ...     print(str(error)[-28:])
         it has no file manifest.json
     """

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files lie: what is asked of a folder, and how a local one does it."""
+"""A folder of an object store, through fsspec."""
 
 import contextlib
 import os
@@ -7,9 +7,109 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fzero.checkpoint._error import CheckpointError, DamagedError
-from fzero.checkpoint._remote import Remote
 
 __all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
+
+
+class Remote:
+    """A folder of an object store, through fsspec: one PUT commits."""
+
+    sees_all = True
+
+    def __init__(self, path: str) -> None:
+        import fsspec
+
+        self.path = self.known_as = path.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.path)
+        except (ImportError, ValueError) as error:  # a store that needs a package, or that nobody knows
+            raise CheckpointError(f"{self.path!r}: {error}") from error
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def at(self, name: str) -> "Remote":
+        """Return the files of a folder in this one."""
+        return Remote(f"{self.path}/{name}")
+
+    def _entries(self, kind: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted([e["name"].rstrip("/").rsplit("/", 1)[-1] for e in found if e["type"] == kind])
+
+    def names(self) -> list[str]:
+        """List the files that are there; none if there is no folder."""
+        return self._entries("file")
+
+    def folders(self) -> list[str]:
+        """List the folders that are there."""
+        return self._entries("directory")
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None if it is not there."""
+        try:
+            return self._fs.info(self._at(name))["size"]
+        except FileNotFoundError:
+            return None
+
+    def free(self) -> None:
+        """Return None: a store has room."""
+
+    def get(self, name: str) -> bytes:
+        """Read a small file."""
+        return self._fs.cat_file(self._at(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file at once."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(self._at(name), data)
+
+    def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
+        """Write a new file, part by part."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        with self._fs.open(self._at(name), "wb") as f:
+            for part in parts:
+                for view in part:
+                    f.write(view)
+
+    def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
+        """Fill views one after the other with a file's bytes from `at` on."""
+        numel = sum(len(v) for v in views)
+        try:
+            data = self._fs.cat_file(self._at(name), start=at, end=at + numel)
+        except FileNotFoundError:
+            raise DamagedError(f"{self.path!r}: {name} is missing") from None
+        if len(data) != numel:
+            raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at + numel}")
+        done = 0
+        for view in views:
+            view[:] = data[done : done + len(view)]
+            done += len(view)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, if they are there."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._at(name))
+
+    def remove_all(self, first: str = "") -> None:
+        """Remove the folder, one of its files before all others."""
+        self.remove([first] if first else [])
+        self.remove(self.names())
+        with contextlib.suppress(OSError, NotImplementedError):  # a store whose folders are files
+            self._fs.rmdir(self._root)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Do nothing: a store has no locks."""
+        yield
+
+
+# Where a checkpoint's files lie: what is asked of a folder, and how a local one does it.
+
 
 _VECTORS = 1024  # at most in one call of the system
 _AHEAD = 1 << 24  # bytes

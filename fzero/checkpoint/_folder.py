@@ -17,8 +17,7 @@ from fzero.checkpoint._load import load_files
 from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._memory import Machines, SharedMemory
 from fzero.checkpoint._save import TIMEOUT, Saving, Staging, start_save
-from fzero.ranks.agreement import numbers_of_all, texts_of_all
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Checkpoints", "checkpoints", "read_whole", "step_name", "step_numbers"]
 
@@ -55,7 +54,7 @@ def checkpoints(
         >>> import fzero, tempfile, torch
         >>> folder = tempfile.mkdtemp()
         >>> for start in ("a first run", "the same after a kill"):
-        ...     runs = fzero.checkpoints(folder, keep=2)
+        ...     runs = fzero.checkpoint.checkpoints(folder, keep=2)
         ...     state = runs.restore(like={"w": torch.zeros(2), "step": 0})
         ...     for i in range(state["step"], state["step"] + 3):
         ...         state = {"w": state["w"] + 1, "step": i + 1}
@@ -88,7 +87,7 @@ def _run_of(files: Files, mesh: Mesh | None) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Make it with `fzero.checkpoints`; used in a `with` statement it waits at the end."""
+    """The checkpoints of a run. Make it with `fzero.checkpoint.checkpoints`; used in a `with` statement it waits at the end."""
 
     def __init__(
         self,
@@ -146,7 +145,9 @@ class Checkpoints:
         """
         shared = self._shared
         if shared is None:
-            raise ValueError('remember needs a folder of shared memory: fzero.checkpoints(..., memory="/dev/shm")')
+            raise ValueError(
+                'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
+            )
 
         def then() -> None:
             for old in step_numbers(shared):

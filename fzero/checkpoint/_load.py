@@ -9,19 +9,15 @@ from fzero import tree
 from fzero._notice import see
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same
-from fzero.checkpoint._blocks import BlockRange, runs
-from fzero.checkpoint._bytes import bytes_of, is_direct
+from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, made_of, runs
 from fzero.checkpoint._cut import ShardedTree
-from fzero.checkpoint._empty import made_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings, is_whole
-from fzero.checkpoint._manifest import BLOCK, Manifest, read_manifest, sum_of
+from fzero.checkpoint._manifest import BLOCK, Manifest, is_none, paths_of, read_manifest, sum_of, values_like
 from fzero.checkpoint._memory import SharedMemory
-from fzero.checkpoint._values import is_none, paths_of, values_like
-from fzero.layout.elements import put_elements
-from fzero.ranks.agreement import numbers_of_all
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh, numbers_of_all
+from fzero.sharding import put_elements
 
 __all__ = ["Wanted", "load", "load_files", "read_blocks", "wanted_of"]
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.checkpoint._bytes import bytes_of
+from fzero.checkpoint._blocks import bytes_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parsed
-from fzero.ranks.agreement import numbers_of_all, texts_of_all
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Machines", "SharedMemory"]
 

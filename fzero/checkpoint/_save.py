@@ -13,15 +13,14 @@ import torch
 from fzero._notice import notice
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import Reports, agree, all_or_none
-from fzero.checkpoint._bytes import chunks, whole_or_chunks
+from fzero.checkpoint._blocks import chunks, whole_or_chunks
 from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
 from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parsed, sum_of
 from fzero.checkpoint._memory import SharedMemory
-from fzero.ranks.agreement import checksum, numbers_of_all
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh, checksum, numbers_of_all
 
 __all__ = ["Saving", "Staging", "save", "start_save"]
 

@@ -1,1 +1,78 @@
-"""One table of linear maps over ranks, each with its transpose, and the functions that apply them."""
+"""Collectives: linear maps over ranks, each a row of one table with its transpose."""
+
+from fzero.collectives import gloo
+from fzero.collectives._copies import Exposed, check_copies
+from fzero.collectives._exchange import all_to_all, broadcast, ppermute
+from fzero.collectives._invariant import all_gather_invariant, one_of_copies, own_part, psum_invariant, pvary
+from fzero.collectives._messages import StageMessages, receive, send
+from fzero.collectives._moves import arrived, on_its_way, to_device, to_host
+from fzero.collectives._record import Log, record
+from fzero.collectives._sums import (
+    all_gather,
+    dimension,
+    group_all_gather,
+    group_psum,
+    group_psum_scatter,
+    pmean,
+    psum,
+    psum_scatter,
+    stacked_gather,
+    stacked_scatter,
+)
+from fzero.collectives._table import (
+    NO_AXIS,
+    Along,
+    AssignmentOptions,
+    LinearMap,
+    OfUnit,
+    Tensors,
+    Whole,
+    add_row,
+    apply,
+    apply_along,
+)
+from fzero.collectives.gloo import PendingMessages
+
+__all__ = [
+    "NO_AXIS",
+    "Along",
+    "AssignmentOptions",
+    "Exposed",
+    "LinearMap",
+    "Log",
+    "OfUnit",
+    "PendingMessages",
+    "StageMessages",
+    "Tensors",
+    "Whole",
+    "add_row",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "apply",
+    "apply_along",
+    "arrived",
+    "broadcast",
+    "check_copies",
+    "dimension",
+    "gloo",
+    "group_all_gather",
+    "group_psum",
+    "group_psum_scatter",
+    "on_its_way",
+    "one_of_copies",
+    "own_part",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "psum_scatter",
+    "pvary",
+    "receive",
+    "record",
+    "send",
+    "stacked_gather",
+    "stacked_scatter",
+    "to_device",
+    "to_host",
+]

@@ -14,9 +14,8 @@ import torch
 
 from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
-from fzero.axes.axis import Axis
-from fzero.axes.scope import Noted, OneLoss, one_loss_here
-from fzero.collectives.table import LinearMap, row_of
+from fzero.axes import Axis, Noted, OneLoss, one_loss_here
+from fzero.collectives._table import LinearMap, row_of
 
 __all__ = ["Exposed", "check_copies", "noted"]
 
@@ -24,10 +23,10 @@ Edge = tuple[Any, int]
 """A node of an autograd graph, and which of its results is meant."""
 
 _ONE = {
-    "psum": "fzero.psum_invariant(x, {axis!r})",
-    "pmean": "fzero.psum_invariant(x / n, {axis!r})",
-    "all_gather": "fzero.all_gather_invariant(x, {axis!r}, dim=)",
-    "broadcast": "fzero.psum_invariant of x on the source, and of zeros elsewhere",
+    "psum": "fzero.collectives.psum_invariant(x, {axis!r})",
+    "pmean": "fzero.collectives.psum_invariant(x / n, {axis!r})",
+    "all_gather": "fzero.collectives.all_gather_invariant(x, {axis!r}, dim=)",
+    "broadcast": "fzero.collectives.psum_invariant of x on the source, and of zeros elsewhere",
 }
 
 
@@ -170,6 +169,6 @@ def _counted_often(row: str, axis: str, node: Any, notes: Sequence[Noted]) -> st
     return (
         f"{where}{name} over {axis!r} gives each rank a copy, and the loss, which is no mean over {axis!r}, depends on "
         f"the copies as on one value: its gradient would come out once for each rank, too large. Use {one}; behind it "
-        f"fzero.pvary(x, {axis!r}) where each rank goes on in a way of its own. If the ranks' losses do add up, name "
+        f"fzero.collectives.pvary(x, {axis!r}) where each rank goes on in a way of its own. If the ranks' losses do add up, name "
         f"{axis!r} among the axes of value_and_grad(axis=)"
     )

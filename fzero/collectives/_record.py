@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.axes.axis import Binding
+from fzero.axes import Binding
 
 __all__ = ["Event", "Log", "record"]
 
@@ -90,8 +90,8 @@ def record() -> Iterator[Log]:
 
     Example:
         >>> import fzero, torch
-        >>> with fzero.record() as log:
-        ...     _ = fzero.mesh(dp=2).spmd(fzero.psum)(torch.ones(3))
+        >>> with fzero.collectives.record() as log:
+        ...     _ = fzero.mesh(dp=2).spmd(fzero.collectives.psum)(torch.ones(3))
         >>> log.metrics
         [Event(kind='all_reduce', axis='dp', elements=6, dtype=torch.float32, unit='')]
     """

@@ -1,1 +1,44 @@
-"""The whole step as one scheduled graph: `fzero.jit` and `fzero.plan`."""
+"""The graph of a whole step: it is traced, passes order it, a plan counts it, and an executor runs it."""
+
+from fzero.graph import loop
+from fzero.graph._collector import paused_collector
+from fzero.graph._ir import values
+from fzero.graph._jit import Jitted, jit
+from fzero.graph._ops import copies, is_random
+from fzero.graph._pass_manager import Knobs
+from fzero.graph._plan import plan
+from fzero.graph._step import TrainStep, step_of
+from fzero.graph._storages import SpaceError
+from fzero.graph.planning._cost import Device
+from fzero.graph.planning._liveness import KINDS
+from fzero.graph.planning._picture import spans
+from fzero.graph.planning._plan import Plan, Settings
+from fzero.graph.planning._text import short, size
+from fzero.graph.run._clock import TimedOperation, clocked
+from fzero.graph.trace._writes import other_memory, refuse_writes_into
+
+__all__ = [
+    "KINDS",
+    "Device",
+    "Jitted",
+    "Knobs",
+    "Plan",
+    "Settings",
+    "SpaceError",
+    "TimedOperation",
+    "TrainStep",
+    "clocked",
+    "copies",
+    "is_random",
+    "jit",
+    "loop",
+    "other_memory",
+    "paused_collector",
+    "plan",
+    "refuse_writes_into",
+    "short",
+    "size",
+    "spans",
+    "step_of",
+    "values",
+]

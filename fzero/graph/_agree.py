@@ -10,12 +10,11 @@ from torch.fx.node import map_arg
 
 from fzero._notice import see
 from fzero._torch import line_of
-from fzero.graph._choose import Candidate
-from fzero.graph.ir import is_collective, is_wait, shown, values
-from fzero.graph.loops import loop_of, shared_graphs
-from fzero.graph.ops import differs_by_rank
-from fzero.ranks.mesh import Mesh
-from fzero.ranks.texts import TEXT_SECONDS, MissingRank, gather_texts
+from fzero.graph._candidates import Candidate
+from fzero.graph._ir import is_collective, is_wait, shown, values
+from fzero.graph._ops import differs_by_rank
+from fzero.graph.loop._scan import loop_of, shared_graphs
+from fzero.ranks import TEXT_SECONDS, Mesh, MissingRank, gather_texts
 
 __all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
 

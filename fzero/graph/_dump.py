@@ -10,12 +10,12 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.graph._pipeline import Choice, Passed, PassManager
-from fzero.graph.ir import is_collective, shown
-from fzero.graph.loops import loop_of
-from fzero.graph.ops import title_of
-from fzero.graph.plan._liveness import live_bytes, live_ranges
-from fzero.ranks.mesh import Mesh
+from fzero.graph._ir import is_collective, shown
+from fzero.graph._ops import title_of
+from fzero.graph._pass_manager import Choice, Passed, PassManager
+from fzero.graph.loop._scan import loop_of
+from fzero.graph.planning._liveness import live_bytes, live_ranges
+from fzero.ranks import Mesh
 
 __all__ = ["checked_folder", "dump", "folder_of"]
 

@@ -12,27 +12,25 @@ from fzero._donated import check_not_donated, empty
 from fzero._notice import notice
 from fzero.graph import _dump
 from fzero.graph._agree import agreed
-from fzero.graph._choose import Candidate, candidates, choose
+from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
-from fzero.graph._knobs import Knobs
-from fzero.graph._pipeline import PassContext, PassManager
+from fzero.graph._ir import is_input, results, values
+from fzero.graph._ops import name_of
+from fzero.graph._pass_manager import Knobs, PassContext, PassManager
+from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import TrainStep
-from fzero.graph.ir import is_input, results, values
-from fzero.graph.loops import graphs_in
-from fzero.graph.ops import name_of
-from fzero.graph.plan._cost import Device
-from fzero.graph.plan._plan import Plan, Rejected, plan_of
-from fzero.graph.polynomials import shapes_of
+from fzero.graph._storages import check_spaces, moves
+from fzero.graph.loop._scan import NotScannable, graphs_in, recorded
+from fzero.graph.planning._cost import Device
+from fzero.graph.planning._plan import Plan, Rejected, plan_of
+from fzero.graph.run._backends import Demand, lower
+from fzero.graph.run._compiled import Executable
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.run._lower import Demand, lower
-from fzero.graph.run._pieces import Executable
-from fzero.graph.spaces import check_spaces, moves
 from fzero.graph.trace._arguments import Arguments, LeafPlace, blocks_of
 from fzero.graph.trace._donation import check_separate, pairs
 from fzero.graph.trace._trace import Traced, trace
-from fzero.graph.turns import NotScannable, recorded
-from fzero.layout.boxes import PerRank, Shard, Slot, give_up, is_box
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh
+from fzero.sharding import PerRank, Shard, Slot, give_up, is_box
 
 __all__ = ["Entry", "JitOptions", "entry_of"]
 

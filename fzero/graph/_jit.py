@@ -11,19 +11,18 @@ from typing import Any, Literal
 from fzero import _torch
 from fzero._notice import notice, see
 from fzero._tracebacks import UsersFrames, api_boundary
-from fzero.axes.lockstep import in_lockstep
+from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import checked_folder
 from fzero.graph._entry import Entry, JitOptions, entry_of
-from fzero.graph._knobs import Knobs
+from fzero.graph._pass_manager import Knobs
+from fzero.graph._polynomials import shapes_of
 from fzero.graph._step import step_of
-from fzero.graph.plan._cost import Device, seconds
-from fzero.graph.plan._plan import Plan
-from fzero.graph.polynomials import shapes_of
+from fzero.graph.planning._cost import Device, seconds
+from fzero.graph.planning._plan import Plan
+from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.run._lower import BACKENDS
-from fzero.graph.trace._arguments import Arguments, arguments_of
-from fzero.graph.trace._key import Key, changed, key_of
+from fzero.graph.trace._arguments import Arguments, Key, arguments_of, changed, key_of
 
 __all__ = ["Jitted", "jit"]
 

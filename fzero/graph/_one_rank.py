@@ -9,10 +9,9 @@ import torch
 
 from fzero import tree
 from fzero._torch import in_buffers
-from fzero.axes.axis import PLANNED
-from fzero.layout.boxes import PerRank, Shard, Slot, box_of, is_box
-from fzero.layout.spec import Spec, intern, spec_of
-from fzero.ranks.mesh import Mesh
+from fzero.axes import PLANNED
+from fzero.ranks import Mesh
+from fzero.sharding import PerRank, Shard, Slot, Spec, box_of, intern, is_box, spec_of
 from fzero.tree import Tree
 
 __all__ = ["Shape", "absent", "as_one_rank_holds"]

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from fzero.ranks.mesh import Mesh
-from fzero.ranks.spmd import Spmd
+from fzero.ranks import Mesh, Spmd
 
 __all__ = ["PlainStep", "TrainStep", "step_of"]
 
 
 @runtime_checkable
 class TrainStep(Protocol):
-    """A step that knows how it trains: `fzero.ShardedStep`, or a `PlainStep` around any other function."""
+    """A step that knows how it trains: `fzero.zero.ShardedStep`, or a `PlainStep` around any other function."""
 
     @property
     def name(self) -> str:

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.layout.boxes import is_box
-from fzero.layout.spec import facts
-from fzero.layout.units import cut_units
+from fzero.sharding import cut_units, facts, is_box
 from fzero.transforms import gather, remat
 
 __all__ = ["boxes_to_blocks", "rematerialise"]
@@ -19,7 +17,7 @@ Save = str | Callable[[Any], bool] | None
 def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
     """Have each repeated block of a module run again in the backward pass; return their names.
 
-    They are the numbered children that hold parameters or modules, as in `fzero.default_units`, the outermost ones.
+    They are the numbered children that hold parameters or modules, as in `fzero.sharding.default_units`, the outermost ones.
 
     Raises:
         ValueError: if there is none.

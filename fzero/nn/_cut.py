@@ -1,9 +1,4 @@
-"""A module cut at its repeated blocks into pure functions: what comes before them, a block, and what comes after.
-
-The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its own
-forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
-Run to its end, with a given value out of the last shell, it is what comes after the blocks.
-"""
+"""Which children of a module are its repeated blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,19 +9,129 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.nn._checks import check_module
 from fzero.nn._closures import copy_module
-from fzero.nn._functional import Apply, functional
-from fzero.nn._kinds import OneOf, choose
-from fzero.nn._listening import Reach
-from fzero.nn._lists import blocks_of, own_names
-from fzero.nn._shells import BlockArguments, Changed, Form, Handing, HandsOut, Records, Refused, Shell, Stopped
-from fzero.tp._boundaries import cut as cut_tokens
-from fzero.tp._boundaries import join as join_tokens
-from fzero.tp._layers import Layers
-from fzero.tp._parts import of_block, outside
+from fzero.nn._functional import Apply, check_module, functional
+from fzero.nn._shells import (
+    BlockArguments,
+    Changed,
+    Form,
+    Handing,
+    HandsOut,
+    OneOf,
+    Reach,
+    Records,
+    Refused,
+    Shell,
+    Stopped,
+    choose,
+)
+from fzero.parallel.tensor import Layers, of_block, outside
+from fzero.parallel.tensor import cut as cut_tokens
+from fzero.parallel.tensor import join as join_tokens
 
-__all__ = ["CutModule", "OneOf", "SplitModule", "cut"]
+__all__ = ["CutModule", "OneOf", "SplitModule", "blocks_of", "cut", "own_names"]
+
+
+def blocks_of(module: torch.nn.Module, chosen: str | None) -> tuple[str, ...]:
+    """Name a module's repeated blocks.
+
+    Args:
+        module: the module.
+        chosen: the name of the list that holds them; None for the only one.
+
+    Raises:
+        ValueError: if there is no such list, or several and none was chosen; or if the parameters of the blocks differ.
+    """
+    lists = _lists(module)
+    kind = type(module).__name__
+    if chosen is not None and chosen not in lists:
+        raise ValueError(f"blocks={chosen!r}: {kind} has no such list of blocks; it has {_listed(lists)}")
+    if not lists:
+        raise ValueError(
+            f"{kind} has no repeated blocks: expected a ModuleList or Sequential of two modules or more of one class, "
+            "with parameters"
+        )
+    if chosen is None and len(lists) > 1:
+        raise ValueError(
+            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is cut at one of them: say which, "
+            f"blocks={next(iter(lists))!r}; the others run whole, on the ranks that hold its ends"
+        )
+    names = lists[chosen if chosen is not None else next(iter(lists))]
+    _check_alike(module, names)
+    return names
+
+
+def _lists(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the outermost lists of modules of one class, by name, with the names of their members."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, m in module.named_modules():
+        inside = any(name.startswith(f"{other}." if other else "") for other in found)
+        if inside or not isinstance(m, torch.nn.ModuleList | torch.nn.Sequential) or len(m) < 2:
+            continue
+        if len({type(child) for child in m}) == 1 and all(any(True for _ in child.parameters()) for child in m):
+            found[name] = tuple([f"{name}.{key}" if name else key for key, _ in m.named_children()])
+    return found
+
+
+def _listed(lists: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join([f"{name!r} with {len(names)}" for name, names in lists.items()]) or "none"
+
+
+def _check_alike(module: torch.nn.Module, names: tuple[str, ...]) -> None:
+    first = _facts(module.get_submodule(names[0]))
+    for name in names[1:]:
+        own = _facts(module.get_submodule(name))
+        differing = [key for key in [*first, *own] if first.get(key) != own.get(key)]
+        if differing:
+            key = differing[0]
+            raise ValueError(
+                f"blocks {names[0]!r} and {name!r} differ in {key!r}: {first.get(key, 'missing')} and "
+                f"{own.get(key, 'missing')}. The blocks of a pipeline are stacked, so their parameters have the same "
+                "names, shapes and dtypes"
+            )
+
+
+def _facts(block: torch.nn.Module) -> dict[str, Any]:
+    return {name: (tuple(p.shape), p.dtype) for name, p in block.named_parameters()}
+
+
+def own_names(module: torch.nn.Module, names: tuple[str, ...]) -> None:
+    """Check that blocks own their parameters, that all are trained, and that the module asks its blocks for one output.
+
+    Raises:
+        ValueError: if a parameter of a block is frozen or shared; or if the configuration asks for further outputs.
+    """
+    places: dict[int, list[str]] = {}
+    for key, p in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(p), []).append(key)
+    for name in names:
+        for key, p in module.get_submodule(name).named_parameters():
+            others = [x for x in places[id(p)] if not x.startswith(f"{name}.")]
+            if others:
+                raise ValueError(
+                    f"'{name}.{key}' is {others[0]!r} too: a block of a pipeline shares no parameter, for its rank "
+                    "alone holds it"
+                )
+            if not p.requires_grad:
+                raise ValueError(
+                    f"'{name}.{key}' is frozen (requires_grad=False), and a pipeline has no place for a block's "
+                    "constants: let it be trained, with a mask in the optimizer (optim.masked)"
+                )
+    config = getattr(module, "config", None)
+    for flag in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, flag, False):
+            raise ValueError(
+                f"config.{flag} is set: blocks would leave these outputs on their own ranks, and a loss at the end of "
+                "the model would go without them: set it to False"
+            )
+
+
+# A module cut at its repeated blocks into pure functions: what comes before them, a block, and what comes after.
+#
+# The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its own
+# forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
+# Run to its end, with a given value out of the last shell, it is what comes after the blocks.
+
 
 Tensors = dict[str, torch.Tensor]
 
@@ -209,7 +314,7 @@ def cut(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = 
     Args:
         module: any module that `fzero.nn.functional` takes apart.
         blocks: the name of the list of blocks, where the module has several.
-        tp: the layers that are cut over an axis, as `fzero.tp.layers(module)` lists them.
+        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them.
 
     Returns:
         `(cut, params)`.

@@ -8,11 +8,12 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.axes.rules import SplitRules
+from fzero.axes import SplitRules
 from fzero.nn._cut import cut
-from fzero.pipelines import Pipeline, Schedule
-from fzero.pipelines import pipeline as pipeline_of
-from fzero.tp._layers import Layers
+from fzero.parallel.pipeline import Pipeline
+from fzero.parallel.pipeline import pipeline as pipeline_of
+from fzero.parallel.schedules import Schedule
+from fzero.parallel.tensor import Layers
 
 __all__ = ["Pipelined", "pipeline"]
 
@@ -32,7 +33,7 @@ class Pipelined(NamedTuple):
 
     @property
     def name(self) -> Callable[[str], str]:
-        """Give the names in the module by the paths in `params`: `name=` of `fzero.hf.read` and `fzero.hf.write`."""
+        """Give the names in the module by the paths in `params`: `name=` of `fzero.checkpoint.hf.read` and `fzero.checkpoint.hf.write`."""
         names = {path: name for name, path in self.join(tree.map_with_path(lambda path, _: path, self.params)).items()}
 
         def name(path: str) -> str:
@@ -76,7 +77,7 @@ def pipeline(
             that of their weights. Or a mean over the micro-batch.
         micro_batches: how many equal parts a rank's batch is cut into.
         axis: of the mesh, along which stages lie.
-        schedule: the name of a schedule, or a table; see `fzero.pipelines.schedule`.
+        schedule: the name of a schedule, or a table; see `fzero.parallel.schedules.schedule`.
         stages: how many stages a rank holds, for a schedule by name.
         depth: the number of blocks, or that of each stage; needed where stages have unequally many.
         remat: whether each block runs again in the backward pass; or what it saves then, as `fzero.remat(save=)` takes.
@@ -84,7 +85,7 @@ def pipeline(
         inputs: a function of the batch that gives what the module is called with: a dict by name, a tuple, or one
             tensor. By default it is the batch.
         split: a rule for leaves that are split along other axes, by their paths in `params`; or several.
-        tp: the layers that are cut over an axis, as `fzero.tp.layers(module)` lists them. `loss.split` has their rule.
+        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split` has their rule.
 
     Returns:
         `(loss, params, join)`.

@@ -1,28 +1,43 @@
 """Optimizers as (init, update) pairs."""
 
-from fzero.layout.segments import global_norm
 from fzero.optim import schedules
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adagrad import AdagradState, adagrad
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
-from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, apply_updates, chain
-from fzero.optim._clip import clip, clip_by_block_rms, clip_by_global_norm
-from fzero.optim._decay import add_decayed_weights
+from fzero.optim._base import (
+    Mask,
+    Optimizer,
+    OptState,
+    Pair,
+    Params,
+    Updates,
+    apply_updates,
+    chain,
+    check_pair,
+    of_torch,
+)
+from fzero.optim._clip import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm
 from fzero.optim._ema import EmaState, ema, params_ema
-from fzero.optim._experts import clip_by_expert
 from fzero.optim._inject import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._lamb import lamb, scale_by_trust_ratio
-from fzero.optim._leafwise import leafwise
 from fzero.optim._lion import LionState, lion, scale_by_lion
 from fzero.optim._loss_scale import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
-from fzero.optim._masked import masked
 from fzero.optim._master import MasterState, master_params, master_weights
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
 from fzero.optim._offload import DelayedState, offload, offloaded
-from fzero.optim._scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
+from fzero.optim._offload_plan import offload_params
+from fzero.optim._precision import Precision
+from fzero.optim._scale import (
+    ScaleByScheduleState,
+    add_decayed_weights,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    set_to_zero,
+)
 from fzero.optim._sgd import SgdState, sgd
-from fzero.optim._whole import whole
+from fzero.optim._wrappers import leafwise, masked, whole
 from fzero.optim.schedules import (
     Schedule,
     constant,
@@ -33,6 +48,7 @@ from fzero.optim.schedules import (
     warmup_cosine,
     warmup_linear,
 )
+from fzero.sharding import global_norm
 
 __all__ = [
     "AdafactorState",
@@ -50,6 +66,7 @@ __all__ = [
     "Optimizer",
     "Pair",
     "Params",
+    "Precision",
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",
@@ -62,6 +79,7 @@ __all__ = [
     "all_finite",
     "apply_updates",
     "chain",
+    "check_pair",
     "clip",
     "clip_by_block_rms",
     "clip_by_expert",
@@ -83,7 +101,9 @@ __all__ = [
     "master_params",
     "master_weights",
     "muon",
+    "of_torch",
     "offload",
+    "offload_params",
     "offloaded",
     "params_ema",
     "piecewise_constant",

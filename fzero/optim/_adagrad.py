@@ -5,10 +5,17 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer, Params, Updates
-from fzero.optim._hyper import Number, at_least_float32, nonnegative
-from fzero.optim._rate import check_rate, rate_at
-from fzero.optim._words import answers
+from fzero.optim._base import (
+    Number,
+    Optimizer,
+    Params,
+    Updates,
+    answers,
+    at_least_float32,
+    check_rate,
+    nonnegative,
+    rate_at,
+)
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 

@@ -5,12 +5,22 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.layout.segments import per_leaf
-from fzero.optim._base import Mask, Optimizer, Params, Updates
-from fzero.optim._hyper import Number, at_least_float32, fraction, is_zero, nonnegative
-from fzero.optim._rate import check_rate, rate_at
-from fzero.optim._words import answers
+from fzero.optim._base import (
+    Mask,
+    Number,
+    Optimizer,
+    Params,
+    Updates,
+    answers,
+    at_least_float32,
+    check_rate,
+    fraction,
+    is_zero,
+    nonnegative,
+    rate_at,
+)
 from fzero.optim.schedules import Schedule
+from fzero.sharding import per_leaf
 from fzero.tree import Tree
 
 __all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]

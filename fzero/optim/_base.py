@@ -1,31 +1,86 @@
-"""The (init, update) pair, optax's: an optimizer is two pure functions over trees.
+"""A learning rate is a number or a schedule."""
 
-`init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
-parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair runs on any layout unchanged.
-"""
-
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from numbers import Real
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
 
 from fzero import tree
-from fzero.optim._pair import check_pair
-from fzero.precision import Precision
+from fzero._tracebacks import api_boundary
+from fzero.optim._precision import Precision
+from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
 __all__ = [
     "Mask",
+    "Number",
     "OptState",
     "Optimizer",
     "Pair",
     "Params",
     "Updates",
+    "answers",
     "apply_updates",
     "around",
     "as_optimizer",
+    "at_least_float32",
     "chain",
+    "check_pair",
+    "check_rate",
     "find_state",
+    "fraction",
+    "is_zero",
+    "nonnegative",
+    "of_torch",
+    "positive",
+    "rate_at",
 ]
+
+# What every function that takes an (init, update) pair checks of it.
+
+
+_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # of the same name in torch.optim
+
+
+def check_pair(opt: Any, needed: str) -> None:
+    """Check that an optimizer is an (init, update) pair, as far as it is needed: its "init" or its "update".
+
+    Raises:
+        TypeError: if it is an optimizer of torch.optim, a class or function that was not called, or has not what is
+            needed.
+    """
+    if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
+        raise TypeError(of_torch(opt))
+    if callable(getattr(opt, needed, None)):
+        return
+    if isinstance(opt, type) or inspect.isroutine(opt):
+        raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
+    raise TypeError(
+        f"opt is {opt!r}, which has no {needed}: expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
+    )
+
+
+def of_torch(opt: Any) -> str:
+    """Say what fzero has in the place of an optimizer of torch.optim, or of its class."""
+    kind = opt if isinstance(opt, type) else type(opt)
+    said = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
+    said += "(init, update) pair, two pure functions: "
+    if kind.__name__.lower() not in _EQUIVALENTS:
+        return f"{said}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
+    rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
+    return f"{said}fzero.optim.{kind.__name__.lower()}({rate})"
+
+
+# The (init, update) pair, optax's: an optimizer is two pure functions over trees.
+#
+# `init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
+# parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair runs on any layout unchanged.
+
 
 Params = Tree
 """A tree of parameters: plain tensors, or at stages 1 to 3 boxes."""
@@ -209,3 +264,145 @@ def chain(*pairs: Pair) -> Optimizer:
         return grads, tuple(new)
 
     return around(init, update, *pairs)
+
+
+# What an optimizer answers to torch's words: `adamw(lr=1e-3)` is an error that says which word is fzero's.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NOT_NEEDED = "fzero.jit makes one program of the update, so there is nothing to set"
+
+# torch's and optax's words -> fzero's, tried one after the other; the value goes with it
+_WORDS: dict[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "betas": ("b1, b2", "b1"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "clip_value": ("max_delta",),
+    "decay": ("weight_decay", "decay"),
+    "d": ("clipping_threshold",),
+}
+
+# words that are no argument here -> what to do instead
+_INSTEAD: dict[str, str] = {
+    "params": "the parameters go to step.init(params, opt), or to opt.init(params)",
+    "weight_decay": "{name} decays no weights: use optim.adamw(..., weight_decay={value!r}), or torch's L2 penalty, "
+    "optim.chain(optim.add_decayed_weights({value!r}), optim.{name}(...))",
+    "beta2_decay": "{name} has decay_rate, its negative",
+    "momentum": "{name} has b1 in its place",
+    "dampening": "there is none: scale the gradients with optim.scale in a chain",
+    "maximize": "negate the loss",
+    "lr_decay": "give a schedule as learning_rate, such as optim.exponential_decay",
+    "amsgrad": "there is no such variant: write an own pair, optim.Optimizer(init, update)",
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _NOT_NEEDED),
+}
+
+
+def answers(make: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that makes an optimizer answer to words of torch with its own.
+
+    Returns:
+        The function, with its signature and docstring. Called with a word that it does not know, or with parameters
+        in place of a number, it raises a TypeError that says what to write.
+
+    Example:
+        >>> from fzero import optim
+        >>> optim.adamw(lr=1e-3)
+        Traceback (most recent call last):
+        TypeError: adamw takes learning_rate=, and not lr=: adamw(learning_rate=0.001)
+    """
+    name, signature = make.__name__, inspect.signature(make)
+    known = frozenset(signature.parameters)
+
+    @functools.wraps(make)
+    def answering(*args: P.args, **kwargs: P.kwargs) -> R:
+        for word, value in kwargs.items():
+            if word not in known:
+                raise TypeError(_answer(name, tuple(signature.parameters), word, value))
+        if args and _are_parameters(args[0]):
+            first = next(iter(signature.parameters))
+            raise TypeError(
+                f"{name} takes no parameters: they go to step.init(params, opt), or opt.init(params). Its first "
+                f"argument is {first}: optim.{name}(1e-3)"
+            )
+        return make(*args, **kwargs)
+
+    return api_boundary(answering)
+
+
+def _answer(name: str, known: Iterable[str], word: str, value: Any) -> str:
+    """Say what to write in place of a word."""
+    known = tuple(known)
+    for ours in _WORDS.get(word, ()):
+        names = ours.split(", ")
+        if set(names) <= set(known):
+            values = tuple(value) if isinstance(value, tuple | list) else (value,)
+            pairs = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=False))
+            return f"{name} takes {ours.replace(', ', '= and ')}=, and not {word}=: {name}({pairs})"
+    if word in _INSTEAD:
+        return f"{name} takes no {word}=: " + _INSTEAD[word].format(name=name, value=value)
+    return f"{name} takes no {word}=: its arguments are {', '.join(known)}"
+
+
+def _are_parameters(x: Any) -> bool:
+    """Return whether an argument is what torch.optim takes first: a module, its parameters, or groups of them."""
+    if isinstance(x, torch.nn.Module | torch.nn.Parameter):
+        return True
+    return inspect.isgenerator(x) or isinstance(x, list | tuple | dict)
+
+
+# Hyperparameters: numbers that are checked when a pair is made, or 0-d tensors that may change as training goes.
+
+
+Number = float | torch.Tensor  # a 0-d tensor is one that `inject_hyperparams` keeps in the state
+
+
+def nonnegative(**values: object) -> None:
+    """Check that hyperparameters, given by name, are finite numbers >= 0; tensors are not looked into."""
+    _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
+
+
+def positive(**values: object) -> None:
+    """Check that hyperparameters are positive numbers; infinity is one."""
+    _check(values, "a positive number", lambda v: v > 0)
+
+
+def fraction(**values: object) -> None:
+    """Check that hyperparameters are numbers in [0, 1)."""
+    _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
+
+
+def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            continue  # to look at its value would stop a trace
+        if not (isinstance(value, Real) and holds(value)):
+            hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
+            raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
+
+
+def is_zero(value: Number) -> bool:
+    """Return whether a hyperparameter is the number 0; a tensor never is, since it may change."""
+    return not isinstance(value, torch.Tensor) and value == 0
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Widen a half-precision tensor to float32: squares overflow in it, and an eps of 1e-8 is 0."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
+    """Return a rate, or a schedule's rate after `count` updates."""
+    return rate(count) if callable(rate) else rate
+
+
+def check_rate(learning_rate: Number | Schedule) -> None:
+    """Check that a learning rate is a number >= 0 or a schedule.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if not callable(learning_rate):
+        nonnegative(learning_rate=learning_rate)

@@ -1,17 +1,20 @@
-"""Clipping: by value, by the norm of the whole tree, by the size of each leaf."""
+"""Clipping expert by expert: norms by dimension 0 of leaves that hold all experts, on any layout."""
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.layout.segments import global_norm
-from fzero.optim._base import Optimizer, OptState, Params, Updates
-from fzero.optim._hyper import Number, at_least_float32, positive
+from fzero.collectives import psum
+from fzero.optim._base import Number, Optimizer, OptState, Params, Updates, answers, at_least_float32, positive
 from fzero.optim._norms import leaf_rms
-from fzero.optim._words import answers
+from fzero.sharding import CutUnit, Shard, cut_units, facts, global_norm, is_box, segment_ids, unit_index
 
-__all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
+__all__ = ["clip", "clip_by_block_rms", "clip_by_expert", "clip_by_global_norm"]
+
+# Clipping: by value, by the norm of the whole tree, by the size of each leaf.
 
 
 @answers
@@ -98,3 +101,163 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
         return tree.map(clipped, grads, leaf_rms(grads)), state
 
     return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+
+
+_LANES = 16  # partial sums of an expert's part of a leaf, as in _norms.py
+_SCALAR = "leaf {!r} has no dimension of experts: name another part of the path in names="
+
+
+@answers
+def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Optimizer:
+    """Scale each expert's gradients by `min(1, max_norm / norm)`, with the norm of that expert's in one layer.
+
+    So an expert that few tokens reached, whose gradient is noise, cannot hold all others back, as it can by a global
+    norm. An expert is row e of all leaves of a layer's experts together: of "layers.0.experts.up" and
+    "layers.0.experts.down". All other leaves pass unchanged. Exact on every layout, by one psum for each set of axes.
+
+    Args:
+        max_norm: the largest 2-norm of an expert that passes unchanged.
+        names: parts of the paths of leaves that hold experts along dimension 0, as for `fzero.parallel.experts.split`.
+
+    Returns:
+        A pair without state.
+
+    Raises:
+        ValueError: if `max_norm` is not positive, or `names` are no parts of paths. When it is used: if no leaf's path
+            has such a part, if experts are a list, or if leaves of a layer have other numbers of experts.
+
+    Example:
+        >>> clip = clip_by_expert(1.0)
+        >>> grads = {"experts": {"up": torch.tensor([[3.0], [0.5]]), "down": torch.tensor([[4.0], [0.0]])}}
+        >>> clip.update(grads, ())[0]["experts"]["up"]  # of norms 5 and 0.5
+        tensor([[0.6000],
+                [0.5000]])
+    """
+    positive(max_norm=max_norm)
+    if isinstance(names, str):
+        names = (names,)
+    if not names or not all(isinstance(name, str) and "." not in name for name in names):
+        raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
+
+    def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
+        return _clipped(grads, max_norm, tuple(names)), state
+
+    return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+
+
+class _Cut(NamedTuple):
+    """A unit with experts: which layer each of its leaves is of, or None; and where each leaf's rows begin."""
+
+    unit: CutUnit
+    layers: list[str | None]
+    first: list[int]
+
+
+def _layer(path: str, names: tuple[str, ...]) -> str | None:
+    """Return the part of a leaf's path that all of a layer's experts share; None for a leaf without experts."""
+    parts = path.split(".")
+    found = [i for i, part in enumerate(parts) if part in names]
+    if not found:
+        return None
+    if any(part.isdigit() for part in parts[found[0] + 1 :]):
+        raise ValueError(
+            f"leaf {path!r} is of one expert in a list, and an expert is a row of dimension 0: "
+            "stack them, or name another part of the path in names="
+        )
+    return ".".join(parts[: found[0] + 1])
+
+
+def _clipped(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> Updates:
+    paths, entries, structure = tree.flatten_with_paths(grads, is_box)
+    layers = [_layer(path, names) for path in paths]
+    if paths and not any(layers):
+        some = ", ".join([repr(path) for path in paths[:3]])
+        raise ValueError(f"names={names!r}: no leaf's path has such a part, of {some}, ..: nothing would be clipped")
+    plain = {i: x for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and layers[i] is not None}
+    cut = [_cut(unit, paths, layers) for unit in cut_units(paths, entries)]
+    cut = [c for c in cut if any(layer is not None for layer in c.layers)]
+    sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
+    for i, x in plain.items():
+        sums.setdefault((), []).append((str(layers[i]), _rows_of(paths[i], x)))
+    for c in cut:
+        for axes, layer, squares in _rows_of_cut(c):
+            sums.setdefault(axes, []).append((layer, squares))
+    scales = _scales(sums, max_norm)
+    out = list(entries)
+    for i, x in plain.items():
+        out[i] = _scaled(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
+    for c in cut:
+        box = c.unit.shard
+        ones = scales[next(layer for layer in c.layers if layer is not None)].new_ones(1)
+        table = torch.cat([ones if layer is None else scales[layer] for layer in (*c.layers, None)])
+        out[c.unit.members[0][0]] = Shard(_scaled(box.data, table[_row_ids(c)]), box.uid)
+    return tree.unflatten(structure, out)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (at_least_float32(x) * scale).to(x.dtype)
+
+
+def _cut(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _Cut:
+    shapes = facts(unit.uid).shapes
+    mine: list[str | None] = [None] * len(shapes)
+    for position, index in unit.members:
+        mine[index] = layers[position]
+        if mine[index] is not None and not shapes[index]:
+            raise ValueError(_SCALAR.format(paths[position]))
+    first = [0]
+    for layer, shape in zip(mine, shapes, strict=True):
+        first.append(first[-1] + (shape[0] if layer is not None and shape else 1))
+    return _Cut(unit, mine, first)
+
+
+def _row_ids(c: _Cut) -> torch.Tensor:
+    """Return for each element of this rank's shard the number of its row among those of the unit: int64 `[k]`."""
+    known, device = facts(c.unit.uid), c.unit.shard.data.device
+    leaf = segment_ids(c.unit.uid, device)  # the number of leaves for padding
+    position = unit_index(c.unit.uid).to(device) * known.shard_numel
+    offset = (
+        position + torch.arange(known.shard_numel, device=device) - torch.tensor(known.offsets, device=device)[leaf]
+    )
+    sizes = [
+        max(math.prod(shape) // max(rows, 1), 1)
+        for shape, rows in zip(known.shapes, [b - a for a, b in zip(c.first, c.first[1:], strict=False)], strict=True)
+    ]
+    row = torch.div(offset, torch.tensor([*sizes, known.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
+    return torch.tensor(c.first, device=device)[leaf] + row.clamp(min=0)
+
+
+def _rows_of(path: str, x: torch.Tensor) -> torch.Tensor:
+    if not x.ndim:
+        raise ValueError(_SCALAR.format(path))
+    return at_least_float32(x).square().flatten(1).sum(1) if x.ndim > 1 else at_least_float32(x).square()
+
+
+def _rows_of_cut(c: _Cut) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
+    """Return, of each leaf with experts, the axes that its rows are cut over, its layer, and its sums of squares."""
+    known, box = facts(c.unit.uid), c.unit.shard
+    squares = at_least_float32(box.data).square()
+    lane = torch.arange(len(squares), device=squares.device) % _LANES
+    total = squares.new_zeros((c.first[-1] + 1) * _LANES).index_add(0, _row_ids(c) * _LANES + lane, squares)
+    rows, found = total.view(-1, _LANES).sum(1), []
+    for i, layer in enumerate(c.layers):
+        if layer is not None:
+            along = [s.axis for s in known.split if s.dims[i] != 0]  # along the others each rank has its own experts
+            found.append(((*known.axes, *along), layer, rows[c.first[i] : c.first[i + 1]]))
+    return found
+
+
+def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Number) -> dict[str, torch.Tensor]:
+    """Sum over ranks and over the leaves of each layer, and return what each expert is multiplied by."""
+    squares: dict[str, Any] = {}
+    for axes, own in sums.items():
+        totals = psum(torch.cat([s for _, s in own]), axes).split([len(s) for _, s in own])
+        for (layer, _), total in zip(own, totals, strict=True):
+            if layer in squares and len(squares[layer]) != len(total):
+                sizes = f"{len(squares[layer])} and {len(total)}"
+                raise ValueError(f"leaves of {layer!r} have {sizes} experts along dimension 0: split all of them alike")
+            squares[layer] = squares[layer] + total if layer in squares else total
+    norms = {layer: total.sqrt() for layer, total in squares.items()}
+    return {
+        layer: torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm)) for layer, norm in norms.items()
+    }

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.optim._base import Optimizer, Params, Updates, apply_updates
-from fzero.optim._hyper import Number, fraction
+from fzero.optim._base import Number, Optimizer, Params, Updates, apply_updates, fraction
 from fzero.tree import Tree
 
 __all__ = ["EmaState", "ema", "params_ema"]

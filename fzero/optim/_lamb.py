@@ -4,12 +4,9 @@ import torch
 
 from fzero import tree
 from fzero.optim._adam import scale_by_adam
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
-from fzero.optim._decay import add_decayed_weights
-from fzero.optim._hyper import Number
+from fzero.optim._base import Mask, Number, Optimizer, OptState, Params, Updates, answers, chain
 from fzero.optim._norms import leaf_norms
-from fzero.optim._scale import scale_by_learning_rate
-from fzero.optim._words import answers
+from fzero.optim._scale import add_decayed_weights, scale_by_learning_rate
 from fzero.optim.schedules import Schedule
 
 __all__ = ["lamb", "scale_by_trust_ratio"]

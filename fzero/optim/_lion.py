@@ -5,11 +5,8 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
-from fzero.optim._decay import add_decayed_weights
-from fzero.optim._hyper import Number, fraction
-from fzero.optim._scale import scale_by_learning_rate
-from fzero.optim._words import answers
+from fzero.optim._base import Mask, Number, Optimizer, Params, Updates, answers, chain, fraction
+from fzero.optim._scale import add_decayed_weights, scale_by_learning_rate
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 

@@ -8,13 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.collectives.moves import to_host
-from fzero.collectives.sums import psum
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import map_spaces
-from fzero.layout.segments import without_padding
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, find_state
-from fzero.optim._hyper import positive
+from fzero.collectives import psum, to_host
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, find_state, positive
+from fzero.sharding import Shard, is_box, map_spaces, without_padding
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
 

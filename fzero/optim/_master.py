@@ -7,10 +7,9 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.spec import facts
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, apply_updates, around, find_state
-from fzero.precision import Precision
+from fzero.optim._precision import Precision
+from fzero.sharding import Shard, Slot, facts, is_box
 
 __all__ = ["MasterState", "master_params", "master_weights"]
 
@@ -40,7 +39,7 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
 
     Returns:
         A pair. Give its `init` the parameters before they are cast, so that the masters have all their bits;
-        `fzero.ShardedStep.init` does, and casts them. Unsharded: `opt_state = opt.init(params)`, then
+        `fzero.zero.ShardedStep.init` does, and casts them. Unsharded: `opt_state = opt.init(params)`, then
         `params = precision.cast(params)`.
 
     Raises:

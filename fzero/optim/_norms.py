@@ -5,11 +5,9 @@ import math
 import torch
 
 from fzero import tree
-from fzero.collectives.sums import psum
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.segments import check_on_device, segment_ids
-from fzero.layout.spec import facts
-from fzero.optim._hyper import at_least_float32
+from fzero.collectives import psum
+from fzero.optim._base import at_least_float32
+from fzero.sharding import Shard, check_on_device, facts, is_box, segment_ids
 from fzero.tree import Tree
 
 __all__ = ["leaf_norms", "leaf_rms"]

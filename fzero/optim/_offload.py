@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.collectives.moves import to_device, to_host
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import lifted, spaces
+from fzero.collectives import to_device, to_host
 from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
+from fzero.sharding import Shard, is_box, lifted, spaces
 
 __all__ = ["DelayedState", "offload", "offloaded"]
 
@@ -72,7 +71,7 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         >>> params = {"w": torch.ones(256)}
         >>> opt = optim.offload(optim.sgd(0.1, momentum=0.9), ratio=0.5)
         >>> state = opt.init(params)
-        >>> fzero.layouts(state)
+        >>> fzero.sharding.layouts(state)
         count       int64 []       replicated
         momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 128 of them on the host
         >>> opt.update(params, state, params)[0]["w"].shape
@@ -210,7 +209,7 @@ def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
         >>> from fzero import optim
         >>> params = {"w": torch.ones(256)}
         >>> state = optim.offload(optim.sgd(0.1, momentum=0.9), ratio=0.5).init(params)
-        >>> fzero.layouts(optim.offloaded(state, params, ratio=1))
+        >>> fzero.sharding.layouts(optim.offloaded(state, params, ratio=1))
         count       int64 []       replicated
         momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
     """

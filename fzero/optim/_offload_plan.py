@@ -9,12 +9,22 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.axes.scope import axis_names
-from fzero.collectives.moves import to_device, to_host
-from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.pieces import concatenated, host_elements, in_pieces, on_device
-from fzero.layout.spec import facts, intern_parts, on_host, spec_of
-from fzero.precision import Precision
+from fzero.axes import axis_names
+from fzero.collectives import to_device, to_host
+from fzero.optim._precision import Precision
+from fzero.sharding import (
+    Shard,
+    Slot,
+    concatenated,
+    facts,
+    host_elements,
+    in_pieces,
+    intern_parts,
+    is_box,
+    on_device,
+    on_host,
+    spec_of,
+)
 from fzero.tree import Tree
 
 __all__ = ["OffloadPlan", "Ratio", "check_ratio", "offload_params", "offload_plan_like", "offload_plan_of"]

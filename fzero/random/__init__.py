@@ -2,6 +2,18 @@
 
 from fzero.random._draws import bernoulli, dropout, normal, randint, uniform
 from fzero.random._keys import fold_in, key, split
-from fzero.random._seeded import seeded
+from fzero.random._seeded import draw_from, next_key, seeded
 
-__all__ = ["bernoulli", "dropout", "fold_in", "key", "normal", "randint", "seeded", "split", "uniform"]
+__all__ = [
+    "bernoulli",
+    "draw_from",
+    "dropout",
+    "fold_in",
+    "key",
+    "next_key",
+    "normal",
+    "randint",
+    "seeded",
+    "split",
+    "uniform",
+]

@@ -6,15 +6,20 @@ import torch
 
 from fzero._torch import is_tracing
 from fzero._torch.levels import unwrapped
-from fzero.axes.lockstep import same
-from fzero.axes.scope import axis_names, joint
-from fzero.collectives.sums import all_gather
-from fzero.layout.boxes import Shard
-from fzero.layout.gathering import gather_unit
-from fzero.layout.pieces import on_device
-from fzero.layout.rows import apply_over_unit_axes, gather_flat
-from fzero.layout.spec import facts, on_mesh, unit_axes
-from fzero.layout.units import CutUnit, map_units
+from fzero.axes import axis_names, joint, same
+from fzero.collectives import all_gather
+from fzero.sharding import (
+    CutUnit,
+    Shard,
+    apply_over_unit_axes,
+    facts,
+    gather_flat,
+    gather_unit,
+    map_units,
+    on_device,
+    on_mesh,
+    unit_axes,
+)
 
 __all__ = ["gather"]
 

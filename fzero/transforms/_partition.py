@@ -6,14 +6,33 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.axis import Axis, AxisName
-from fzero.axes.rules import LayoutRules, OverRule, SplitRules, UnitRule, given_rules
-from fzero.axes.scope import axis_names, bound, resolve, rules_here
-from fzero.layout.boxes import Shard, Slot, is_box
-from fzero.layout.flat import unpack
-from fzero.layout.rows import apply_to_unit
-from fzero.layout.spec import facts, on_mesh, spec_of
-from fzero.layout.units import CutUnit, assign, map_units, wanted_axes
+from fzero.axes import (
+    Axis,
+    AxisName,
+    LayoutRules,
+    OverRule,
+    SplitRules,
+    UnitRule,
+    axis_names,
+    bound,
+    given_rules,
+    resolve,
+    rules_here,
+)
+from fzero.sharding import (
+    CutUnit,
+    Shard,
+    Slot,
+    apply_to_unit,
+    assign,
+    facts,
+    is_box,
+    map_units,
+    on_mesh,
+    spec_of,
+    unpack,
+    wanted_axes,
+)
 
 __all__ = ["check_unsharded", "partition"]
 

@@ -5,11 +5,8 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.collectives.sums import psum
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.rows import apply_to_unit
-from fzero.layout.spec import spec_of
-from fzero.layout.units import CutUnit, map_units
+from fzero.collectives import psum
+from fzero.sharding import CutUnit, Shard, apply_to_unit, is_box, map_units, spec_of
 from fzero.tree import Tree
 
 __all__ = ["reduce_scatter"]

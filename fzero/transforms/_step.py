@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from fzero.optim import apply_updates
-from fzero.optim._pair import check_pair
+from fzero.optim import apply_updates, check_pair
 
 __all__ = ["step"]
 

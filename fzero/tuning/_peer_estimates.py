@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fzero._tracebacks import api_boundary
-from fzero.graph.plan._text import size
+from fzero.graph import size
 
 __all__ = ["PeerEstimate", "deepspeed_zero2", "deepspeed_zero3", "peer_estimates"]
 

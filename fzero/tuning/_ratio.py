@@ -9,9 +9,8 @@ from typing import NamedTuple
 from fzero._notebook import as_text
 from fzero._notice import see
 from fzero._tracebacks import api_boundary
-from fzero.graph.plan._plan import Plan
-from fzero.graph.plan._text import size
-from fzero.tuning._planned import MakeStep, World, checked_bytes, planned_at
+from fzero.graph import Plan, size
+from fzero.tuning._row import MakeStep, World, checked_bytes, planned_at
 
 __all__ = ["OffloadRatio", "Tried", "offload_ratio"]
 
@@ -36,7 +35,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadRatio:
-    """The smallest ratio of offload that fits, made by `fzero.offload_ratio`. Print it.
+    """The smallest ratio of offload that fits, made by `fzero.tuning.offload_ratio`. Print it.
 
     Attributes:
         ratio: that fits; `1 / parts` less does not.
@@ -85,7 +84,7 @@ def offload_ratio(
 
     Args:
         make_step: a function from a ratio to `(step, *args)`, which is what `fzero.plan` takes: the step, jitted or
-            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a `fzero.Plan`.
+            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a `fzero.graph.Plan`.
         memory_budget: the bytes of the device that a rank may hold at its peak, arguments included.
         host_budget: the bytes of host memory that a rank may hold: the machine's, over its ranks.
         world_size: as of `fzero.plan`: the number of ranks to plan for, or the size of each axis.
@@ -115,7 +114,7 @@ def offload_ratio(
         ...     with torch.device("meta"):
         ...         params, batch = {"w": torch.zeros(1024, 1024)}, torch.zeros(16, 1024)
         ...     return step, *step.init(params, opt), mesh.split(batch)
-        >>> print(fzero.offload_ratio(make_step, memory_budget=14.2e6, parts=100))
+        >>> print(fzero.tuning.offload_ratio(make_step, memory_budget=14.2e6, parts=100))
         ratio 0.63 fits 14.2 MB of the device
         ratio   device    host    down      up
             0  16.8 MB     0 B     0 B     0 B  2.6 MB too much

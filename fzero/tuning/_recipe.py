@@ -31,8 +31,8 @@ def recipe(config: Configuration) -> str:
 def _rules(c: Configuration) -> list[str]:
     """List the rules that split leaves over axes of their own."""
     return [
-        *(["fzero.tp.split(cut)"] if c.tp > 1 else []),
-        *(['fzero.moe.split("experts")'] if c.ep > 1 else []),
+        *(["fzero.parallel.tensor.split(cut)"] if c.tp > 1 else []),
+        *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
     ]
 
 
@@ -43,7 +43,7 @@ def _cut(c: Configuration) -> list[str]:
     if c.tp > 1:
         lines += [
             "# names of leaves, and the dimension that is cut; or, of a model of transformers, the rule",
-            "# layers.split of layers = fzero.tp.layers(model), and fzero.nn.functional(model, tp=layers)",
+            "# layers.split of layers = fzero.parallel.tensor.layers(model), and fzero.nn.functional(model, tp=layers)",
             'cut = {"up": -1, "down": 0}',
         ]
     if c.pp == 1:

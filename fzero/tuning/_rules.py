@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fzero.graph.plan._text import size
-from fzero.schedules import schedule
+from fzero.graph import size
+from fzero.parallel.schedules import schedule
 from fzero.tuning._row import Row
 from fzero.tuning._space import REMATS, Configuration
 

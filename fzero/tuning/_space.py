@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.precision import Precision
-from fzero.schedules._named import NAMES
+from fzero.optim import Precision
+from fzero.parallel.schedules import NAMES
 
 __all__ = ["Configuration", "Dimensions", "Space", "space_of"]
 

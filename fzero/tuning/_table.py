@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fzero._notebook import shown
-from fzero.graph.plan._text import size
-from fzero.tuning import _table_picture, _table_text
+from fzero.graph import size
+from fzero.tuning import _table_views
 from fzero.tuning._machines import Machine
 from fzero.tuning._row import Row, row_from
 from fzero.tuning._rules import Verdict, verdicts
@@ -42,7 +42,7 @@ class Best:
 
     def __str__(self) -> str:
         row = self.row
-        return f"best: {row.config}: {size(row.peak_bytes)}, {_table_text.duration(row.seconds)} a step. {self.reason}"
+        return f"best: {row.config}: {size(row.peak_bytes)}, {_table_views.duration(row.seconds)} a step. {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class Table:
         return f"Table({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
 
     def __str__(self) -> str:
-        return _table_text.text(self)
+        return _table_views.text(self)
 
     def __rich__(self) -> Any:
-        return _table_text.rendered(self)
+        return _table_views.rendered(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw peak against seconds, with the budget as a line and the frontier, into an image file (matplotlib).
@@ -141,10 +141,10 @@ class Table:
         Args:
             path: of the file: its ending says the format, such as ".png" or ".svg".
         """
-        _table_picture.draw(self).savefig(path, dpi=120)
+        _table_views.draw(self).savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
-        return shown(str(self), "peak against seconds", lambda: _table_picture.draw(self))
+        return shown(str(self), "peak against seconds", lambda: _table_views.draw(self))
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: what `to_csv` writes."""

@@ -4,14 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fzero._tracebacks import api_boundary
-from fzero.tuning._machines import Machine
-from fzero.tuning._measure import Measure
-from fzero.tuning._named import machine_of
-from fzero.tuning._plan_cache import PlanCache
-from fzero.tuning._planned import MakeStep, checked_bytes
-from fzero.tuning._pool import pool_of
-from fzero.tuning._row import Row
-from fzero.tuning._search import Skipped, in_order, refined, rows_of
+from fzero.tuning._machines import Machine, machine_of
+from fzero.tuning._row import MakeStep, Row, checked_bytes
+from fzero.tuning._search import Measure, PlanCache, Skipped, in_order, pool_of, refined, rows_of
 from fzero.tuning._space import Dimensions, space_of
 from fzero.tuning._table import Table
 
@@ -52,7 +47,7 @@ def tune(
 
     Args:
         make_step: a function from a `Configuration` to `(step, *args)`, which is what `fzero.plan` takes: the step, and
-            its arguments on meta tensors, on `fzero.mesh(**config.axes)`. It may return a `fzero.Plan`.
+            its arguments on meta tensors, on `fzero.mesh(**config.axes)`. It may return a `fzero.graph.Plan`.
         world_size: all ranks. Of these `world_size / (tp * pp)` are data-parallel.
         global_batch: samples of one step, over all ranks.
         device: "a100", "h100", "h200", "cpu", or a `Machine` of your measurements.

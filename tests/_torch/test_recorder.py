@@ -15,7 +15,7 @@ from torch.nn import functional
 import fzero
 from fzero import _torch
 from fzero._torch import recorder
-from fzero.layout.flat import packed
+from fzero.sharding._flat import packed
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:

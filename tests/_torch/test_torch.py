@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fzero import _torch
 from fzero._torch import levels as _torch_levels
 from fzero._torch import modules as _torch_modules
-from fzero.graph.ir import results
+from fzero.graph._ir import results
 
 
 def test_versions():

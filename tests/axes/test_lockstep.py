@@ -15,7 +15,7 @@ from tests.distributed.launch import python
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
-def lockstep(**axes: int) -> fzero.Mesh:
+def lockstep(**axes: int) -> fzero.ranks.Mesh:
     return fzero.mesh(simulate="lockstep", **axes)
 
 
@@ -30,8 +30,8 @@ def test_ranks_run_in_order_from_one_meeting_to_the_next():
 
     def program(x: torch.Tensor) -> torch.Tensor:
         for i in range(3):
-            seen.append((i, int(fzero.axis_index())))
-            x = fzero.psum(x)
+            seen.append((i, int(fzero.axes.axis_index())))
+            x = fzero.collectives.psum(x)
         return x
 
     out = lockstep(dp=3).spmd(program)(torch.ones(()))
@@ -47,7 +47,7 @@ def test_any_python_runs():
         n = len(kept) if kept.sum().item() > 0 else -1
         buffer = torch.zeros(5)
         buffer[: len(kept)] = kept
-        return fzero.psum(buffer), PerRank(torch.tensor(n)), PerRank(x.nonzero().sum())
+        return fzero.collectives.psum(buffer), PerRank(torch.tensor(n)), PerRank(x.nonzero().sum())
 
     x = torch.tensor([[1.0, -1.0], [0.0, -3.0], [2.0, 5.0]])
     total, counts, _ = mesh.spmd(program)(mesh.local(x))
@@ -112,7 +112,7 @@ def test_a_module_whose_forward_meets_has_a_copy_a_rank():
             self.w = torch.nn.Parameter(torch.ones(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return fzero.psum(x * self.w) * self.w
+            return fzero.collectives.psum(x * self.w) * self.w
 
     apply, _, buffers = fzero.nn.functional(Layer())
     mesh = lockstep(dp=3)
@@ -124,7 +124,7 @@ def test_a_module_whose_forward_meets_has_a_copy_a_rank():
     got = mesh.spmd(program)(mesh.local(w), torch.ones(2)).value
     torch.testing.assert_close(got, w.sum(0) * w)
     layer = Layer()  # passed as an argument it is copied too
-    with_module = lambda m, w, x: PerRank(torch.func.functional_call(m, {"w": w}, (x,)))  # noqa: E731
+    with_module = lambda m, w, x: PerRank(torch.func.functional_call(m, {"w": w}, (x,)))
     torch.testing.assert_close(mesh.spmd(with_module)(layer, mesh.local(w), torch.ones(2)).value, got)
     assert layer.w.tolist() == [1, 1]
 
@@ -136,7 +136,7 @@ def test_a_rank_may_write_into_its_arguments():
         x.add_(1)
         pair[0].add_(1)
         mine.add_(1)
-        return fzero.psum(x), PerRank(pair[1] + mine)
+        return fzero.collectives.psum(x), PerRank(pair[1] + mine)
 
     x, y, own = torch.zeros(2), torch.zeros(()), torch.arange(3.0)
     total, rest = lockstep(dp=3).spmd(program)(x, (y, y), PerRank(own))
@@ -146,7 +146,7 @@ def test_a_rank_may_write_into_its_arguments():
 
 def test_a_lockstep_world_ends():
     x = torch.ones(2, requires_grad=True)
-    out = lockstep(dp=2).spmd(lambda x: PerRank(fzero.psum(x)))(x).value
+    out = lockstep(dp=2).spmd(lambda x: PerRank(fzero.collectives.psum(x)))(x).value
     with pytest.raises(RuntimeError, match="the ranks in lockstep have ended: differentiate inside"):
         out.sum().backward()
 
@@ -157,16 +157,16 @@ def test_nan_is_equal_to_nan():
 
 def test_a_rank_may_write_into_its_results():
     def program(x: torch.Tensor) -> Any:
-        y = fzero.psum(x)
-        y += fzero.axis_index()
-        fzero.psum(x)  # the others write meanwhile
+        y = fzero.collectives.psum(x)
+        y += fzero.axes.axis_index()
+        fzero.collectives.psum(x)  # the others write meanwhile
         return PerRank(y)
 
     assert lockstep(dp=3).spmd(program)(torch.ones(())).value.tolist() == [3, 4, 5]
 
 
 def test_a_threads_own_state_is_the_callers():
-    program = lambda: PerRank(  # noqa: E731
+    program = lambda: PerRank(
         torch.tensor([torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")])
     )
     mesh = lockstep(dp=2)
@@ -182,24 +182,24 @@ def test_a_threads_own_state_is_the_callers():
 
 def test_threads_are_pooled():
     mesh = lockstep(dp=4)
-    mesh.spmd(fzero.psum)(torch.ones(()))
+    mesh.spmd(fzero.collectives.psum)(torch.ones(()))
     before = threading.active_count()
     for _ in range(20):
-        mesh.spmd(fzero.psum)(torch.ones(()))
+        mesh.spmd(fzero.collectives.psum)(torch.ones(()))
     assert threading.active_count() == before
 
 
 def test_a_world_in_a_world():
     def program(x: torch.Tensor) -> torch.Tensor:
-        inner = lockstep(tp=2).spmd(lambda: fzero.psum(fzero.axis_index("tp") + 1, "tp"))()
-        return fzero.psum(x * inner)
+        inner = lockstep(tp=2).spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("tp") + 1, "tp"))()
+        return fzero.collectives.psum(x * inner)
 
     assert lockstep(dp=2).spmd(program)(torch.ones(())).item() == 6
 
 
 def test_assume_replicated_takes_the_first_ranks():
     mesh = lockstep(dp=3)
-    assert mesh.spmd(lambda x: fzero.assume_replicated(x))(mesh.local(torch.tensor([5.0, 6.0, 7.0]))).item() == 5
+    assert mesh.spmd(lambda x: fzero.axes.assume_replicated(x))(mesh.local(torch.tensor([5.0, 6.0, 7.0]))).item() == 5
 
 
 def test_jit_runs_eagerly_in_lockstep(caplog):
@@ -207,7 +207,7 @@ def test_jit_runs_eagerly_in_lockstep(caplog):
     step = fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=mesh)
     state, batch = step.init(mlp_params(), opt), mesh.split(mlp_batch(4))
     assert_trees_close(step.gather(fzero.jit(step)(*state, batch)[0]), step.gather(step(*state, batch)[0]), rtol=0)
-    double = fzero.jit(lambda x: fzero.psum(2 * x), backend="fx")
+    double = fzero.jit(lambda x: fzero.collectives.psum(2 * x), backend="fx")
     assert mesh.spmd(double)(torch.ones(())).item() == 4
 
 
@@ -217,11 +217,11 @@ def test_breakpoint_stops_one_rank():
 import torch, fzero
 
 def program(x):
-    x = fzero.psum(x)
-    mine = fzero.axis_index().item()
+    x = fzero.collectives.psum(x)
+    mine = fzero.axes.axis_index().item()
     if mine == 1:
         breakpoint()
-    return fzero.psum(x)
+    return fzero.collectives.psum(x)
 
 print("sum", fzero.mesh(dp=3, simulate="lockstep").spmd(program)(torch.ones(())).item())
 """
@@ -237,23 +237,23 @@ def test_results_that_differ_are_compared():
     mesh = lockstep(dp=3)
     x = mesh.local(torch.tensor([1.0, 1.0, 2.0]))
     with pytest.raises(ValueError, match=r"result 1 differs by rank: ranks 0 and 2 have 1\.0 and 2\.0, and a plain"):
-        mesh.spmd(lambda x: (fzero.psum(x), x))(x)
+        mesh.spmd(lambda x: (fzero.collectives.psum(x), x))(x)
     with pytest.raises(ValueError, match="result 0 differs by rank"):
         mesh.spmd(lambda x: (int(x.item()), x.sum() * 0))(x)
     two = lockstep(a=2, b=2)
     with pytest.raises(ValueError, match="its box says that it differs along a only"):
         two.spmd(lambda x: PerRank(x, "a"))(two.local(torch.arange(4.0)))
     with pytest.raises(ValueError, match="has another shape on each rank"):
-        mesh.spmd(lambda: PerRank(torch.zeros(int(fzero.axis_index()) + 1)))()
+        mesh.spmd(lambda: PerRank(torch.zeros(int(fzero.axes.axis_index()) + 1)))()
     nan = mesh.spmd(lambda: torch.tensor([float("nan"), 1.0]))()
     assert nan.isnan().tolist() == [True, False]
 
 
 def test_an_error_names_its_rank_and_where_the_others_are():
     def program(x: torch.Tensor) -> torch.Tensor:
-        if fzero.axis_index().item() == 1:
+        if fzero.axes.axis_index().item() == 1:
             raise KeyError("mine")
-        return fzero.psum(x)
+        return fzero.collectives.psum(x)
 
     with pytest.raises(KeyError, match="mine") as caught:
         lockstep(dp=3).spmd(program)(torch.ones(2))
@@ -266,10 +266,10 @@ def test_a_handler_cannot_hold_a_rank_back():
     seen = []
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        if fzero.axis_index().item() == 2:
+        if fzero.axes.axis_index().item() == 2:
             raise KeyError("mine")
         try:
-            return fzero.psum(x)
+            return fzero.collectives.psum(x)
         except Exception:
             seen.append("caught")
             return x
@@ -280,7 +280,7 @@ def test_a_handler_cannot_hold_a_rank_back():
     with pytest.raises(KeyError, match="mine"):
         mesh.spmd(program)(torch.ones(2))
     assert seen == ["left", "left"]
-    assert mesh.spmd(fzero.psum)(torch.ones(())).item() == 3
+    assert mesh.spmd(fzero.collectives.psum)(torch.ones(())).item() == 3
 
 
 @pytest.mark.parametrize("other", ["diverges", "raises"])
@@ -288,31 +288,31 @@ def test_an_abandoned_rank_meets_nobody(other):
     """Whatever it does in a `finally` or a bare `except`, it ends."""
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        if fzero.axis_index().item() == 0:
+        if fzero.axes.axis_index().item() == 0:
             try:
-                fzero.psum(x)
+                fzero.collectives.psum(x)
             except BaseException:
-                fzero.psum(x)
+                fzero.collectives.psum(x)
             finally:
-                fzero.psum(x.sum())
+                fzero.collectives.psum(x.sum())
         elif other == "raises":
             raise KeyError("mine")
-        return fzero.psum(x[0])
+        return fzero.collectives.psum(x[0])
 
     outcome = []
     thread = threading.Thread(target=lambda: outcome.append(_outcome(2, program)), daemon=True)
     thread.start()
     thread.join(30)
-    assert isinstance(outcome[0], KeyError if other == "raises" else fzero.DivergedError)
+    assert isinstance(outcome[0], KeyError if other == "raises" else fzero.errors.DivergedError)
 
 
 def test_a_divergence_names_ranks_collectives_shapes_and_lines():
     def program(x: torch.Tensor) -> torch.Tensor:
-        if fzero.axis_index().item() == 2:
-            return fzero.all_gather(x, dim=0)
-        return fzero.psum(x)
+        if fzero.axes.axis_index().item() == 2:
+            return fzero.collectives.all_gather(x, dim=0)
+        return fzero.collectives.psum(x)
 
-    with pytest.raises(fzero.DivergedError) as caught:
+    with pytest.raises(fzero.errors.DivergedError) as caught:
         lockstep(dp=4).spmd(program)(torch.ones(2, 3))
     line = program.__code__.co_firstlineno
     assert str(caught.value) == (
@@ -323,28 +323,28 @@ def test_a_divergence_names_ranks_collectives_shapes_and_lines():
 
 
 def test_ranks_that_return_other_structures_diverge():
-    with pytest.raises(fzero.DivergedError, match="rank 1 returned"):
-        lockstep(dp=2).spmd(lambda: [torch.ones(())] * (1 + int(fzero.axis_index())))()
+    with pytest.raises(fzero.errors.DivergedError, match="rank 1 returned"):
+        lockstep(dp=2).spmd(lambda: [torch.ones(())] * (1 + int(fzero.axes.axis_index())))()
 
 
 def test_it_refuses_what_threads_cannot_do():
     mesh = lockstep(dp=2)
     x = mesh.local(torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="transform inside the rank program"):
-        torch.func.grad(lambda x: mesh.spmd(lambda x: fzero.psum(x.sum()))(PerRank(x)))(x.value)
+        torch.func.grad(lambda x: mesh.spmd(lambda x: fzero.collectives.psum(x.sum()))(PerRank(x)))(x.value)
     with pytest.raises(RuntimeError, match="lockstep"):
-        torch.compile(lambda x: mesh.spmd(fzero.psum)(x), backend="eager", fullgraph=True)(torch.ones(2))
+        torch.compile(lambda x: mesh.spmd(fzero.collectives.psum)(x), backend="eager", fullgraph=True)(torch.ones(2))
 
 
 # a program is a list of operations; each rank runs it, but for one, whose list has a fault
 OPERATIONS: dict[str, Any] = {
-    "psum": lambda x: fzero.psum(x) / fzero.axis_size(),
-    "pmean": fzero.pmean,
-    "gather": lambda x: fzero.psum_scatter(fzero.all_gather(x)) / fzero.axis_size(),
-    "all_to_all": lambda x: fzero.all_to_all(x.repeat(fzero.axis_size()))[: len(x)],
-    "broadcast": fzero.broadcast,
-    "grad": lambda x: torch.func.grad(lambda x: (fzero.psum(x) ** 2).sum())(x),
-    "partition": lambda x: fzero.gather(fzero.partition({"w": x}))["w"] + 0 * fzero.psum(x),
+    "psum": lambda x: fzero.collectives.psum(x) / fzero.axes.axis_size(),
+    "pmean": fzero.collectives.pmean,
+    "gather": lambda x: fzero.collectives.psum_scatter(fzero.collectives.all_gather(x)) / fzero.axes.axis_size(),
+    "all_to_all": lambda x: fzero.collectives.all_to_all(x.repeat(fzero.axes.axis_size()))[: len(x)],
+    "broadcast": fzero.collectives.broadcast,
+    "grad": lambda x: torch.func.grad(lambda x: (fzero.collectives.psum(x) ** 2).sum())(x),
+    "partition": lambda x: fzero.gather(fzero.partition({"w": x}))["w"] + 0 * fzero.collectives.psum(x),
 }
 FAULTS = ["order", "shape", "dtype", "missing", "return", "exception", "other", "extra"]
 
@@ -368,11 +368,11 @@ def test_no_fault_hangs_and_each_error_names_the_culprit(case):
     n, culprit, at, fault, program = case
 
     def rank(x: torch.Tensor) -> Any:
-        mine, x = list(program), x + fzero.axis_index()
+        mine, x = list(program), x + fzero.axes.axis_index()
         for i, name in enumerate(mine):
-            if fzero.axis_index().item() == culprit and i == at:
+            if fzero.axes.axis_index().item() == culprit and i == at:
                 if fault == "order":
-                    x = fzero.all_gather(fzero.psum(x))[:4]
+                    x = fzero.collectives.all_gather(fzero.collectives.psum(x))[:4]
                 if fault == "shape":
                     x = torch.cat([x, x])
                 if fault == "dtype":
@@ -384,12 +384,12 @@ def test_no_fault_hangs_and_each_error_names_the_culprit(case):
                 if fault == "exception":
                     raise KeyError("planted")
                 if fault == "other":
-                    x = fzero.psum_scatter(x.repeat(n))
+                    x = fzero.collectives.psum_scatter(x.repeat(n))
                 if fault == "extra":
-                    x = fzero.pmean(fzero.psum(x))
+                    x = fzero.collectives.pmean(fzero.collectives.psum(x))
             x = OPERATIONS[name](x)
-        fzero.all_gather(x)  # all meet once more
-        fzero.broadcast(x.sum(), source=1)
+        fzero.collectives.all_gather(x)  # all meet once more
+        fzero.collectives.broadcast(x.sum(), source=1)
         return PerRank(x)
 
     result: list[Any] = []
@@ -401,7 +401,7 @@ def test_no_fault_hangs_and_each_error_names_the_culprit(case):
     if fault == "exception":
         assert isinstance(error, KeyError) and f"rank {culprit} of {n} raised this" in error.__notes__[0]
         return
-    assert isinstance(error, fzero.DivergedError), error
+    assert isinstance(error, fzero.errors.DivergedError), error
     assert str(error).startswith(f"ranks diverged: rank {culprit} "), error
 
 

@@ -15,10 +15,10 @@ from torch.utils import _python_dispatch
 
 import fzero
 from fzero._torch.state import put_settings, settings
-from fzero.axes._threads import threads_here
+from fzero.axes._run import threads_here
 
 
-def lockstep(size: int = 3) -> fzero.Mesh:
+def lockstep(size: int = 3) -> fzero.ranks.Mesh:
     return fzero.mesh(dp=size, simulate="lockstep")
 
 
@@ -102,7 +102,7 @@ def no_state_is_left():
 
 
 def meet() -> None:
-    fzero.psum(torch.zeros(2, device="cpu", dtype=torch.float32))
+    fzero.collectives.psum(torch.zeros(2, device="cpu", dtype=torch.float32))
 
 
 def states_of_ranks(size: int = 3) -> list[Any]:
@@ -136,7 +136,7 @@ def test_a_rank_switches_for_itself(name):
     seen: list[Any] = []
 
     def program() -> None:
-        rank = int(fzero.axis_index())
+        rank = int(fzero.axes.axis_index())
         with SWITCHES[name]() if rank else contextlib.nullcontext():
             for _ in range(rank + 1):
                 meet()
@@ -157,7 +157,7 @@ def test_all_is_as_it_was_however_a_run_ends(name, end):
     left = []
 
     def program() -> None:
-        switch, rank = SWITCHES[name](), int(fzero.axis_index())
+        switch, rank = SWITCHES[name](), int(fzero.axes.axis_index())
         if end == "ends":
             left.append(switch)
             switch.__enter__()
@@ -171,7 +171,7 @@ def test_all_is_as_it_was_however_a_run_ends(name, end):
 
     if end == "ends" and name == "inference":
         pytest.skip("torch restores inference mode when it forgets the guard, in whatever thread")
-    with contextlib.suppress(KeyError, fzero.DivergedError):
+    with contextlib.suppress(KeyError, fzero.errors.DivergedError):
         lockstep().spmd(program)()
     assert state() == BASE and states_of_ranks() == [BASE] * 6
 
@@ -183,8 +183,10 @@ def test_two_threads_may_each_run_ranks():
     def program(x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             with torch.autograd.set_detect_anomaly(True):
-                slope = torch.func.jvp(lambda y: torch.sin(y) * fzero.psum(y), (x,), (x,))[1]
-                x = fzero.pmean(slope + torch.func.grad(lambda y: (torch.cos(y) * fzero.psum(y)).sum())(x))
+                slope = torch.func.jvp(lambda y: torch.sin(y) * fzero.collectives.psum(y), (x,), (x,))[1]
+                x = fzero.collectives.pmean(
+                    slope + torch.func.grad(lambda y: (torch.cos(y) * fzero.collectives.psum(y)).sum())(x)
+                )
         return x
 
     expected, found = lockstep().spmd(program)(x), []
@@ -222,7 +224,7 @@ def test_ranks_run_in_a_fork():
         child = os.fork()
     if not child:
         threading.Timer(30, lambda: os._exit(2)).start()  # a hang
-        os._exit(int(lockstep().spmd(lambda: fzero.psum(torch.ones(())))().item() != 3))
+        os._exit(int(lockstep().spmd(lambda: fzero.collectives.psum(torch.ones(())))().item() != 3))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -233,7 +235,7 @@ def test_a_jitted_step_is_traced_after_a_rank_looked_for_anomalies():
 
         def program(x: torch.Tensor) -> torch.Tensor:
             with torch.autograd.detect_anomaly():
-                return fzero.pmean(torch.func.grad(lambda y: (y * fzero.psum(y)).sum())(x))
+                return fzero.collectives.pmean(torch.func.grad(lambda y: (y * fzero.collectives.psum(y)).sum())(x))
 
         lockstep().spmd(program)(torch.ones(3))
     step = fzero.jit(torch.func.grad(lambda x: x.sin().sum()), backend="fx")

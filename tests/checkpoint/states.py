@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.layout.boxes import PerRank, Shard, is_box
+from fzero.sharding._boxes import PerRank, Shard, is_box
 
 SIZES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     simulate: str = "vmap"
 
     @property
-    def mesh(self) -> fzero.Mesh:
+    def mesh(self) -> fzero.ranks.Mesh:
         return fzero.mesh(simulate=self.simulate, **self.axes)
 
 
@@ -61,7 +61,7 @@ def params_of(draw: Any) -> dict[str, Any]:
     return tree.map(torch.clone, found)
 
 
-def sharded(layout: Layout) -> fzero.ShardedStep:
+def sharded(layout: Layout) -> fzero.zero.ShardedStep:
     """A step of a layout: only its layout is used."""
     options: dict[str, Any] = {
         "split": lambda path, x: {"tp": 2 if x.shape[0] == 4 else 0} if "tp" in path and x.is_floating_point() else None
@@ -76,7 +76,7 @@ def sharded(layout: Layout) -> fzero.ShardedStep:
     )
 
 
-def state_in(layout: Layout, params: Any, opt: Any = None) -> tuple[fzero.ShardedStep, dict[str, Any]]:
+def state_in(layout: Layout, params: Any, opt: Any = None) -> tuple[fzero.zero.ShardedStep, dict[str, Any]]:
     """A whole training state in a layout; what its tensors hold is not told."""
     step = sharded(layout)
     p, s = step.init(params, optim.adamw(1e-3) if opt is None else opt)
@@ -89,12 +89,12 @@ def state_in(layout: Layout, params: Any, opt: Any = None) -> tuple[fzero.Sharde
     }
 
 
-def whole_of(step: fzero.ShardedStep, state: dict[str, Any]) -> dict[str, Any]:
+def whole_of(step: fzero.zero.ShardedStep, state: dict[str, Any]) -> dict[str, Any]:
     """The state in plain tensors."""
     return {k: step.gather(v) if k in ("params", "opt_state") else v for k, v in state.items()}
 
 
-def filled(step: fzero.ShardedStep, state: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+def filled(step: fzero.zero.ShardedStep, state: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill a state with random bits, so that each element differs from others; return it, and it whole."""
     g = torch.Generator().manual_seed(seed)
 

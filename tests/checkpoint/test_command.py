@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 import fzero
-from fzero.checkpoint import _diff
+from fzero.checkpoint import _look as _diff
 from fzero.checkpoint.__main__ import main
 from tests.checkpoint.states import Layout, filled, state_in
 from tests.distributed.launch import python
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     step, state = state_in(Layout({"dp": 3}, 3), PARAMS)
     (one, _), (other, whole) = [filled(step, state, seed) for seed in (0, 1)]
-    runs = fzero.checkpoints(path, step.mesh)
+    runs = fzero.checkpoint.checkpoints(path, step.mesh)
     runs.save(7, one).wait()
     runs.save(12, {**other, "step": 4}).wait()
     return path, whole
@@ -56,7 +56,7 @@ def test_ls_lists_the_leaves_of_one(run, capsys):
 
 
 def test_ls_says_why_one_is_not_whole(tmp_path, capsys):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, {"w": torch.zeros(3)}).wait()
     (tmp_path / "step-00000002").mkdir()
     assert main(["ls", str(tmp_path)]) == 0
@@ -67,7 +67,7 @@ def test_verify_finds_what_is_damaged(run, tmp_path, capsys):
     assert main(["verify", str(run[0])]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 2 and all(": whole, " in line and line.endswith(" bytes") for line in out)
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     for i in (1, 2):
         runs.save(i, {"w": torch.zeros(3)}).wait()
     flip(tmp_path / "step-00000001")

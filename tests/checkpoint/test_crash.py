@@ -131,7 +131,7 @@ def test_a_first_save_that_dies_leaves_no_checkpoint_or_a_whole_one(power, tmp_p
         monkeypatch.undo()
         try:
             outcomes.append(fzero.load(path, like={"w": torch.zeros(5), "step": 0})["w"].tolist() == [0, 1, 2, 3, 4])
-        except fzero.CheckpointError as error:
+        except fzero.errors.CheckpointError as error:
             outcomes.append("has no file manifest.json" in str(error) and "none")
     assert (
         "none" in outcomes
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_loses_nothing_that_was_saved(background, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
         with pytest.raises(
-            fzero.CheckpointError, match=r"nothing was saved to .*: rank 0: OSError: .*No space left on device"
+            fzero.errors.CheckpointError, match=r"nothing was saved to .*: rank 0: OSError: .*No space left on device"
         ):
             fzero.save(tmp_path, {"w": torch.ones(9)}, background=background).wait()
     assert sorted(os.listdir(tmp_path)) == before and fzero.load(tmp_path, like={"w": torch.ones(9)})["w"].sum() == 0
@@ -160,6 +160,8 @@ def test_a_disk_that_is_full_loses_nothing_that_was_saved(background, tmp_path, 
 
 def test_room_is_looked_for_before_the_first_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 10)
-    with pytest.raises(fzero.CheckpointError, match=r"there is no room for 36 bytes in '.*': its disk has 10 left"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"there is no room for 36 bytes in '.*': its disk has 10 left"
+    ):
         fzero.save(tmp_path / "new", {"w": torch.ones(9)})
     assert not (tmp_path / "new").exists()

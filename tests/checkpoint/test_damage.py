@@ -53,9 +53,9 @@ def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other)
     at = data.draw(st.integers(0, len(content) - 1))
     content[at] ^= data.draw(st.integers(1, 255))
     (damaged / name).write_bytes(content)
-    with pytest.raises(fzero.CheckpointError, match=name):
+    with pytest.raises(fzero.errors.CheckpointError, match=name):
         load(damaged, Layout({"dp": 3}, 1) if other else LAYOUT)
-    with pytest.raises(fzero.CheckpointError, match=name):
+    with pytest.raises(fzero.errors.CheckpointError, match=name):
         fzero.checkpoint.verify(damaged)
 
 
@@ -69,7 +69,7 @@ def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory
     size = data.draw(st.none() | st.integers(0, len(content) - 1))
     (damaged / name).unlink() if size is None else (damaged / name).write_bytes(content[:size])
     for use in (load, fzero.checkpoint.verify):
-        with pytest.raises(fzero.CheckpointError, match=name):
+        with pytest.raises(fzero.errors.CheckpointError, match=name):
             use(damaged)
 
 
@@ -80,7 +80,7 @@ def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
     content = bytearray((damaged / name).read_bytes())
     content[-1] ^= 1
     (damaged / name).write_bytes(content)
-    with pytest.raises(fzero.CheckpointError, match=r"are not what was written; they are of '.*' and others"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"are not what was written; they are of '.*' and others"):
         load(damaged)
 
 
@@ -120,7 +120,7 @@ def test_any_json_in_the_place_of_a_manifest_or_of_a_part_of_it_is_an_error(save
         ):
             assert same_bits(load(damaged), whole)  # another date changes nothing
             continue
-        with pytest.raises(fzero.CheckpointError):
+        with pytest.raises(fzero.errors.CheckpointError):
             load(damaged)
 
 
@@ -146,7 +146,7 @@ def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(sa
     write_manifest(damaged, body)
     try:
         loaded = load(damaged)
-    except fzero.CheckpointError:
+    except fzero.errors.CheckpointError:
         return
     values = {k: whole[k] if k in ("params", "opt_state", "key") else loaded[k] for k in whole}
     assert same_bits(loaded, values), "other numbers, and no error"
@@ -157,7 +157,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(saved, tmp_path, nonce, monkey
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "nonce": nonce})
     monkeypatch.setattr(_files.LocalFolder, "read_into", lambda *args: 1 / 0)
-    with pytest.raises(fzero.CheckpointError, match=r"manifest.json is damaged: .* is no"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"manifest.json is damaged: .* is no"):
         load(damaged)
 
 
@@ -170,14 +170,16 @@ def test_nothing_is_allocated_from_what_a_manifest_says(saved, tmp_path, use):
     for group in body["groups"]:
         group[2] = 10**13
     write_manifest(damaged, body)
-    with pytest.raises(fzero.CheckpointError, match=r"are too small for its leaves|cannot be split|is no size"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"are too small for its leaves|cannot be split|is no size"):
         use(damaged)
 
 
 def test_a_later_version_is_no_damage(saved, tmp_path):
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "version": 3})
-    with pytest.raises(fzero.CheckpointError, match=r"version 3 is not known to this fzero, which reads up to 2"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"version 3 is not known to this fzero, which reads up to 2"
+    ):
         load(damaged)
 
 

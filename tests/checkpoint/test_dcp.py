@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fzero
 from fzero import optim, tree
-from fzero.layout.boxes import PerRank
+from fzero.sharding._boxes import PerRank
 from tests.checkpoint.states import Layout, filled, same_bits, sharded, state_in, whole_of
 
 LAYOUTS = {
@@ -59,7 +59,7 @@ def saved(tmp_path_factory: Any) -> Any:
         step, state = state_in(LAYOUTS[name], PARAMS)
         state, whole = filled(step, state)
         path = tmp_path_factory.mktemp("saved") / "dcp"
-        fzero.dcp.save(path, state, step.mesh)
+        fzero.checkpoint.dcp.save(path, state, step.mesh)
         return path, whole
 
     return save
@@ -70,7 +70,7 @@ def test_any_layout_is_read_into_any(source, saved):
     path, whole = saved(source)
     for layout in LAYOUTS.values():
         step, like = state_in(layout, PARAMS)
-        loaded = fzero.dcp.load(path, like=like, mesh=step.mesh)
+        loaded = fzero.checkpoint.dcp.load(path, like=like, mesh=step.mesh)
         assert same_bits(whole_of(step, loaded), whole), layout
 
 
@@ -99,7 +99,7 @@ def test_what_torch_saved_is_read_into_boxes(layout, tmp_path):
     torch_saved(tmp_path / "torch", values)
     step = sharded(layout)
     like, _ = step.init(tree.map(torch.zeros_like, dict(values["model"])), optim.sgd(0.1))
-    loaded = fzero.dcp.load(
+    loaded = fzero.checkpoint.dcp.load(
         tmp_path / "torch",
         like={"net": like, "epoch": 0, "lists": [], "seen": {}},
         mesh=step.mesh,
@@ -112,11 +112,13 @@ def test_names_are_what_both_sides_agree_on(tmp_path):
     step = sharded(LAYOUTS["stage 3"])
     whole = dict(module().named_parameters())
     params, _ = step.init(tree.map(torch.clone, whole), optim.sgd(0.1))
-    fzero.dcp.save(tmp_path / "a", {"p": params}, step.mesh, name=lambda path: path.replace("p.", "model.", 1))
+    fzero.checkpoint.dcp.save(
+        tmp_path / "a", {"p": params}, step.mesh, name=lambda path: path.replace("p.", "model.", 1)
+    )
     other = torch_loaded(tmp_path / "a", {"model": tree.map(torch.zeros_like, whole)})
     assert same_bits(other["model"], whole)
     with pytest.raises(ValueError, match=r"leaves 'p.0.weight' and 'p.0.bias' have one name, 'x': expected one for"):
-        fzero.dcp.save(tmp_path / "b", {"p": params}, step.mesh, name=lambda path: "x")
+        fzero.checkpoint.dcp.save(tmp_path / "b", {"p": params}, step.mesh, name=lambda path: "x")
 
 
 def test_each_element_is_written_once(saved):
@@ -134,17 +136,17 @@ def test_strides_do_not_matter(tmp_path):
     x = torch.randn(4, 3, dtype=torch.complex64).t().conj()
     mesh = fzero.mesh(dp=2)
     rows = PerRank(torch.randn(3, 2, 4).permute(1, 2, 0))
-    fzero.dcp.save(tmp_path / "a", {"x": x, "rows": rows}, mesh)
+    fzero.checkpoint.dcp.save(tmp_path / "a", {"x": x, "rows": rows}, mesh)
     like = torch.zeros(4, 3, dtype=torch.complex64).t(), PerRank(torch.zeros(3, 2, 4).permute(1, 2, 0))
-    loaded = fzero.dcp.load(tmp_path / "a", like={"x": like[0], "rows": like[1]}, mesh=mesh)
+    loaded = fzero.checkpoint.dcp.load(tmp_path / "a", like={"x": like[0], "rows": like[1]}, mesh=mesh)
     assert torch.equal(loaded["x"], x) and torch.equal(like[0], x) and torch.equal(loaded["rows"].value, rows.value)
 
 
 def test_memory_is_made_of_a_tree_without(tmp_path):
-    fzero.dcp.save(tmp_path / "a", {"w": torch.arange(5.0)})
+    fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.arange(5.0)})
     step = sharded(Layout({"dp": 4}, 3))
     like, _ = step.init({"w": torch.empty(5, device="meta")}, optim.sgd(0.1))
-    assert fzero.dcp.load(tmp_path / "a", like=like, mesh=step.mesh)["w"].data.tolist() == [
+    assert fzero.checkpoint.dcp.load(tmp_path / "a", like=like, mesh=step.mesh)["w"].data.tolist() == [
         [0, 1],
         [2, 3],
         [4, 0],
@@ -153,33 +155,38 @@ def test_memory_is_made_of_a_tree_without(tmp_path):
 
 
 def refused(text: str, f: Any, *args: Any, **options: Any) -> None:
-    with pytest.raises(fzero.CheckpointError, match=text):
+    with pytest.raises(fzero.errors.CheckpointError, match=text):
         f(*args, **options)
 
 
 def test_a_tree_that_differs_is_refused_before_anything_is_read(tmp_path):
-    fzero.dcp.save(tmp_path / "a", {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1), "v": 1})
+    fzero.checkpoint.dcp.save(tmp_path / "a", {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1), "v": 1})
     like = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.int32), "c": 5, "d": torch.zeros(()), "e": 0}
     refused(
         r"/a' is of another tree: leaf 'a' is float32 \[2\] there, and float32 \[3\] here; leaf 'b' is float32 \[3\] "
         r"there, and int32 \[3\] here; it has no leaf 'd' \(float32 \[\]\); and 3 more$",
-        fzero.dcp.load,
+        fzero.checkpoint.dcp.load,
         tmp_path / "a",
         like,
     )
     like = {"a": torch.zeros(2)}
     text = r"the tree has no leaf 'b' \(float32 \[3\]\); .*'v' \(a value\); give partial=True to leave leaves out$"
-    refused(text, fzero.dcp.load, tmp_path / "a", like)
-    assert like["a"].sum() == 0 and fzero.dcp.load(tmp_path / "a", like, partial=True)["a"].sum() == 2
+    refused(text, fzero.checkpoint.dcp.load, tmp_path / "a", like)
+    assert like["a"].sum() == 0 and fzero.checkpoint.dcp.load(tmp_path / "a", like, partial=True)["a"].sum() == 2
 
 
 def test_a_folder_that_holds_a_checkpoint_is_left_as_it_is(tmp_path):
     values = {"w": torch.ones(2)}
-    fzero.dcp.save(tmp_path / "a", values)
-    refused(r"/a' holds a checkpoint \(.metadata\): save to a folder of", fzero.dcp.save, tmp_path / "a", {"w": 1})
-    assert torch.equal(fzero.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"], values["w"])
+    fzero.checkpoint.dcp.save(tmp_path / "a", values)
+    refused(
+        r"/a' holds a checkpoint \(.metadata\): save to a folder of",
+        fzero.checkpoint.dcp.save,
+        tmp_path / "a",
+        {"w": 1},
+    )
+    assert torch.equal(fzero.checkpoint.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"], values["w"])
     fzero.save(tmp_path / "b", values)
-    refused(r"/b' holds a checkpoint \(manifest.json\)", fzero.dcp.save, tmp_path / "b", values)
+    refused(r"/b' holds a checkpoint \(manifest.json\)", fzero.checkpoint.dcp.save, tmp_path / "b", values)
 
 
 def test_a_save_that_was_killed_is_none_and_is_done_again(tmp_path, monkeypatch):
@@ -187,11 +194,18 @@ def test_a_save_that_was_killed_is_none_and_is_done_again(tmp_path, monkeypatch)
     writer = torch_dcp.FileSystemWriter
     with monkeypatch.context() as patch:
         patch.setattr(writer, "finish", lambda *args, **options: 1 / 0)
-        refused(r"nothing was saved to .*/a': rank 0: ZeroDivisionError", fzero.dcp.save, tmp_path / "a", {"w": 1})
+        refused(
+            r"nothing was saved to .*/a': rank 0: ZeroDivisionError",
+            fzero.checkpoint.dcp.save,
+            tmp_path / "a",
+            {"w": 1},
+        )
     assert os.listdir(tmp_path / "a")
-    refused(r"/a' is no checkpoint of DCP: it has no file .metadata$", fzero.dcp.load, tmp_path / "a", {"w": 1})
-    fzero.dcp.save(tmp_path / "a", {"w": torch.ones(2)})
-    assert fzero.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"].sum() == 2
+    refused(
+        r"/a' is no checkpoint of DCP: it has no file .metadata$", fzero.checkpoint.dcp.load, tmp_path / "a", {"w": 1}
+    )
+    fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.ones(2)})
+    assert fzero.checkpoint.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"].sum() == 2
 
 
 class Evil:
@@ -203,23 +217,29 @@ def test_no_code_of_the_files_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch_saved(tmp_path / "value", {"w": torch.ones(1), "v": Evil()})
     like = {"w": torch.zeros(1), "v": 0}
-    refused(r"could not be read: rank 0: value 'v' is no plain data", fzero.dcp.load, tmp_path / "value", like)
+    refused(
+        r"could not be read: rank 0: value 'v' is no plain data", fzero.checkpoint.dcp.load, tmp_path / "value", like
+    )
     metadata = torch_dcp.FileSystemReader(tmp_path / "value").read_metadata()
     metadata.planner_data = Evil()
     (tmp_path / "value" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(r"damaged, or not of DCP: it asks for posix.mkdir, which", fzero.dcp.load, tmp_path / "value", like)
+    refused(
+        r"damaged, or not of DCP: it asks for posix.mkdir, which", fzero.checkpoint.dcp.load, tmp_path / "value", like
+    )
     assert not os.path.exists("ran")
 
 
 def test_a_leaf_of_which_a_part_is_missing_is_refused(tmp_path):
-    fzero.dcp.save(tmp_path / "a", {"w": torch.ones(6)}, None)
+    fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.ones(6)}, None)
     metadata = torch_dcp.FileSystemReader(tmp_path / "a").read_metadata()
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([5])
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused("has not all of leaf 'w', or some of it twice", fzero.dcp.load, tmp_path / "a", {"w": torch.zeros(6)})
+    refused(
+        "has not all of leaf 'w', or some of it twice", fzero.checkpoint.dcp.load, tmp_path / "a", {"w": torch.zeros(6)}
+    )
 
 
 def test_a_path_is_of_a_file_system():
-    for f in (fzero.dcp.save, fzero.dcp.load):
+    for f in (fzero.checkpoint.dcp.save, fzero.checkpoint.dcp.load):
         with pytest.raises(TypeError, match=r"path='s3://b/c': expected the path of a folder of a file system"):
             f("s3://b/c", {})

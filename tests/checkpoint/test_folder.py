@@ -30,7 +30,7 @@ KEPT = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*ran
 
 @pytest.mark.parametrize("keep,every,kept", KEPT)
 def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
-    runs = fzero.checkpoints(tmp_path, keep=keep, every=every)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, every=every)
     for i in range(7):
         runs.save(i, numbered(i))
     runs.wait()
@@ -39,7 +39,7 @@ def test_the_newest_are_kept_and_every_nth(keep, every, kept, tmp_path):
 
 
 def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch):
-    runs, seen = fzero.checkpoints(tmp_path, keep=1), []
+    runs, seen = fzero.checkpoint.checkpoints(tmp_path, keep=1), []
     runs.save(1, numbered(1)).wait()
     put = _files.LocalFolder.put
 
@@ -54,7 +54,7 @@ def test_nothing_is_let_go_before_a_newer_one_is_committed(tmp_path, monkeypatch
 
 def test_without_a_checkpoint_the_state_is_what_was_given(tmp_path):
     state = numbered(0)
-    assert fzero.checkpoints(tmp_path / "none").restore(state) is state
+    assert fzero.checkpoint.checkpoints(tmp_path / "none").restore(state) is state
 
 
 def spoil(path: Any, how: str) -> None:
@@ -76,7 +76,7 @@ def spoil(path: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["no manifest", "a torn manifest", "no data", "short data", "a flipped bit"])
 def test_what_is_not_whole_is_passed_over(how, tmp_path, caplog):
-    runs = fzero.checkpoints(tmp_path, keep=9)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=9)
     for i in (8, 9, 10):
         runs.save(i, numbered(i)).wait()
     spoil(tmp_path / "step-00000010", how)
@@ -89,23 +89,23 @@ def test_what_is_not_whole_is_passed_over(how, tmp_path, caplog):
 
 
 def test_when_none_is_whole_training_does_not_begin_anew(tmp_path):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, numbered(1)).wait()
     spoil(tmp_path / "step-00000001", "a flipped bit")
-    with pytest.raises(fzero.CheckpointError, match=r"no checkpoint is whole: .*safetensors is damaged"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"no checkpoint is whole: .*safetensors is damaged"):
         runs.restore(numbered(0))
 
 
 def test_another_tree_is_an_error_and_no_older_one_is_taken(tmp_path):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, {"w": torch.zeros(3), "step": 1}).wait()
     runs.save(2, numbered(2)).wait()
-    with pytest.raises(fzero.CheckpointError, match=r"'w' is float32 \[5\] there, and float32 \[3\] here"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"'w' is float32 \[5\] there, and float32 \[3\] here"):
         runs.restore({"w": torch.zeros(3), "step": 0})
 
 
 def test_leftovers_of_saves_that_died_go_with_the_next(tmp_path):
-    runs = fzero.checkpoints(tmp_path, keep=2)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=2)
     runs.save(1, numbered(1)).wait()
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000003" / "0123456789abcdef-00000-of-00001.safetensors").write_bytes(b"half")
@@ -129,7 +129,7 @@ def test_what_is_saved_is_what_was_given_and_not_what_became_of_it(tmp_path, mon
     monkeypatch.setattr(_files.LocalFolder, "write", waiting)
     step, state = state_in(Layout({"dp": 3}, 3), {"w": torch.zeros(7, 3), "n": torch.arange(5)})
     state, whole = filled(step, state)
-    runs = fzero.checkpoints(tmp_path, step.mesh)
+    runs = fzero.checkpoint.checkpoints(tmp_path, step.mesh)
     saving = runs.save(1, state)
     with torch.no_grad():
         for x in tree.tensors(state):
@@ -146,7 +146,7 @@ def test_what_is_saved_may_be_donated_at_once(tmp_path):
     """Nobody holds on to it, in the background or after a save."""
     f = fzero.jit(lambda s: tree.map(lambda x: x + 1, s), donate=0, backend="fx")
     state = {"w": torch.zeros(5), "v": torch.zeros(3).t()}
-    runs = fzero.checkpoints(tmp_path, keep=99)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=99)
     for i in range(4):
         runs.save(i, state, background=i % 2 == 0)
         state = f(state)
@@ -162,11 +162,11 @@ def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
     text = r"nothing was saved to '.*step-0000000\d': rank 0: OSError: \[Errno 5\] planted"
     with monkeypatch.context() as patch:
         patch.setattr(_files.LocalFolder, "write", broken)
-        runs = fzero.checkpoints(tmp_path)
+        runs = fzero.checkpoint.checkpoints(tmp_path)
         runs.save(1, numbered(1))
-        with pytest.raises(fzero.CheckpointError, match=text):
+        with pytest.raises(fzero.errors.CheckpointError, match=text):
             runs.save(2, numbered(2))
-        with pytest.raises(fzero.CheckpointError, match=text), fzero.checkpoints(tmp_path) as runs:
+        with pytest.raises(fzero.errors.CheckpointError, match=text), fzero.checkpoint.checkpoints(tmp_path) as runs:
             saving = runs.save(3, numbered(3))
         assert saving.done() and "failed" in repr(saving)
     runs.save(4, numbered(4))
@@ -175,7 +175,7 @@ def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
 
 
 def test_buffers_live_from_save_to_save(tmp_path):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     places = set()
     for i in range(3):
         runs.save(i, numbered(i)).wait()
@@ -191,20 +191,20 @@ from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
 write = _files.LocalFolder.write
 _files.LocalFolder.write = lambda *args: (time.sleep(0.5), write(*args))
-fzero.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
+fzero.checkpoint.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    assert fzero.checkpoints(tmp_path).steps() == [1]
+    assert fzero.checkpoint.checkpoints(tmp_path).steps() == [1]
 
 
 def test_what_is_remembered_is_looked_at_first(tmp_path):
     root, memory = tmp_path / "runs", str(tmp_path / "memory")
-    runs = fzero.checkpoints(root, memory=memory)
+    runs = fzero.checkpoint.checkpoints(root, memory=memory)
     runs.save(2, numbered(2))
     for i in (3, 4, 5):
         runs.remember(i, numbered(i))
     runs.wait()
-    again = fzero.checkpoints(root, memory=memory)  # after the death of the process
+    again = fzero.checkpoint.checkpoints(root, memory=memory)  # after the death of the process
     assert again.newest() == 5 and again.restore(numbered(0))["w"].tolist() == [5.0] * 5
     (step,) = (tmp_path / "memory").rglob("step-*")
     assert step.name == "step-00000005" and again.steps() == [2]
@@ -214,15 +214,17 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
     spoil(root / "step-00000006", "no data")
     assert again.restore(numbered(0))["step"] == 2
     shutil.rmtree(root)  # another run has another memory
-    assert fzero.checkpoints(root, memory=memory).newest() is None
-    with pytest.raises(ValueError, match=r"remember needs a folder of shared memory: fzero.checkpoints\(..., memory="):
-        fzero.checkpoints(root).remember(1, {})
+    assert fzero.checkpoint.checkpoints(root, memory=memory).newest() is None
+    with pytest.raises(
+        ValueError, match=r"remember needs a folder of shared memory: fzero.checkpoint.checkpoints\(..., memory="
+    ):
+        fzero.checkpoint.checkpoints(root).remember(1, {})
 
 
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
     with _files.LocalFolder(str(tmp_path)).alone():
         start = time.monotonic()
-        with pytest.raises(fzero.CheckpointError, match=r"another process saves here; give each a folder"):
+        with pytest.raises(fzero.errors.CheckpointError, match=r"another process saves here; give each a folder"):
             fzero.save(tmp_path, numbered(1))
         assert time.monotonic() - start < 5
     fzero.save(tmp_path, numbered(1))
@@ -249,10 +251,10 @@ print("committed")
 def test_counts_are_whole_numbers(wrong, tmp_path):
     for name in ("keep", "every"):
         with pytest.raises(ValueError, match=f"{name}=.*: expected a whole number, 1 or more"):
-            fzero.checkpoints(tmp_path, **{name: wrong})
+            fzero.checkpoint.checkpoints(tmp_path, **{name: wrong})
     if wrong not in (0, True):
         with pytest.raises(ValueError, match=r"step=.*: expected a whole number, 0 or more"):
-            fzero.checkpoints(tmp_path).save(wrong, {})
+            fzero.checkpoint.checkpoints(tmp_path).save(wrong, {})
 
 
 @pytest.mark.parametrize("how", ["save", "remember"])
@@ -264,7 +266,7 @@ def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
         write(*args)
 
     monkeypatch.setattr(_files.LocalFolder, "write", late)
-    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     state = {"w": torch.zeros(2), "at": {"epoch": 1, "seen": [1]}}
     saving = getattr(runs, how)(1, state)
     state["at"]["epoch"] = 2
@@ -275,11 +277,11 @@ def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
 
 
 def test_what_was_damaged_in_memory_is_not_taken_for_a_beginning(tmp_path):
-    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     runs.remember(5, numbered(5)).wait()
     (data,) = (tmp_path / "memory").rglob("*.safetensors")
     data.write_bytes(data.read_bytes()[:-1] + b"!")
-    with pytest.raises(fzero.CheckpointError, match=r"no checkpoint is whole: .* is damaged"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"no checkpoint is whole: .* is damaged"):
         runs.restore(numbered(0))
     runs.save(4, numbered(4)).wait()
     assert runs.restore(numbered(0))["step"] == 4
@@ -290,7 +292,7 @@ def test_a_link_to_a_checkpoint_is_let_go_without_it(tmp_path):
     fzero.save(elsewhere, numbered(1))
     root.mkdir()
     (root / "step-00000001").symlink_to(elsewhere)
-    runs = fzero.checkpoints(root, keep=1)
+    runs = fzero.checkpoint.checkpoints(root, keep=1)
     assert runs.restore(numbered(0))["step"] == 1
     runs.save(2, numbered(2)).wait()
     assert runs.steps() == [2] and fzero.load(elsewhere, numbered(0))["step"] == 1
@@ -311,7 +313,7 @@ def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, 
 
 
 def test_a_run_that_goes_back_is_told_of_the_newer_steps(tmp_path, caplog):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (5, 9, 6):
         runs.save(step, numbered(step)).wait()
     assert [r.message.split(": ")[1] for r in caplog.records] == [f"{str(tmp_path)!r} holds step 9, and saves step 6"]
@@ -321,26 +323,26 @@ def test_a_save_that_fails_beside_the_training_is_told_even_if_nobody_waits(tmp_
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(_files.LocalFolder, "write", full)
         saving = runs.save(1, numbered(1))
         while not saving.done():
             time.sleep(0.01)
     assert any("nothing was saved" in r.message and "No space left" in r.message for r in caplog.records)
-    with pytest.raises(fzero.CheckpointError, match="No space left"):
+    with pytest.raises(fzero.errors.CheckpointError, match="No space left"):
         runs.wait()
 
 
 def test_of_equal_steps_the_one_in_memory_is_read(tmp_path):
-    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     runs.save(5, {"w": torch.zeros(1)}).wait()
     runs.remember(5, {"w": torch.ones(1)}).wait()
     assert runs.restore({"w": torch.zeros(1)})["w"] == 1
 
 
 def test_memory_holds_one_step_also_of_a_run_that_goes_back(tmp_path):
-    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     for step in (5, 7, 3):
         runs.remember(step, numbered(step)).wait()
     assert len(list((tmp_path / "memory").rglob("manifest.json"))) == 1
@@ -348,18 +350,18 @@ def test_memory_holds_one_step_also_of_a_run_that_goes_back(tmp_path):
 
 
 def test_a_copy_of_a_run_has_memory_of_its_own(tmp_path):
-    runs = fzero.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
+    runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=str(tmp_path / "memory"))
     runs.save(1, numbered(1)).wait()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     runs.remember(2, numbered(2)).wait()
-    copy = fzero.checkpoints(tmp_path / "copy", memory=str(tmp_path / "memory"))
+    copy = fzero.checkpoint.checkpoints(tmp_path / "copy", memory=str(tmp_path / "memory"))
     assert copy.restore(numbered(0))["step"] == 1
     copy.remember(3, numbered(3)).wait()
     assert runs.restore(numbered(0))["step"] == 2
 
 
 def test_of_what_is_let_go_the_manifest_goes_first(tmp_path, monkeypatch):
-    runs = fzero.checkpoints(tmp_path, keep=1)
+    runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
     runs.save(1, numbered(1)).wait()
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # a kill
     runs.save(2, numbered(2)).wait()
@@ -391,7 +393,7 @@ def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path
 
 
 def test_checkpoints_that_are_let_go_meanwhile_are_no_damage(tmp_path, monkeypatch, capsys):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (1, 2):
         runs.save(step, numbered(step)).wait()
 

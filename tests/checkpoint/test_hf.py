@@ -17,20 +17,20 @@ import fzero
 from fzero import tree
 from fzero.checkpoint import _files
 from fzero.checkpoint._files import locked
-from fzero.hf import _read, _write
-from fzero.hf._stored import INDEX, SINGLE
+from fzero.checkpoint.hf import _read, _write
+from fzero.checkpoint.hf._read import INDEX, SINGLE
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
 from tests.checkpoint.test_damage import JSON
 
 
-def params_in(layout: Layout, params: Any, seed: int = 0) -> tuple[fzero.ShardedStep, Any, Any]:
+def params_in(layout: Layout, params: Any, seed: int = 0) -> tuple[fzero.zero.ShardedStep, Any, Any]:
     """A step, parameters of random bits in its layout, and these whole."""
     step, state = state_in(layout, params)
     state, whole = filled(step, state, seed)
     return step, state["params"], whole["params"]
 
 
-def like_in(layout: Layout, params: Any) -> tuple[fzero.ShardedStep, Any]:
+def like_in(layout: Layout, params: Any) -> tuple[fzero.zero.ShardedStep, Any]:
     step, state = state_in(layout, params)
     return step, state["params"]
 
@@ -46,11 +46,11 @@ def folder_of(path: Path) -> dict[str, bytes]:
 def test_any_layout_is_written_alike_and_read_into_any(tmp_path_factory, params, source, target, max_file, seed):
     path, plain = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("plain")
     step, cut, whole = params_in(source, params, seed % 99)
-    fzero.hf.write(path, cut, step.mesh, max_file=max_file)
-    fzero.hf.write(plain, whole, max_file=max_file)
+    fzero.checkpoint.hf.write(path, cut, step.mesh, max_file=max_file)
+    fzero.checkpoint.hf.write(plain, whole, max_file=max_file)
     assert folder_of(path) == folder_of(plain)
     other, like = like_in(target, params)
-    assert same_bits(other.gather(fzero.hf.read(path, like, other.mesh)), whole)
+    assert same_bits(other.gather(fzero.checkpoint.hf.read(path, like, other.mesh)), whole)
     theirs: dict[str, Any] = {}
     for name in os.listdir(path):
         if name != INDEX:
@@ -82,7 +82,7 @@ def test_floating_leaves_are_cast_in_small_parts(tmp_path_factory, source, targe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "CHUNK", 24)
         patch.setattr(_write, "CHUNK", 24)
-        fzero.hf.write(path, step.partition(whole), step.mesh, dtype=there)
+        fzero.checkpoint.hf.write(path, step.partition(whole), step.mesh, dtype=there)
 
         def cast(*dtypes: torch.dtype) -> Any:
             def one(x: torch.Tensor) -> torch.Tensor:
@@ -96,18 +96,18 @@ def test_floating_leaves_are_cast_in_small_parts(tmp_path_factory, source, targe
         assert same_bits(dict(sorted(stored.items())), dict(sorted(cast(there).items())))
         other = sharded(target)
         like = other.partition(tree.map(torch.zeros_like, cast(here)))
-        assert same_bits(other.gather(fzero.hf.read(path, like, other.mesh)), cast(there, here))
+        assert same_bits(other.gather(fzero.checkpoint.hf.read(path, like, other.mesh)), cast(there, here))
 
 
 def test_plain_leaves_of_any_strides_are_read_in_place(tmp_path):
     x = torch.randn(4, 6)
-    fzero.hf.write(tmp_path, {"x": x})
+    fzero.checkpoint.hf.write(tmp_path, {"x": x})
     like = torch.zeros(6, 4).t()
-    loaded = fzero.hf.read(tmp_path, {"x": like})["x"]
+    loaded = fzero.checkpoint.hf.read(tmp_path, {"x": like})["x"]
     assert loaded is like and torch.equal(like, x)
     wide = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64).t())
     version = wide._version
-    assert torch.equal(fzero.hf.read(tmp_path, {"x": wide})["x"], x.double()) and wide._version > version
+    assert torch.equal(fzero.checkpoint.hf.read(tmp_path, {"x": wide})["x"], x.double()) and wide._version > version
 
 
 def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_path, monkeypatch):
@@ -119,14 +119,14 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
         original(files, name, at, views)
 
     whole = {f"w{i}": torch.randn(100) for i in range(3)}
-    fzero.hf.write(tmp_path, whole, max_file=800)
+    fzero.checkpoint.hf.write(tmp_path, whole, max_file=800)
     heads = {name: 8 + int.from_bytes(x[:8], "little") for name, x in folder_of(tmp_path).items() if name != INDEX}
     monkeypatch.setattr(_files.LocalFolder, "read_into", counted)
     for layout in (Layout({"dp": 3}, 0), Layout({"dp": 3}, 3), Layout({"replica": 2, "shard": 3}, 3, "shard")):
         step = sharded(layout)
         like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), whole))
         read.clear()
-        loaded = fzero.hf.read(tmp_path, like, step.mesh)
+        loaded = fzero.checkpoint.hf.read(tmp_path, like, step.mesh)
         assert same_bits(step.gather(loaded), whole)
         data = [x for x in read if x[0] != INDEX and x[1] >= heads[x[0]]]
         assert sum(numel for _, _, numel in data) == sum(x.nbytes for x in whole.values())
@@ -141,41 +141,47 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
 def test_ties_are_stored_once_and_one_of_their_names_is_enough(tmp_path):
     w = torch.randn(8)
     step = sharded(Layout({"dp": 3}, 3))
-    fzero.hf.write(tmp_path, step.partition({"embed": w, "head": w}), step.mesh)
+    fzero.checkpoint.hf.write(tmp_path, step.partition({"embed": w, "head": w}), step.mesh)
     assert list(safetensors.torch.load_file(tmp_path / SINGLE)) == ["embed"]
     for stored in ({"embed": w}, {"head": w}, {"embed": w, "head": w.clone()}):
         safetensors.torch.save_file(stored, tmp_path / SINGLE, {"format": "pt"})
         zeros = torch.zeros(8)
-        loaded = fzero.hf.read(tmp_path, step.partition({"embed": zeros, "head": zeros}), step.mesh)
+        loaded = fzero.checkpoint.hf.read(tmp_path, step.partition({"embed": zeros, "head": zeros}), step.mesh)
         assert same_bits(step.gather(loaded), {"embed": w, "head": w})
     safetensors.torch.save_file({"embed": w, "head": w + 1}, tmp_path / SINGLE)
     zeros = torch.zeros(8)
-    with pytest.raises(fzero.CheckpointError, match="different values for 'embed' and 'head', which are one tensor in"):
-        fzero.hf.read(tmp_path, {"embed": zeros, "head": zeros})
-    untied = fzero.hf.read(tmp_path, {"embed": zeros.clone(), "head": zeros.clone()})
+    with pytest.raises(
+        fzero.errors.CheckpointError, match="different values for 'embed' and 'head', which are one tensor in"
+    ):
+        fzero.checkpoint.hf.read(tmp_path, {"embed": zeros, "head": zeros})
+    untied = fzero.checkpoint.hf.read(tmp_path, {"embed": zeros.clone(), "head": zeros.clone()})
     assert same_bits(untied, {"embed": w, "head": w + 1})
 
 
 def test_names_are_given_by_a_function(tmp_path):
     params = {"blocks": [{"w": torch.randn(2)}, {"w": torch.randn(2)}], "none": None, "nothing": {"a": []}}
-    fzero.hf.write(tmp_path, params, name=lambda path: f"model.{path}")
+    fzero.checkpoint.hf.write(tmp_path, params, name=lambda path: f"model.{path}")
     assert sorted(safetensors.torch.load_file(tmp_path / SINGLE)) == ["model.blocks.0.w", "model.blocks.1.w"]
     like = tree.map(lambda x: x * 0, params)
-    assert same_bits(fzero.hf.read(tmp_path, like, name=lambda path: f"model.{path}"), params)
-    with pytest.raises(fzero.CheckpointError, match=r"it has no tensor 'm' for leaf 'blocks.0.w' \(float32 \[2\]\)"):
-        fzero.hf.read(tmp_path, like, name=lambda path: "m")
-    both = fzero.hf.read(
+    assert same_bits(fzero.checkpoint.hf.read(tmp_path, like, name=lambda path: f"model.{path}"), params)
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"it has no tensor 'm' for leaf 'blocks.0.w' \(float32 \[2\]\)"
+    ):
+        fzero.checkpoint.hf.read(tmp_path, like, name=lambda path: "m")
+    both = fzero.checkpoint.hf.read(
         tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, name=lambda p: "model.blocks.0.w", partial=True
     )
     assert same_bits(both, {"a": params["blocks"][0]["w"], "b": params["blocks"][0]["w"]})
 
 
 def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
-    fzero.hf.write(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(5), "n": torch.arange(3)})
+    fzero.checkpoint.hf.write(
+        tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(5), "n": torch.arange(3)}
+    )
 
     def refused(text: str, like: Any, **options: Any) -> None:
-        with pytest.raises(fzero.CheckpointError, match=text):
-            fzero.hf.read(tmp_path, like, **options)
+        with pytest.raises(fzero.errors.CheckpointError, match=text):
+            fzero.checkpoint.hf.read(tmp_path, like, **options)
         assert all(x.eq(0).all() for x in like.values())
 
     def zeros(**shapes: Any) -> Any:
@@ -190,36 +196,36 @@ def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
     refused(r"tensor 'n' is int64 \[3\] there, and leaf 'n' is int32", zeros() | {"n": torch.zeros(3).int()})
     refused(r"tensor 'n' is int64 \[3\] there, and leaf 'n' is float32", zeros(n=(3,)))
     refused(r"it has no tensor 'd'", zeros(b=None, d=(1,)), partial=True)
-    loaded = fzero.hf.read(tmp_path, zeros(b=None), partial=True)
+    loaded = fzero.checkpoint.hf.read(tmp_path, zeros(b=None), partial=True)
     assert loaded["a"].eq(1).all() and list(loaded) == ["n", "a", "c"]
 
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path):
     mesh = fzero.mesh(dp=2)
     with pytest.raises(TypeError, match=r"params leaf 'step' is '7', and a folder of safetensors holds tensors only"):
-        fzero.hf.write(tmp_path, {"w": torch.zeros(1), "step": 7})
+        fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(1), "step": 7})
     with pytest.raises(TypeError, match=r"like leaf 'step' is .*7.*, and a folder of safetensors"):
-        fzero.hf.read(_one(tmp_path / "one"), {"w": torch.zeros(1), "step": {"a": 7}})
+        fzero.checkpoint.hf.read(_one(tmp_path / "one"), {"w": torch.zeros(1), "step": {"a": 7}})
     with pytest.raises(TypeError, match=r"leaf 'x' is a PerRank value, and a folder of safetensors has one for all"):
-        fzero.hf.write(tmp_path, {"x": fzero.PerRank(torch.zeros(2, 3))}, mesh)
+        fzero.checkpoint.hf.write(tmp_path, {"x": fzero.PerRank(torch.zeros(2, 3))}, mesh)
     with pytest.raises(TypeError, match=r"params leaf 'x' is of torch.complex128, which safetensors has not"):
-        fzero.hf.write(tmp_path, {"x": torch.zeros(2, dtype=torch.complex128)})
+        fzero.checkpoint.hf.write(tmp_path, {"x": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match=r"leaves 'a' and 'b' have one name, 'w'"):
-        fzero.hf.write(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, name=lambda path: "w")
+        fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, name=lambda path: "w")
     for given_ in (3, "", "__metadata__"):
         with pytest.raises(TypeError, match=rf"name\('a'\) gave {given_!r}: expected the name of a tensor"):
-            fzero.hf.write(tmp_path, {"a": torch.zeros(1)}, name=lambda path, given_=given_: given_)  # pyright: ignore
+            fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, name=lambda path, given_=given_: given_)  # pyright: ignore
     with pytest.raises(ValueError, match=r"folder='s3://b/m' is a URL: expected a local folder"):
-        fzero.hf.write("s3://b/m", {"a": torch.zeros(1)})
+        fzero.checkpoint.hf.write("s3://b/m", {"a": torch.zeros(1)})
     with pytest.raises(TypeError, match=r"dtype=torch.int8: expected a floating dtype"):
-        fzero.hf.write(tmp_path, {"a": torch.zeros(1)}, dtype=torch.int8)
+        fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"max_file=0: expected a number of bytes"):
-        fzero.hf.write(tmp_path, {"a": torch.zeros(1)}, max_file=0)
+        fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, max_file=0)
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
 
 
 def _one(path: Path) -> Path:
-    fzero.hf.write(path, {"a": torch.zeros(1)})
+    fzero.checkpoint.hf.write(path, {"a": torch.zeros(1)})
     return path
 
 
@@ -236,8 +242,8 @@ def model(value: float) -> dict[str, torch.Tensor]:
 def found_in(path: Path) -> float | None:
     """The value of the model in the folder, which is one; None if there is no model."""
     try:
-        loaded = fzero.hf.read(path, {name: torch.zeros(1) for name in "abc"})
-    except fzero.CheckpointError as error:
+        loaded = fzero.checkpoint.hf.read(path, {name: torch.zeros(1) for name in "abc"})
+    except fzero.errors.CheckpointError as error:
         assert "has no file model.safetensors, and no model.safetensors.index.json" in str(error), str(error)
         return None
     values = {x.item() for x in loaded.values()}
@@ -255,7 +261,7 @@ def test_whoever_reads_finds_the_old_model_or_the_new_one_or_none(before, after,
         path.mkdir()
         for name, data in own.items():
             (path / name).write_bytes(data)
-        fzero.hf.write(path, model(1.0), max_file=WRITES[before])
+        fzero.checkpoint.hf.write(path, model(1.0), max_file=WRITES[before])
         left = n
 
         def dying(*args: Any, original: Any, **options: Any) -> Any:
@@ -269,7 +275,7 @@ def test_whoever_reads_finds_the_old_model_or_the_new_one_or_none(before, after,
             for call in ("rename", "unlink", "pwrite"):
                 patch.setattr(os, call, functools.partial(dying, original=getattr(os, call)))
             try:
-                fzero.hf.write(path, model(2.0), max_file=WRITES[after])
+                fzero.checkpoint.hf.write(path, model(2.0), max_file=WRITES[after])
                 ended = left >= 0
             except OSError:
                 ended = False
@@ -277,7 +283,7 @@ def test_whoever_reads_finds_the_old_model_or_the_new_one_or_none(before, after,
         assert value == 2.0 if ended else value in (1.0, 2.0, None)
         if before == "one" or after == "one" or before != after:
             assert value is not None, "only where files have the same names is there none for a moment"
-        fzero.hf.write(path, model(3.0), max_file=WRITES[after])
+        fzero.checkpoint.hf.write(path, model(3.0), max_file=WRITES[after])
         assert found_in(path) == 3.0
         mine = {name: data for name, data in folder_of(path).items() if name in own}
         assert mine == own and len(os.listdir(path)) == len(own) + {"one": 1, "two": 3, "three": 4}[after]
@@ -287,16 +293,18 @@ def test_whoever_reads_finds_the_old_model_or_the_new_one_or_none(before, after,
 
 
 def test_a_write_that_fails_leaves_the_old_model_and_no_file_of_its_own(tmp_path, monkeypatch):
-    fzero.hf.write(tmp_path, model(1.0))
+    fzero.checkpoint.hf.write(tmp_path, model(1.0))
     before = folder_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(_write.os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(28, "planted")))
         with pytest.raises(OSError, match="planted"):
-            fzero.hf.write(tmp_path, model(2.0))
+            fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
     monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 100)
-    with pytest.raises(fzero.CheckpointError, match=r"there is no room for \d+ bytes in .*: its disk has 100 left"):
-        fzero.hf.write(tmp_path, model(2.0))
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"there is no room for \d+ bytes in .*: its disk has 100 left"
+    ):
+        fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
 
 
@@ -309,13 +317,13 @@ LEAVES = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4), "c": torch.on
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
     path = tmp_path_factory.mktemp("several")
-    fzero.hf.write(path, LEAVES, max_file=40)
+    fzero.checkpoint.hf.write(path, LEAVES, max_file=40)
     assert len(os.listdir(path)) == 3
     return path
 
 
 def read_leaves(path: Path) -> Any:
-    return fzero.hf.read(path, tree.map(torch.zeros_like, LEAVES))
+    return fzero.checkpoint.hf.read(path, tree.map(torch.zeros_like, LEAVES))
 
 
 def copied(path: Path, to: Path) -> Path:
@@ -336,7 +344,7 @@ def test_a_changed_header_or_index_is_an_error_or_changes_nothing(several, tmp_p
     (path / name).write_bytes(content)
     try:
         loaded = read_leaves(path)
-    except fzero.CheckpointError as error:
+    except fzero.errors.CheckpointError as error:
         assert str(path) in str(error)
     else:
         assert same_bits(loaded, LEAVES)
@@ -354,11 +362,11 @@ def test_a_file_that_was_cut_or_has_grown_or_is_missing_is_an_error(several, tmp
     (path / name).write_bytes(content[:size])
     if size is None and name == INDEX:
         (path / name).unlink()
-    with pytest.raises(fzero.CheckpointError, match=re.escape(name)):
+    with pytest.raises(fzero.errors.CheckpointError, match=re.escape(name)):
         read_leaves(path)
     if name != INDEX:
         (path / name).unlink()
-        with pytest.raises(fzero.CheckpointError, match=f"{re.escape(name)} is missing"):
+        with pytest.raises(fzero.errors.CheckpointError, match=f"{re.escape(name)} is missing"):
             read_leaves(path)
 
 
@@ -383,8 +391,8 @@ def test_any_json_in_a_header_is_an_error(tmp_path_factory, junk, key, inner):
     write_header(path / SINGLE, header)
     if header == {"a": GOOD} and type(entry["shape"][0]) is type(entry["data_offsets"][0]) is int:
         return
-    with pytest.raises(fzero.CheckpointError):
-        fzero.hf.read(path, {"a": torch.zeros(2, 3)})
+    with pytest.raises(fzero.errors.CheckpointError):
+        fzero.checkpoint.hf.read(path, {"a": torch.zeros(2, 3)})
 
 
 @pytest.mark.parametrize(
@@ -404,8 +412,8 @@ def test_any_json_in_a_header_is_an_error(tmp_path_factory, junk, key, inner):
 )
 def test_offsets_and_shapes_are_not_believed(entries, text, tmp_path):
     write_header(tmp_path / SINGLE, entries)
-    with pytest.raises(fzero.CheckpointError, match=text):
-        fzero.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
+    with pytest.raises(fzero.errors.CheckpointError, match=text):
+        fzero.checkpoint.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
 
 
 def test_a_header_is_as_long_as_its_file_at_most(tmp_path):
@@ -413,8 +421,10 @@ def test_a_header_is_as_long_as_its_file_at_most(tmp_path):
         with open(tmp_path / SINGLE, "wb") as f:
             f.write(numel.to_bytes(8, "little"))
             f.truncate(size)
-        with pytest.raises(fzero.CheckpointError, match=rf"it has {size:,} bytes, and its header would have {numel:,}"):
-            fzero.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
+        with pytest.raises(
+            fzero.errors.CheckpointError, match=rf"it has {size:,} bytes, and its header would have {numel:,}"
+        ):
+            fzero.checkpoint.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
 
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/out", "sub/a", "..", ".", "", "a\\b", "a\0b", 3, None])
@@ -423,8 +433,8 @@ def test_a_name_in_an_index_leads_nowhere_else(name, tmp_path):
     for place in (tmp_path / "out.safetensors", tmp_path / "model" / "a"):
         safetensors.torch.save_file({"a": torch.ones(1)}, place)
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(fzero.CheckpointError, match=r"says that 'a' is in .*: expected a file of the folder"):
-        fzero.hf.read(tmp_path / "model", {"a": torch.zeros(1)})
+    with pytest.raises(fzero.errors.CheckpointError, match=r"says that 'a' is in .*: expected a file of the folder"):
+        fzero.checkpoint.hf.read(tmp_path / "model", {"a": torch.zeros(1)})
 
 
 def test_an_index_that_its_files_do_not_bear_out_is_an_error(several, tmp_path):
@@ -432,11 +442,11 @@ def test_an_index_that_its_files_do_not_bear_out_is_an_error(several, tmp_path):
     weights = json.loads((path / INDEX).read_bytes())["weight_map"]
     weights["a"] = next(name for name in weights.values() if name != weights["a"])
     (path / INDEX).write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(fzero.CheckpointError, match=f"says that {weights['a']} holds 'a', which it does not"):
+    with pytest.raises(fzero.errors.CheckpointError, match=f"says that {weights['a']} holds 'a', which it does not"):
         read_leaves(path)
     for body in ([], {}, {"weight_map": []}):
         (path / INDEX).write_text(json.dumps(body))
-        with pytest.raises(fzero.CheckpointError, match=f"{INDEX} is damaged"):
+        with pytest.raises(fzero.errors.CheckpointError, match=f"{INDEX} is damaged"):
             read_leaves(path)
 
 
@@ -454,12 +464,12 @@ def test_a_model_comes_from_transformers_and_goes_back(tmp_path):
     _, params, _ = fzero.nn.functional(model)
     step = sharded(Layout({"dp": 3}, 3))
     like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), params))
-    read = fzero.hf.read(tmp_path / "theirs", like, step.mesh)
+    read = fzero.checkpoint.hf.read(tmp_path / "theirs", like, step.mesh)
     assert same_bits(step.gather(read), params)
     tokens = torch.arange(12)[None]
     for i, max_file in enumerate((1 << 30, 20_000)):
         ours = tmp_path / f"ours{i}"
-        fzero.hf.write(ours, read, step.mesh, max_file=max_file)
+        fzero.checkpoint.hf.write(ours, read, step.mesh, max_file=max_file)
         model.config.save_pretrained(ours)
         loaded = transformers.GPT2LMHeadModel.from_pretrained(ours, local_files_only=True).eval()
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
@@ -467,17 +477,17 @@ def test_a_model_comes_from_transformers_and_goes_back(tmp_path):
 
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
-    fzero.hf.write(tmp_path, {"w": torch.zeros(2)})
+    fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(2)})
     fd = os.open(tmp_path, os.O_RDONLY)
-    with locked(fd, str(tmp_path)), pytest.raises(fzero.CheckpointError, match="another process saves here"):
-        fzero.hf.write(tmp_path, {"w": torch.ones(2)})
+    with locked(fd, str(tmp_path)), pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
+        fzero.checkpoint.hf.write(tmp_path, {"w": torch.ones(2)})
     os.close(fd)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]
-    fzero.hf.write(tmp_path, {"w": torch.ones(2)})
+    fzero.checkpoint.hf.write(tmp_path, {"w": torch.ones(2)})
 
 
 def test_leaves_that_share_memory_are_read_apart(tmp_path):
-    fzero.hf.write(tmp_path, {"a": torch.zeros(4), "b": torch.ones(2, 2)})
+    fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(4), "b": torch.ones(2, 2)})
     x = torch.zeros(4)
-    found = fzero.hf.read(tmp_path, {"a": x, "b": x.view(2, 2)})
+    found = fzero.checkpoint.hf.read(tmp_path, {"a": x, "b": x.view(2, 2)})
     assert found["a"].sum() == 0 and found["b"].sum() == 4

@@ -8,9 +8,8 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint._diff import differences
-from fzero.checkpoint._export import export
-from fzero.layout.boxes import PerRank
+from fzero.checkpoint._look import differences, export
+from fzero.sharding._boxes import PerRank
 from tests.checkpoint.states import Layout, sharded, state_in
 
 PARAMS = {"a": torch.zeros(4), "b": {"c": torch.zeros(3, 2)}, "n": torch.zeros(2, dtype=torch.int64)}
@@ -25,7 +24,7 @@ def saved(tmp_path_factory):
 
 def test_the_first_three_leaves_that_differ_are_named(saved):
     like = {"a": torch.zeros(5), "b": {"d": torch.zeros(3, 2)}, "n": torch.zeros(2), "step": 0, "e": torch.zeros(1)}
-    with pytest.raises(fzero.CheckpointError) as error:
+    with pytest.raises(fzero.errors.CheckpointError) as error:
         fzero.load(saved, like=like)
     assert str(error.value).split(" is of another tree: ")[1] == (
         "leaf 'a' is float32 [4] there, and float32 [5] here; it has no leaf 'b.d' (float32 [3, 2]); leaf 'n' is int64 "
@@ -35,16 +34,16 @@ def test_the_first_three_leaves_that_differ_are_named(saved):
 
 def test_a_part_is_read_if_it_is_said(saved):
     part = {"b": {"c": torch.ones(3, 2)}}
-    with pytest.raises(fzero.CheckpointError, match=r"no leaf 'a' \(float32 \[4\]\); .*; give partial=True"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"no leaf 'a' \(float32 \[4\]\); .*; give partial=True"):
         fzero.load(saved, like=part)
     assert part["b"]["c"].sum() == 6, "written into before all was checked"
     assert fzero.load(saved, like=part, partial=True)["b"]["c"].sum() == 0
-    with pytest.raises(fzero.CheckpointError, match=r"it has no leaf 'x'"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"it has no leaf 'x'"):
         fzero.load(saved, like={"x": torch.zeros(1)}, partial=True)
 
 
 def test_a_number_is_no_tensor(saved):
-    with pytest.raises(fzero.CheckpointError, match=r"leaf 'step' is a value there, and int64 \[\] here"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"leaf 'step' is a value there, and int64 \[\] here"):
         fzero.load(saved, like={**PARAMS, "step": torch.tensor(0)})
 
 
@@ -56,10 +55,10 @@ def test_a_path_that_is_no_checkpoint(name, tmp_path):
         with pytest.raises(TypeError, match=r"path=b'.*': expected the path of a folder, or a URL"):
             fzero.load(path, like={})
         return
-    with pytest.raises(fzero.CheckpointError, match=r"is no checkpoint: it has no file manifest.json"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"is no checkpoint: it has no file manifest.json"):
         fzero.load(path, like={})
     if "file" in str(path):
-        with pytest.raises(fzero.CheckpointError, match=r"is a file, or lies below one: expected a folder"):
+        with pytest.raises(fzero.errors.CheckpointError, match=r"is a file, or lies below one: expected a folder"):
             fzero.save(path, {"w": torch.zeros(1)})
         assert (tmp_path / "file").read_text() == "mine"
 
@@ -100,9 +99,9 @@ def test_a_box_needs_the_mesh_that_it_was_cut_for(tmp_path):
 def test_what_was_donated_is_neither_saved_nor_loaded_into(saved, tmp_path):
     x = tree.map(torch.clone, PARAMS)
     fzero.jit(lambda x: tree.map(lambda y: y + 1, x), donate=0, backend="fx")(x)
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         fzero.save(tmp_path, x)
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         fzero.load(saved, like={**x, "step": 0})
 
 
@@ -114,7 +113,7 @@ def test_values_by_rank_are_read_on_as_many_ranks_only(tmp_path):
     assert fzero.load(tmp_path, like=like, mesh=mesh)["seen"].value.tolist() == [[0, 1], [2, 3], [4, 5]]
     other = fzero.mesh(dp=2)
     like = {"seen": PerRank(torch.zeros(2, 2, dtype=torch.int64)), "w": torch.zeros(2)}
-    with pytest.raises(fzero.CheckpointError, match=r"'seen' is a PerRank value, int64 \[3, 2\] there"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"'seen' is a PerRank value, int64 \[3, 2\] there"):
         fzero.load(tmp_path, like=like, mesh=other)
 
 
@@ -140,7 +139,7 @@ def test_values_that_are_no_tensors_are_the_checkpoints(tmp_path):
 
 
 def test_a_leaf_that_is_not_there_is_named(saved):
-    with pytest.raises(fzero.CheckpointError, match=r"has no leaf 'x'; of its 4, look at 'a', 'b.c', 'n'"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"has no leaf 'x'; of its 4, look at 'a', 'b.c', 'n'"):
         fzero.checkpoint.read(saved, "x")
 
 
@@ -175,11 +174,11 @@ def test_what_is_on_the_meta_device_has_no_values(tmp_path):
 @pytest.mark.parametrize("step", [-1, 10**15, True, 1.0])
 def test_a_steps_number_is_one_that_is_found_again(step, tmp_path):
     with pytest.raises(ValueError, match="expected a whole number, 0 or more, of at most 15 digits"):
-        fzero.checkpoints(tmp_path).save(step, {"a": torch.zeros(2)})
+        fzero.checkpoint.checkpoints(tmp_path).save(step, {"a": torch.zeros(2)})
 
 
 def test_the_greatest_number_of_a_step_is_found_again(tmp_path):
-    runs = fzero.checkpoints(tmp_path)
+    runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(10**15 - 1, {"a": torch.zeros(2)}).wait()
     assert runs.newest() == 10**15 - 1
 
@@ -216,15 +215,15 @@ def test_values_beside_tensors_are_found_without_them(tmp_path):
     fzero.save(tmp_path, {"w": torch.zeros(2), "step": 7, "at": {"epoch": 3, "seen": [1, 2]}})
     assert fzero.load(tmp_path, like={"step": 0}, partial=True) == {"step": 7}
     assert fzero.load(tmp_path, like={"at": {"epoch": 0}}, partial=True)["at"] == {"epoch": 3, "seen": [1, 2]}
-    with pytest.raises(fzero.CheckpointError, match="it has no leaf 'best' "):
+    with pytest.raises(fzero.errors.CheckpointError, match="it has no leaf 'best' "):
         fzero.load(tmp_path, like={"step": 0, "best": 0.0}, partial=True)
-    with pytest.raises(fzero.CheckpointError, match="the tree has no leaf 'w'"):
+    with pytest.raises(fzero.errors.CheckpointError, match="the tree has no leaf 'w'"):
         fzero.load(tmp_path, like={"step": 0})
 
 
 def test_a_tree_that_is_one_value_is_called_so(tmp_path):
     fzero.save(tmp_path, {"step": 7})
-    with pytest.raises(fzero.CheckpointError, match=r"it has no leaf 'w' .*; the tree has no single value"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"it has no leaf 'w' .*; the tree has no single value"):
         fzero.load(tmp_path, like={"w": torch.zeros(2), "step": 0})
 
 
@@ -232,9 +231,9 @@ def test_a_key_within_a_value_is_read(tmp_path):
     fzero.save(tmp_path, {"w": torch.zeros(2), "loader": {"at": {"epoch": 3}, "a.b": 4}})
     for path, value in (("loader.at.epoch", 3), ("loader.a.b", 4), ("loader.at", {"epoch": 3})):
         assert fzero.checkpoint.read(tmp_path, path) == value
-    with pytest.raises(fzero.CheckpointError, match="no leaf 'loaded'; of its 2, look at 'loader'"):
+    with pytest.raises(fzero.errors.CheckpointError, match="no leaf 'loaded'; of its 2, look at 'loader'"):
         fzero.checkpoint.read(tmp_path, "loaded")
-    with pytest.raises(fzero.CheckpointError, match=r"no leaf 'loader.at.no'"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"no leaf 'loader.at.no'"):
         fzero.checkpoint.read(tmp_path, "loader.at.no")
     fzero.save(tmp_path, {"step": 7})
     assert fzero.checkpoint.read(tmp_path, "step") == 7
@@ -249,14 +248,14 @@ def test_the_home_folder_has_its_usual_sign(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"as_torch": True}])
 def test_an_export_does_not_replace_what_it_reads(options, saved):
     name = "manifest.json" if options else "a.safetensors"
-    with pytest.raises(fzero.CheckpointError, match="lies in the checkpoint's own folder: write it elsewhere"):
+    with pytest.raises(fzero.errors.CheckpointError, match="lies in the checkpoint's own folder: write it elsewhere"):
         export(saved, saved / name, **options)
     assert fzero.checkpoint.verify(saved)
 
 
 def test_names_in_dcp_are_one_for_each_value(tmp_path):
     with pytest.raises(ValueError, match=r"have one name, 'v.a.b'"):
-        fzero.dcp.save(tmp_path, {"w": torch.zeros(2), "v": {"a.b": 1, "a": {"b": 2}}})
+        fzero.checkpoint.dcp.save(tmp_path, {"w": torch.zeros(2), "v": {"a.b": 1, "a": {"b": 2}}})
 
 
 def test_differences_of_integers_are_exact(tmp_path):

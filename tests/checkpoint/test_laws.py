@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint import _bytes
+from fzero.checkpoint import _blocks as _bytes
 from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._holdings import holdings
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
@@ -165,7 +165,9 @@ def test_ties_last_and_are_stored_once(tmp_path):
     assert torch.equal(untied["params"]["a"], w) and torch.equal(untied["params"]["b"]["c"], w)
     fzero.save(tmp_path, untied)
     tied = torch.zeros(8)
-    with pytest.raises(fzero.CheckpointError, match=r"'params.a' and 'params.b.c' are one tensor in the tree, and two"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"'params.a' and 'params.b.c' are one tensor in the tree, and two"
+    ):
         fzero.load(tmp_path, like={"params": {"a": tied, "b": {"c": tied}, "d": torch.zeros(2)}})
 
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint._holdings import holdings
-from fzero.layout.stacked import prefix_of
+from fzero.sharding._stacked import prefix_of
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.checkpoint.test_damage import body_of, write_manifest
-from tests.pipelines.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
+from tests.parallel.pipeline.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
@@ -31,15 +31,15 @@ class Placed(NamedTuple):
     simulate: str
 
     @property
-    def mesh(self) -> fzero.Mesh:
+    def mesh(self) -> fzero.ranks.Mesh:
         return fzero.mesh(simulate=self.simulate, **self.axes)
 
-    def loss(self, depth: int, **options: Any) -> fzero.Pipeline:
+    def loss(self, depth: int, **options: Any) -> fzero.parallel.pipeline.Pipeline:
         ranks, stages = self.axes.get("pp", 1), NAMED[self.schedule]
         counts = [0] * (ranks * stages - 1) + [depth] if depth < ranks * stages else None
         return loss_of(4, schedule=self.schedule, stages=stages, depth=counts or depth, **options)
 
-    def sharded(self, loss: fzero.Pipeline, opt: Any = OPT) -> Any:
+    def sharded(self, loss: fzero.parallel.pipeline.Pipeline, opt: Any = OPT) -> Any:
         axes = tuple([name for name in self.axes if name != "tp"])
         return fzero.shard(step_of(loss, opt), self.stage, self.mesh, axis=axes, split=loss.split)
 
@@ -58,7 +58,7 @@ PLACED = st.builds(
 
 def tp(path: str, x: torch.Tensor) -> dict[str, int] | None:
     """Split the matrices of blocks, rows of even number, where there is tensor parallelism."""
-    return {"tp": 0} if path.endswith(".even") and "tp" in fzero.axis_names() else None
+    return {"tp": 0} if path.endswith(".even") and "tp" in fzero.axes.axis_names() else None
 
 
 def params_in(depth: int, tied: bool) -> dict[str, Any]:
@@ -79,13 +79,15 @@ def dense_state(params: Any, opt: Any = OPT) -> dict[str, Any]:
     return filled({"params": cast, "opt_state": opt.init(params), "step": 3})
 
 
-def like_in(placed: Placed, loss: fzero.Pipeline, params: Any, opt: Any = OPT) -> tuple[Any, dict[str, Any]]:
+def like_in(
+    placed: Placed, loss: fzero.parallel.pipeline.Pipeline, params: Any, opt: Any = OPT
+) -> tuple[Any, dict[str, Any]]:
     step = placed.sharded(loss, opt)
     p, s = step.init(loss.stack(meta(params), step.mesh), opt)
     return step, {"params": p, "opt_state": s, "step": 0}
 
 
-def whole_of(step: Any, loss: fzero.Pipeline, state: dict[str, Any]) -> dict[str, Any]:
+def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str, Any]) -> dict[str, Any]:
     parts = {k: loss.unstack(step.gather(state[k]), step.mesh) for k in ("params", "opt_state")}
     return {**state, **parts}
 
@@ -186,7 +188,7 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path):
     ):
         loss = placed.loss(5)
         step = placed.sharded(loss)
-        with fzero.checkpoints(tmp_path, step.mesh) as runs:
+        with fzero.checkpoint.checkpoints(tmp_path, step.mesh) as runs:
             p, s = step.init(loss.stack(params, step.mesh), OPT)
             state = runs.restore({"params": p, "opt_state": s, "step": 0})
             assert state["step"] == i
@@ -203,12 +205,12 @@ def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path)
     loss, mesh = loss_of(4), fzero.mesh(pp=2)
     fzero.save(tmp_path, loss.stack(params_of(4), mesh))
     with pytest.raises(
-        fzero.CheckpointError, match=r"leaf 'blocks.0.b' is float64 \[2, 5\] there, and float64 \[5\] here"
+        fzero.errors.CheckpointError, match=r"leaf 'blocks.0.b' is float64 \[2, 5\] there, and float64 \[5\] here"
     ):
         fzero.load(tmp_path, like=params_of(4))
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
     step, state = like_in(placed, loss, params_of(4))
-    with pytest.raises(fzero.CheckpointError, match=r"float64 \[2, 5\] there"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"float64 \[2, 5\] there"):
         fzero.load(tmp_path, like=state["params"], mesh=step.mesh)
 
 
@@ -253,22 +255,24 @@ def test_a_manifest_that_cannot_be_is_damaged(tmp_path, at, copies, said):
     body = body_of(tmp_path)
     body["groups"][0][4:] = [at, copies]
     write_manifest(tmp_path, body)
-    with pytest.raises(fzero.CheckpointError, match=said):
+    with pytest.raises(fzero.errors.CheckpointError, match=said):
         fzero.checkpoint.leaves(tmp_path)
 
 
 def test_hugging_face_files_are_those_without_a_pipeline(tmp_path):
     """To the byte, and in the order of the model."""
     params = filled(params_of(12, torch.float32))
-    fzero.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
+    fzero.checkpoint.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
     for n, placed in enumerate(
         (Placed({"dp": 2, "pp": 3}, 3, "interleaved", "vmap"), Placed({"pp": 2}, 0, "zbv", "lockstep"))
     ):
         loss = placed.loss(12)
         step, like = like_in(placed, loss, params)
-        read = fzero.hf.read(tmp_path / "dense", like["params"], step.mesh, name=lambda path: f"model.{path}")
+        read = fzero.checkpoint.hf.read(
+            tmp_path / "dense", like["params"], step.mesh, name=lambda path: f"model.{path}"
+        )
         assert same_bits(loss.unstack(step.gather(read), step.mesh), params)
-        fzero.hf.write(tmp_path / str(n), read, step.mesh, name=lambda path: f"model.{path}")
+        fzero.checkpoint.hf.write(tmp_path / str(n), read, step.mesh, name=lambda path: f"model.{path}")
         (name,) = os.listdir(tmp_path / str(n))
         assert (tmp_path / str(n) / name).read_bytes() == (tmp_path / "dense" / name).read_bytes()
 
@@ -278,11 +282,11 @@ def test_dcp_has_the_tree_without_a_pipeline(tmp_path):
     placed = Placed({"dp": 2, "pp": 2}, 2, "interleaved", "vmap")
     loss = placed.loss(5)
     step, _ = like_in(placed, loss, params)
-    fzero.dcp.save(tmp_path / "dcp", {"model": step.partition(loss.stack(params, step.mesh))}, step.mesh)
+    fzero.checkpoint.dcp.save(tmp_path / "dcp", {"model": step.partition(loss.stack(params, step.mesh))}, step.mesh)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file")
     assert same_bits(torch.load(tmp_path / "file")["model"], params)
     other = Placed({"pp": 3}, 3, "1f1b", "vmap")
     loss = other.loss(5)
     step, like = like_in(other, loss, params)
-    loaded = fzero.dcp.load(tmp_path / "dcp", {"model": like["params"]}, step.mesh)
+    loaded = fzero.checkpoint.dcp.load(tmp_path / "dcp", {"model": like["params"]}, step.mesh)
     assert same_bits(loss.unstack(step.gather(loaded["model"]), step.mesh), params)

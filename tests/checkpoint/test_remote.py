@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import _remote
+from fzero.checkpoint import _files as _remote
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 
 PARAMS = {"w": torch.zeros(9, 5), "b": torch.zeros(4), "n": torch.zeros(3, dtype=torch.int64)}
@@ -28,7 +28,7 @@ def test_any_layout_is_read_into_any(root):
 
 
 def test_a_runs_folder(root):
-    with fzero.checkpoints(root, keep=2, every=3) as runs:
+    with fzero.checkpoint.checkpoints(root, keep=2, every=3) as runs:
         assert runs.newest() is None and runs.steps() == []
         for i in range(6):
             runs.save(i, {"w": torch.full((3,), float(i)), "step": i})
@@ -44,7 +44,9 @@ def test_one_put_commits(root, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_remote.Remote, "put", broken)
-        with pytest.raises(fzero.CheckpointError, match=r"nothing was saved to 'memory://.*': rank 0: OSError: "):
+        with pytest.raises(
+            fzero.errors.CheckpointError, match=r"nothing was saved to 'memory://.*': rank 0: OSError: "
+        ):
             fzero.save(root, {"w": torch.ones(3)})
     assert fzero.load(root, like={"w": torch.ones(3)})["w"].sum() == 0
     fzero.save(root, {"w": torch.ones(3)})
@@ -62,15 +64,17 @@ def test_damage_is_found(how, root):
     if how != "missing":
         store.pipe_file(name, content[:-1] if how == "short" else content[:-1] + b"\1")
     for use in (lambda: fzero.load(root, like={"w": torch.zeros(300)}), lambda: fzero.checkpoint.verify(root)):
-        with pytest.raises(fzero.CheckpointError, match=r"is missing|is damaged|bytes of"):
+        with pytest.raises(fzero.errors.CheckpointError, match=r"is missing|is damaged|bytes of"):
             use()
 
 
 def test_a_store_that_is_not_known_is_an_error_in_words():
-    with pytest.raises(fzero.CheckpointError, match=r"'nothing://x': Protocol not known: nothing"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"'nothing://x': Protocol not known: nothing"):
         fzero.load("nothing://x", like={})
 
 
 def test_no_checkpoint_is_there(root):
-    with pytest.raises(fzero.CheckpointError, match=r"'memory://.*' is no checkpoint: it has no file manifest.json"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"'memory://.*' is no checkpoint: it has no file manifest.json"
+    ):
         fzero.load(root, like={})

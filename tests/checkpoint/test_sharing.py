@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.checkpoint._overlaps import overlapping
+from fzero.checkpoint._blocks import overlapping
 from tests.checkpoint.states import Layout, filled, same_bits, sharded, whole_of
 
 VIEWS: dict[str, Any] = {

@@ -28,47 +28,53 @@ def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate
 
 # name -> (the collective, the shape of a rank's input, the same on the stack of all ranks)
 COLLECTIVES: dict[str, tuple[Any, Any, Any]] = {
-    "psum": (fzero.psum, lambda n: (3, 2), lambda X: X.sum(0).expand_as(X)),
-    "pmean": (fzero.pmean, lambda n: (5,), lambda X: X.mean(0).expand_as(X)),
-    "all_gather": (fzero.all_gather, lambda n: (3, 2), lambda X: X.flatten(0, 1).expand(len(X), -1, -1)),
+    "psum": (fzero.collectives.psum, lambda n: (3, 2), lambda X: X.sum(0).expand_as(X)),
+    "pmean": (fzero.collectives.pmean, lambda n: (5,), lambda X: X.mean(0).expand_as(X)),
+    "all_gather": (fzero.collectives.all_gather, lambda n: (3, 2), lambda X: X.flatten(0, 1).expand(len(X), -1, -1)),
     "all_gather dim 1": (
-        lambda x: fzero.all_gather(x, dim=-1),
+        lambda x: fzero.collectives.all_gather(x, dim=-1),
         lambda n: (3, 2),
         lambda X: torch.cat(list(X), 1).expand(len(X), -1, -1),
     ),
-    "psum_scatter": (fzero.psum_scatter, lambda n: (2 * n, 3), lambda X: X.sum(0).unflatten(0, (len(X), 2))),
+    "psum_scatter": (
+        fzero.collectives.psum_scatter,
+        lambda n: (2 * n, 3),
+        lambda X: X.sum(0).unflatten(0, (len(X), 2)),
+    ),
     "psum_scatter dim 1": (
-        lambda x: fzero.psum_scatter(x, dim=1),
+        lambda x: fzero.collectives.psum_scatter(x, dim=1),
         lambda n: (3, 2 * n),
         lambda X: X.sum(0).unflatten(1, (len(X), 2)).movedim(1, 0),
     ),
     "all_to_all": (
-        fzero.all_to_all,
+        fzero.collectives.all_to_all,
         lambda n: (2 * n, 3),
         lambda X: X.unflatten(1, (len(X), 2)).transpose(0, 1).flatten(1, 2),
     ),
     "all_to_all dims 0, 1": (
-        lambda x: fzero.all_to_all(x, split_dim=0, concat_dim=1),
+        lambda x: fzero.collectives.all_to_all(x, split_dim=0, concat_dim=1),
         lambda n: (2 * n, 3),
         lambda X: torch.stack([torch.cat(list(parts), 1) for parts in X.unflatten(1, (len(X), 2)).transpose(0, 1)]),
     ),
     "all_to_all dims 1, 0": (
-        lambda x: fzero.all_to_all(x, split_dim=-1, concat_dim=0),
+        lambda x: fzero.collectives.all_to_all(x, split_dim=-1, concat_dim=0),
         lambda n: (3, 2 * n),
         lambda X: torch.stack([torch.cat([x[:, 2 * r : 2 * r + 2] for x in X]) for r in range(len(X))]),
     ),
     "ppermute": (
-        lambda x: fzero.ppermute(x, perm=[(r, r + 1) for r in range(fzero.axis_size() - 1)]),
+        lambda x: fzero.collectives.ppermute(x, perm=[(r, r + 1) for r in range(fzero.axes.axis_size() - 1)]),
         lambda n: (2, 3),
         lambda X: torch.cat([torch.zeros_like(X[:1]), X[:-1]]),
     ),
     "ppermute, a ring": (
-        lambda x: fzero.ppermute(x, perm=[(r, (r - 1) % fzero.axis_size()) for r in range(fzero.axis_size())]),
+        lambda x: fzero.collectives.ppermute(
+            x, perm=[(r, (r - 1) % fzero.axes.axis_size()) for r in range(fzero.axes.axis_size())]
+        ),
         lambda n: (),
         lambda X: X.roll(-1, 0),
     ),
     "broadcast": (
-        lambda x: fzero.broadcast(x, source=fzero.axis_size() - 1),
+        lambda x: fzero.collectives.broadcast(x, source=fzero.axes.axis_size() - 1),
         lambda n: (2, 3),
         lambda X: X[-1].expand_as(X),
     ),
@@ -206,14 +212,14 @@ def test_dtypes_are_kept(name, dtype):
 
 
 def test_bool_sums_as_int64():
-    out = on_ranks(3, fzero.psum, torch.tensor([True, False, True]))
+    out = on_ranks(3, fzero.collectives.psum, torch.tensor([True, False, True]))
     assert out.tolist() == [2, 2, 2] and out.dtype == torch.int64
 
 
 def test_means_of_bools_are_bools():
-    """So that `fzero.pmean(buffers)` keeps the masks among them."""
+    """So that `fzero.collectives.pmean(buffers)` keeps the masks among them."""
     for x in ([True, False, True], [True, True, True]):
-        out = on_ranks(3, fzero.pmean, torch.tensor(x))
+        out = on_ranks(3, fzero.collectives.pmean, torch.tensor(x))
         assert out.tolist() == [all(x)] * 3 and out.dtype == torch.bool
 
 
@@ -222,39 +228,39 @@ def test_means_of_bools_are_bools():
 def test_collectives_of_constants_and_of_replicated_values(n):
     """A value that no rank made different still counts once for each rank."""
     mesh = fzero.mesh(dp=n)
-    assert mesh.spmd(lambda: fzero.psum(torch.tensor(2)))().item() == 2 * n
-    assert mesh.spmd(fzero.all_gather)(torch.ones(3)).shape == (3 * n,)
-    assert mesh.spmd(lambda: fzero.psum(fzero.axis_index()))().item() == n * (n - 1) // 2
-    assert mesh.spmd(lambda: torch.tensor(fzero.axis_size()))().item() == n
+    assert mesh.spmd(lambda: fzero.collectives.psum(torch.tensor(2)))().item() == 2 * n
+    assert mesh.spmd(fzero.collectives.all_gather)(torch.ones(3)).shape == (3 * n,)
+    assert mesh.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index()))().item() == n * (n - 1) // 2
+    assert mesh.spmd(lambda: torch.tensor(fzero.axes.axis_size()))().item() == n
 
 
 def test_trees_and_none():
-    out = fzero.mesh(dp=2).spmd(fzero.psum)({"a": torch.ones(2), "b": [None, torch.tensor(3)]})
+    out = fzero.mesh(dp=2).spmd(fzero.collectives.psum)({"a": torch.ones(2), "b": [None, torch.tensor(3)]})
     assert out["a"].tolist() == [2, 2] and out["b"][0] is None and out["b"][1].item() == 6
 
 
 def test_outside_any_mesh_collectives_are_the_identity():
     x = torch.arange(4.0)
     for f in (
-        fzero.psum,
-        fzero.pmean,
-        fzero.all_gather,
-        fzero.psum_scatter,
-        fzero.all_to_all,
-        fzero.broadcast,
-        fzero.pvary,
-        fzero.psum_invariant,
-        fzero.all_gather_invariant,
-        lambda x: fzero.ppermute(x, perm=[(0, 0)]),
+        fzero.collectives.psum,
+        fzero.collectives.pmean,
+        fzero.collectives.all_gather,
+        fzero.collectives.psum_scatter,
+        fzero.collectives.all_to_all,
+        fzero.collectives.broadcast,
+        fzero.collectives.pvary,
+        fzero.collectives.psum_invariant,
+        fzero.collectives.all_gather_invariant,
+        lambda x: fzero.collectives.ppermute(x, perm=[(0, 0)]),
     ):
         assert torch.equal(f(x), x)
-    assert fzero.axis_size() == 1 and fzero.axis_index().item() == 0
+    assert fzero.axes.axis_size() == 1 and fzero.axes.axis_index().item() == 0
 
 
 def test_a_tuple_of_axis_names_is_an_axis():
     mesh = fzero.mesh(dp=3)
-    assert mesh.spmd(lambda x: fzero.psum(x, ("dp",)))(torch.ones(())).item() == 3
-    assert mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp",)), ("dp",)))().item() == 3
+    assert mesh.spmd(lambda x: fzero.collectives.psum(x, ("dp",)))(torch.ones(())).item() == 3
+    assert mesh.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index(("dp",)), ("dp",)))().item() == 3
 
 
 def test_an_axis_is_unbound_after_an_error():
@@ -266,10 +272,10 @@ def test_an_axis_is_unbound_after_an_error():
     with pytest.raises(KeyError, match="mine"):
         mesh.spmd(fails)(torch.ones(2))
     with pytest.raises(ValueError, match="no rank program is running"):
-        fzero.psum(torch.ones(2), "dp")
+        fzero.collectives.psum(torch.ones(2), "dp")
 
 
 def test_assume_replicated_takes_what_looks_different():
     mesh = fzero.mesh(dp=2)
     x = mesh.split(torch.zeros(4))
-    assert mesh.spmd(lambda x: fzero.assume_replicated({"a": x.new_ones(())}))(x)["a"].item() == 1
+    assert mesh.spmd(lambda x: fzero.axes.assume_replicated({"a": x.new_ones(())}))(x)["a"].item() == 1

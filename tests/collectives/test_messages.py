@@ -9,12 +9,12 @@ import fzero
 from fzero import PerRank
 
 
-def lockstep(n: int) -> fzero.Mesh:
+def lockstep(n: int) -> fzero.ranks.Mesh:
     return fzero.mesh(pp=n, simulate="lockstep")
 
 
 def here() -> int:
-    return int(fzero.axis_index("pp").item())
+    return int(fzero.axes.axis_index("pp").item())
 
 
 @given(st.integers(2, 5), st.data())
@@ -28,11 +28,11 @@ def test_what_is_sent_arrives_by_its_tag_whatever_the_order(n, data):
         found = torch.zeros(len(messages) + 1)
         for i, (sender, step, tag) in enumerate(messages):
             if here() == sender:
-                fzero.send(torch.tensor([10.0 + i]), (sender + step) % n, "pp", tag=3 * i + tag)
+                fzero.collectives.send(torch.tensor([10.0 + i]), (sender + step) % n, "pp", tag=3 * i + tag)
         for i in wanted:
             sender, step, tag = messages[i]
             if here() == (sender + step) % n:
-                found[i] = fzero.receive(torch.empty(1), sender, "pp", tag=3 * i + tag)[0]
+                found[i] = fzero.collectives.receive(torch.empty(1), sender, "pp", tag=3 * i + tag)[0]
         return PerRank(found)
 
     found = lockstep(n).spmd(program)().value
@@ -45,9 +45,9 @@ def test_messages_of_one_tag_arrive_in_their_order():
     def program() -> PerRank:
         if here() == 0:
             for i in range(4):
-                fzero.send(torch.tensor(float(i)), 1, "pp")
+                fzero.collectives.send(torch.tensor(float(i)), 1, "pp")
             return PerRank(torch.zeros(4))
-        return PerRank(torch.stack([fzero.receive(torch.empty(()), 0, "pp") for _ in range(4)]))
+        return PerRank(torch.stack([fzero.collectives.receive(torch.empty(()), 0, "pp") for _ in range(4)]))
 
     assert lockstep(2).spmd(program)().value[1].tolist() == [0, 1, 2, 3]
 
@@ -56,9 +56,9 @@ def test_what_is_sent_may_be_written_afterwards():
     def program() -> PerRank:
         x = torch.ones(2)
         if here() == 0:
-            fzero.send(x, 1, "pp")
+            fzero.collectives.send(x, 1, "pp")
             x.zero_()
-        return PerRank(fzero.receive(x, 0, "pp") if here() else x)
+        return PerRank(fzero.collectives.receive(x, 0, "pp") if here() else x)
 
     assert lockstep(2).spmd(program)().value.tolist() == [[0, 0], [1, 1]]
 
@@ -70,10 +70,12 @@ def test_send_and_receive_are_each_others_transposes(dtype, shape):
 
     def program() -> PerRank:
         if here() == 0:
-            ticket, pull = torch.func.vjp(lambda v: fzero.send(v, 1, "pp"), x)
+            ticket, pull = torch.func.vjp(lambda v: fzero.collectives.send(v, 1, "pp"), x)
             (back,) = pull(torch.ones_like(ticket))
             return PerRank((x * back).sum())
-        found, pull = torch.func.vjp(lambda t: fzero.receive(x, 0, "pp", ticket=t), torch.zeros((), dtype=dtype))
+        found, pull = torch.func.vjp(
+            lambda t: fzero.collectives.receive(x, 0, "pp", ticket=t), torch.zeros((), dtype=dtype)
+        )
         pull(y)
         return PerRank((found * y).sum())
 
@@ -84,8 +86,8 @@ def test_send_and_receive_are_each_others_transposes(dtype, shape):
 def test_the_gradient_of_two_ranks_is_that_of_one():
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if here() == 0:
-            return fzero.send(torch.tanh(w * x), 1, "pp")
-        return (fzero.receive(x, 0, "pp", ticket=w) * w).square().sum()
+            return fzero.collectives.send(torch.tanh(w * x), 1, "pp")
+        return (fzero.collectives.receive(x, 0, "pp", ticket=w) * w).square().sum()
 
     w, x = torch.tensor([0.3, 0.7], dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     program = lockstep(2).spmd(lambda w: PerRank(torch.func.grad(lambda w: loss(w, x))(w[0])))
@@ -97,11 +99,11 @@ def test_the_gradient_of_two_ranks_is_that_of_one():
 def test_they_are_recorded():
     def program() -> None:
         if here() == 0:
-            fzero.send(torch.ones(3, 4), 1, "pp")
+            fzero.collectives.send(torch.ones(3, 4), 1, "pp")
         if here() == 1:
-            fzero.receive(torch.ones(3, 4), 0, "pp")
+            fzero.collectives.receive(torch.ones(3, 4), 0, "pp")
 
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         lockstep(3).spmd(program)()
     assert [(e.kind, e.axis, e.elements) for e in log.order] == [("send", "pp", 12)]
 
@@ -110,11 +112,11 @@ def test_they_are_recorded():
     "program,said",
     [
         (
-            lambda: fzero.receive(torch.ones(2), 0, "pp", tag=7) and None if here() == 2 else None,
+            lambda: fzero.collectives.receive(torch.ones(2), 0, "pp", tag=7) and None if here() == 2 else None,
             r"rank 2 waits in receive of a message from rank 0 with tag 14 over 'pp' of float32 \[2\]",
         ),
         (
-            lambda: fzero.send(torch.ones(5), 2, "pp") and None if here() == 1 else None,
+            lambda: fzero.collectives.send(torch.ones(5), 2, "pp") and None if here() == 1 else None,
             r"rank 1 sent rank 2 a message with tag 0 over 'pp' of float32 \[5\], and all ended before it was rec",
         ),
     ],
@@ -124,7 +126,7 @@ def test_ranks_that_do_not_meet_are_named(program, said):
         program()
         return PerRank(torch.zeros(1))
 
-    with pytest.raises(fzero.DivergedError, match=said):
+    with pytest.raises(fzero.errors.DivergedError, match=said):
         lockstep(3).spmd(whole)()
 
 
@@ -133,9 +135,9 @@ def test_another_shape_or_dtype_is_an_error_on_the_receiver():
 
         def program(like: torch.Tensor = like) -> PerRank:
             if here() == 0:
-                fzero.send(torch.ones(2), 1, "pp")
+                fzero.collectives.send(torch.ones(2), 1, "pp")
             elif here() == 1:
-                fzero.receive(like, 0, "pp")
+                fzero.collectives.receive(like, 0, "pp")
             return PerRank(torch.zeros(1))
 
         with pytest.raises(
@@ -148,17 +150,19 @@ def test_bad_arguments_are_named():
     def program() -> None:
         for to in (0, 5, -1, 1.0):
             with pytest.raises(ValueError, match="expected another place along"):
-                fzero.send(torch.ones(1), to, "pp") if here() == 0 else fzero.send(torch.ones(1), 7, "pp")
+                fzero.collectives.send(torch.ones(1), to, "pp") if here() == 0 else fzero.collectives.send(
+                    torch.ones(1), 7, "pp"
+                )
         with pytest.raises(ValueError, match="tag=-1"):
-            fzero.receive(torch.ones(1), (here() + 1) % 2, "pp", tag=-1)
+            fzero.collectives.receive(torch.ones(1), (here() + 1) % 2, "pp", tag=-1)
         with pytest.raises(ValueError, match=r"the ticket is \[1\]"):
-            fzero.receive(torch.ones(1), (here() + 1) % 2, "pp", ticket=torch.ones(1))
+            fzero.collectives.receive(torch.ones(1), (here() + 1) % 2, "pp", ticket=torch.ones(1))
         with pytest.raises(ValueError, match="'tp' is not bound"):
-            fzero.receive(torch.ones(1), 0, "tp")
+            fzero.collectives.receive(torch.ones(1), 0, "tp")
 
     lockstep(2).spmd(program)()
 
 
 def test_ranks_of_a_vmap_have_ppermute():
     with pytest.raises(RuntimeError, match=r"one program.*use fzero\.ppermute"):
-        fzero.mesh(pp=2).spmd(lambda x: fzero.send(x, 1, "pp"))(torch.ones(2))
+        fzero.mesh(pp=2).spmd(lambda x: fzero.collectives.send(x, 1, "pp"))(torch.ones(2))

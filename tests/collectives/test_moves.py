@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import PerRank
-from fzero.collectives.moves import to_device, to_host
+from fzero.collectives._moves import to_device, to_host
 from fzero.testing import shapes, world_sizes
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -112,9 +112,9 @@ def test_a_move_inside_a_rank_program_is_each_ranks_own(simulate, name, n, shape
     mesh = fzero.mesh(dp=n, simulate=simulate)
 
     def program(f: Move) -> Callable[[torch.Tensor], Any]:
-        return lambda x: PerRank(torch.func.grad(lambda x: torch.sin(fzero.psum(f(x), "dp")).sum())(x))
+        return lambda x: PerRank(torch.func.grad(lambda x: torch.sin(fzero.collectives.psum(f(x), "dp")).sum())(x))
 
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         moved = mesh.spmd(lambda x: PerRank(MOVES[name](x)))(PerRank(X)).value
     assert torch.equal(moved, X) and not log.events
     got, expected = (mesh.spmd(program(f))(PerRank(X)).value for f in (MOVES[name], torch.clone))

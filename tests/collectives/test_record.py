@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import Shard, optim, tree
-from fzero.layout.boxes import is_box
+from fzero import optim, tree
+from fzero.sharding import Shard
+from fzero.sharding._boxes import is_box
 from fzero.testing import trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
@@ -40,7 +41,7 @@ def test_elements_moved_are_the_tables(model, n, k):
     for stage in range(4):
         step = fzero.shard(train_step_for(loss, opt, micro_batches=k), stage=stage, mesh=mesh)
         state = step.init(params, opt)
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             step(*state, mesh.split(batch))
         units = len({e.unit for e in log.events})
         assert log.elements == expected_elements(stage, k, exact, padded)
@@ -85,14 +86,14 @@ def test_padding_is_less_than_a_rank_a_unit():
 
 
 def test_the_log_prints_as_a_table():
-    with fzero.record() as log, fzero.record() as inner:
+    with fzero.collectives.record() as log, fzero.collectives.record() as inner:
         fzero.mesh(dp=2).spmd(lambda p: fzero.reduce_scatter(p, like=fzero.partition(p)))({"w": torch.ones(3)})
     assert str(log) == str(inner)
     assert "reduce_scatter  dp      w                                  4            16" in str(log)
 
 
 def test_nothing_is_recorded_after_the_block():
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         pass
-    fzero.mesh(dp=2).spmd(fzero.psum)(torch.ones(3))
+    fzero.mesh(dp=2).spmd(fzero.collectives.psum)(torch.ones(3))
     assert not log.metrics

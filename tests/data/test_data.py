@@ -182,7 +182,7 @@ def test_a_block_may_gather_its_own():
     step, params = step_on(3, 2)
 
     def f(params: Any, batch: Any) -> Any:
-        assert fzero.layout.boxes.is_box(params["w"])
+        assert fzero.sharding._boxes.is_box(params["w"])
         return errors(fzero.gather(params), batch)["error"]
 
     assert data.mean(fzero.evaluate(step, f, gather=False)(*x) for x in on(params, 5, step, 2)) > 0

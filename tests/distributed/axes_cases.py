@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import PerRank, Shard, optim, tree
-from fzero.layout.boxes import is_box
+from fzero import PerRank, optim, tree
+from fzero.sharding import Shard
+from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
 from tests.collectives.test_collectives import stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import train_step_for
-from tests.stages.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_params
+from tests.zero.test_axes import ARRANGEMENTS, along, parallel_loss, parallel_params
 
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
@@ -28,7 +29,7 @@ def batch_of(size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 @case
-def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
+def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
     """Value, gradient and second gradient; bitwise over one axis of two ranks."""
     square, line = {"a": 2, "b": 2}, {"a": 4, "b": 1}
     for shape, tuples in ((square, (("a",), ("b",), ("a", "b"), ("b", "a"))), (line, (("b",), ("b", "a")))):
@@ -46,7 +47,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
                     torch.func.grad(loss),
                     torch.func.grad(lambda x, loss=loss: torch.func.grad(loss)(x).square().sum()),
                 ):
-                    boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
+                    boxed = lambda x, program=program: PerRank(program(x))
                     expected = simulated.spmd(boxed)(PerRank(X)).value[mesh.rank]
                     got = mesh.spmd(boxed)(mesh.local(X[mesh.rank])).value
                     tolerance = 0 if n <= 2 else 1e-12
@@ -54,13 +55,13 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.Mesh) -> None:
 
 
 @case
-def every_arrangement_equals_unsharded_training(_: fzero.Mesh) -> None:
+def every_arrangement_equals_unsharded_training(_: fzero.ranks.Mesh) -> None:
     """And sends, and holds, what the simulations do."""
     check_arrangements([(x, STAGES[(i + j) % 4]) for i, x in enumerate(SMALL.values()) for j in (0, 2)])
 
 
 @slow_case
-def every_arrangement_equals_unsharded_training_at_every_stage(_: fzero.Mesh) -> None:
+def every_arrangement_equals_unsharded_training_at_every_stage(_: fzero.ranks.Mesh) -> None:
     check_arrangements(itertools.product(SMALL.values(), STAGES))
 
 
@@ -75,9 +76,9 @@ def check_arrangements(arrangements: Iterable[tuple[Any, tuple[int, int]]]) -> N
         ref = (parallel_params(), opt.init(parallel_params()))
         for i in range(2):
             batch = batch_of(8 * k, i)
-            with fzero.record() as mine:
+            with fzero.collectives.record() as mine:
                 *state, loss = step(*state, mesh.split(batch, step.axis))
-            with fzero.record() as theirs:
+            with fzero.collectives.record() as theirs:
                 *other, _loss = twin(*other, simulated.split(batch, step.axis))
             *ref, expected = train_step(*ref, batch)
             assert_trees_close(loss, expected)
@@ -87,7 +88,7 @@ def check_arrangements(arrangements: Iterable[tuple[Any, tuple[int, int]]]) -> N
 
 
 @slow_case
-def jitted_steps_equal_eager_ones(_: fzero.Mesh) -> None:
+def jitted_steps_equal_eager_ones(_: fzero.ranks.Mesh) -> None:
     opt = optim.chain(optim.clip_by_global_norm(0.1), optim.adam(1e-2, eps=1e-3))
     names = ("hybrid", "tensor parallel", "experts over dp, the rest over both")
     for name, stage in itertools.product(names, (0, 1, 3)):
@@ -105,7 +106,7 @@ def jitted_steps_equal_eager_ones(_: fzero.Mesh) -> None:
 
 
 @case
-def replicas_that_differ_are_found(_: fzero.Mesh) -> None:
+def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
     """A shard must be equal on all ranks of the axes that it is replicated along."""
     mesh = fzero.mesh(replica=2, shard=2)
     opt = optim.sgd(0.1)
@@ -127,10 +128,10 @@ def replicas_that_differ_are_found(_: fzero.Mesh) -> None:
 
 
 @case
-def init_functions_that_draw_other_numbers_are_refused(mesh: fzero.Mesh) -> None:
+def init_functions_that_draw_other_numbers_are_refused(mesh: fzero.ranks.Mesh) -> None:
     """At stage 3, where no rank ever has the whole; and what draws none, or alike, is not."""
     step = fzero.shard(lambda p, s: (p, s), stage=3, mesh=mesh)
-    init = lambda: {"a": torch.ones(5), "b": {"w": torch.randn(7)}}  # noqa: E731
+    init = lambda: {"a": torch.ones(5), "b": {"w": torch.randn(7)}}
     torch.manual_seed(mesh.rank // 2)
     try:
         step.init(init, optim.sgd(0.1))
@@ -145,20 +146,20 @@ def init_functions_that_draw_other_numbers_are_refused(mesh: fzero.Mesh) -> None
 
 
 @case
-def a_broadcast_comes_from_the_rank_along_its_axis(_: fzero.Mesh) -> None:
+def a_broadcast_comes_from_the_rank_along_its_axis(_: fzero.ranks.Mesh) -> None:
     mesh = fzero.mesh(a=2, b=2)
     for names in (("a",), ("b",), ("a", "b")):
         for source in range(2 ** len(names)):
             got = mesh.spmd(
                 lambda x, names=names, source=source: PerRank(
-                    fzero.broadcast(fzero.axis_index(names) + 0 * x, names, source=source)
+                    fzero.collectives.broadcast(fzero.axes.axis_index(names) + 0 * x, names, source=source)
                 )
             )(mesh.local(torch.ones((), dtype=torch.int64)))
             assert got.value.item() == source
 
 
 @case
-def a_mesh_is_the_world_whatever_its_axes(_: fzero.Mesh) -> None:
+def a_mesh_is_the_world_whatever_its_axes(_: fzero.ranks.Mesh) -> None:
     assert fzero.mesh(dp=-1, tp=2).shape == (("dp", 2), ("tp", 2))
     for axes in ({"dp": 2, "tp": 4}, {"dp": 2}, {"dp": -1, "tp": 3}):
         try:

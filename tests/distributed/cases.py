@@ -11,9 +11,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero import PerRank, Shard, optim, tree
+from fzero import PerRank, optim, tree
 from fzero.collectives import gloo
-from fzero.layout.boxes import is_box
+from fzero.sharding import Shard
+from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
 from tests.collectives.test_collectives import COLLECTIVES, stacked
 from tests.distributed.harness import Cases, into, run
@@ -25,13 +26,13 @@ SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
 
 
-def own(mesh: fzero.Mesh, value: torch.Tensor) -> torch.Tensor:
+def own(mesh: fzero.ranks.Mesh, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of what a simulation stacks."""
     return value[mesh.rank]
 
 
 @case
-def collectives_equal_the_simulation(mesh: fzero.Mesh) -> None:
+def collectives_equal_the_simulation(mesh: fzero.ranks.Mesh) -> None:
     """Value, gradient, second gradient, jvp and per-sample gradient of every collective, in both simulations."""
     n = mesh.size
     for f, shape, _ in COLLECTIVES.values():
@@ -48,7 +49,7 @@ def collectives_equal_the_simulation(mesh: fzero.Mesh) -> None:
             lambda x, loss=loss: torch.vmap(torch.func.grad(loss))(x),
         ]
         for program in programs:
-            boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
+            boxed = lambda x, program=program: PerRank(program(x))
             got = mesh.spmd(boxed)(mesh.local(own(mesh, X))).value
             for simulate in ("vmap", "lockstep"):
                 expected = own(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
@@ -57,7 +58,7 @@ def collectives_equal_the_simulation(mesh: fzero.Mesh) -> None:
 
 
 @case
-def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
+def messages_in_flight_arrive_where_they_belong(mesh: fzero.ranks.Mesh) -> None:
     """Several at once, of several shapes, waited for in another order, gathers twice; sums in the order of ranks."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -77,7 +78,7 @@ def messages_in_flight_arrive_where_they_belong(mesh: fzero.Mesh) -> None:
 
 
 @case
-def messages_are_not_taken_for_a_users(mesh: fzero.Mesh) -> None:
+def messages_are_not_taken_for_a_users(mesh: fzero.ranks.Mesh) -> None:
     """A user who waits for a message of a small tag gets it, though our collectives run before it is sent."""
     n, rank = mesh.size, mesh.rank
     limit = datetime.timedelta(seconds=30)  # who takes another's message leaves him waiting
@@ -98,7 +99,7 @@ def messages_are_not_taken_for_a_users(mesh: fzero.Mesh) -> None:
 
 
 @case
-def reductions_other_than_sums_are_torchs(mesh: fzero.Mesh) -> None:
+def reductions_other_than_sums_are_torchs(mesh: fzero.ranks.Mesh) -> None:
     """Only sums are messages: the greatest of each element is not the sum."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
     x = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(0))
@@ -107,7 +108,7 @@ def reductions_other_than_sums_are_torchs(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_unit_arrives_in_its_leaves(mesh: fzero.Mesh) -> None:
+def a_unit_arrives_in_its_leaves(mesh: fzero.ranks.Mesh) -> None:
     """Leaves that end within a rank's part, an empty one, one without dimensions, a gap; as messages, and without."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
     applies = gloo._applies
@@ -129,7 +130,7 @@ def a_unit_arrives_in_its_leaves(mesh: fzero.Mesh) -> None:
 
 
 @case
-def every_stage_equals_unsharded_training(mesh: fzero.Mesh) -> None:
+def every_stage_equals_unsharded_training(mesh: fzero.ranks.Mesh) -> None:
     simulated, n = fzero.mesh(dp=mesh.size, simulate=True), mesh.size
     lockstep = fzero.mesh(dp=mesh.size, simulate="lockstep")
     opts = [
@@ -167,12 +168,12 @@ def _shards(values: Any) -> list[torch.Tensor]:
     return [x.data for x in tree.flatten(values, is_box)[0] if isinstance(x, Shard)]
 
 
-def _own_shards(mesh: fzero.Mesh, values: Any) -> list[torch.Tensor]:
+def _own_shards(mesh: fzero.ranks.Mesh, values: Any) -> list[torch.Tensor]:
     return [own(mesh, x) for x in _shards(values)]
 
 
 @case
-def elements_moved_are_the_simulations(mesh: fzero.Mesh) -> None:
+def elements_moved_are_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-2))
     for stage, k in itertools.product(range(4), (1, 4)):
@@ -180,7 +181,7 @@ def elements_moved_are_the_simulations(mesh: fzero.Mesh) -> None:
         for m in (mesh, simulated):
             step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage=stage, mesh=m)
             state = step.init(mlp_params(), opt)
-            with fzero.record() as log:
+            with fzero.collectives.record() as log:
                 step(*state, m.split(mlp_batch(mesh.size * k)))
             logs.append(log)
         assert sorted(map(str, logs[0].events)) == sorted(map(str, logs[1].events))
@@ -188,7 +189,7 @@ def elements_moved_are_the_simulations(mesh: fzero.Mesh) -> None:
 
 
 @case
-def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.Mesh) -> None:
+def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.ranks.Mesh) -> None:
     n, opt, layers, width = dict(mesh.shape)["dp"], optim.adam(1e-2), 3, 7
     block = fzero.remat(lambda p, x: torch.tanh(x @ p["w"]))
 
@@ -207,7 +208,7 @@ def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.Mesh) -> None:
     for stage, whole in itertools.product(range(4), (True, False)):
         step = fzero.shard(train_step_for(loss_of(block), opt, gather=whole), stage=stage, mesh=mesh)
         state = step.init(params, opt)
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             out = step(*state, mesh.split(x))
         assert_trees_close([step.gather(list(out[:2])), out[2]], [list(plain[:2]), plain[2]])
         gathers = sum(e.kind == "all_gather" for e in log.order)
@@ -215,16 +216,16 @@ def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.Mesh) -> None:
 
 
 @case
-def local_batches_and_results_that_differ(mesh: fzero.Mesh) -> None:
+def local_batches_and_results_that_differ(mesh: fzero.ranks.Mesh) -> None:
     box = mesh.local(lambda rank: {"r": torch.tensor(float(rank))})
     assert box.value["r"].item() == mesh.rank
-    total = mesh.spmd(lambda b: fzero.psum(b["r"]))(box)
+    total = mesh.spmd(lambda b: fzero.collectives.psum(b["r"]))(box)
     assert total.item() == sum(range(mesh.size))
     assert mesh.spmd(lambda b: PerRank(b["r"] + 1))(box).value.item() == mesh.rank + 1
 
 
 @case
-def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.Mesh) -> None:
+def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.ranks.Mesh) -> None:
     """Data-dependent experts of equal size: each rank uses its own, and one is used by none."""
     params = {"shared": torch.ones(3), "experts": [{"w": torch.full((5,), float(i + 1))} for i in range(mesh.size + 1)]}
 
@@ -251,14 +252,14 @@ def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.Mesh)
 
 
 @case
-def boxes_made_in_a_real_run_hold_no_whole_parameters(mesh: fzero.Mesh) -> None:
+def boxes_made_in_a_real_run_hold_no_whole_parameters(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=mesh)
     params, _ = step.init(mlp_params(), optim.sgd(0.1))
     assert all(x.origin is None for x in tree.flatten(params, is_box)[0] if isinstance(x, Shard))
 
 
 @case
-def trees_built_differently_are_refused(mesh: fzero.Mesh) -> None:
+def trees_built_differently_are_refused(mesh: fzero.ranks.Mesh) -> None:
     """In another order, with another leaf, of another shape or dtype: also when all values are equal."""
     zeros = torch.zeros(4)
     trees = [
@@ -278,7 +279,7 @@ def trees_built_differently_are_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def init_and_partition_take_and_give_whole_leaves(mesh: fzero.Mesh) -> None:
+def init_and_partition_take_and_give_whole_leaves(mesh: fzero.ranks.Mesh) -> None:
     """As the simulation does, bit for bit, and gather is partition's inverse; donated or not."""
     opt = optim.chain(optim.adamw(1e-2), optim.params_ema(0.9))
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
@@ -302,7 +303,7 @@ def init_and_partition_take_and_give_whole_leaves(mesh: fzero.Mesh) -> None:
 
 
 @case
-def functions_that_make_other_shapes_are_refused_before_they_run(mesh: fzero.Mesh) -> None:
+def functions_that_make_other_shapes_are_refused_before_they_run(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=mesh)
     try:
         step.init(lambda: {"w": torch.zeros((3, 2) if mesh.rank else (2, 3))}, optim.sgd(0.1))
@@ -313,7 +314,7 @@ def functions_that_make_other_shapes_are_refused_before_they_run(mesh: fzero.Mes
 
 
 @case
-def ranks_that_start_apart_are_refused(mesh: fzero.Mesh) -> None:
+def ranks_that_start_apart_are_refused(mesh: fzero.ranks.Mesh) -> None:
     params = {"a": torch.ones(3), "b": {"w": torch.full((2,), float(mesh.rank))}}
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=2, mesh=mesh)
     try:
@@ -325,7 +326,7 @@ def ranks_that_start_apart_are_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def plain_values_that_differ_by_rank_are_refused(mesh: fzero.Mesh) -> None:
+def plain_values_that_differ_by_rank_are_refused(mesh: fzero.ranks.Mesh) -> None:
     """At the first call by default, at each call with check=True."""
 
     def train_step(params: Any, x: torch.Tensor) -> Any:
@@ -356,7 +357,7 @@ def plain_values_that_differ_by_rank_are_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_step_traces_with_make_fx(mesh: fzero.Mesh) -> None:
+def a_step_traces_with_make_fx(mesh: fzero.ranks.Mesh) -> None:
     """The graph holds the collectives, and gives the step's numbers on other data."""
     opt = optim.adam(1e-2, eps=1e-3)
     for stage in (2, 3):
@@ -376,7 +377,7 @@ def a_step_traces_with_make_fx(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.Mesh) -> None:
+def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.ranks.Mesh) -> None:
     try:
         fzero.mesh(dp=mesh.size + 1)
     except ValueError as error:
@@ -388,16 +389,16 @@ def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def compiled_steps_equal_eager_ones(mesh: fzero.Mesh) -> None:
+def compiled_steps_equal_eager_ones(mesh: fzero.ranks.Mesh) -> None:
     check_compiled(mesh, (3,))
 
 
 @slow_case
-def compiled_steps_of_the_other_stages_equal_eager_ones(mesh: fzero.Mesh) -> None:
+def compiled_steps_of_the_other_stages_equal_eager_ones(mesh: fzero.ranks.Mesh) -> None:
     check_compiled(mesh, (0, 1, 2))
 
 
-def check_compiled(mesh: fzero.Mesh, stages: tuple[int, ...]) -> None:
+def check_compiled(mesh: fzero.ranks.Mesh, stages: tuple[int, ...]) -> None:
     if mesh.size > 2:
         return
     params, opt = (
@@ -422,10 +423,10 @@ def check_compiled(mesh: fzero.Mesh, stages: tuple[int, ...]) -> None:
 
 
 @case
-def draws_by_key_are_those_of_the_simulations(mesh: fzero.Mesh) -> None:
+def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     """Bit for bit: a rank program's, and the dropout of a step at every stage, jitted too."""
     key, n = fzero.random.key(3), mesh.size
-    program = lambda k, x: PerRank(fzero.random.seeded(masks)(k, k, x))  # noqa: E731
+    program = lambda k, x: PerRank(fzero.random.seeded(masks)(k, k, x))
     simulated = [fzero.mesh(dp=n, simulate=simulate) for simulate in ("vmap", "lockstep")]
     for m in simulated:
         expected = m.spmd(program)(key, torch.ones(5, 3)).value

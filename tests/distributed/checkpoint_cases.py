@@ -31,7 +31,7 @@ OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
 
 @contextmanager
-def folder(mesh: fzero.Mesh) -> Iterator[Path]:
+def folder(mesh: fzero.ranks.Mesh) -> Iterator[Path]:
     """A folder that all ranks share, for a while."""
     shared = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(shared)
@@ -45,7 +45,7 @@ class OnProcesses(Layout):
     """A layout on the world's processes."""
 
     @property
-    def mesh(self) -> fzero.Mesh:
+    def mesh(self) -> fzero.ranks.Mesh:
         return fzero.mesh(**self.axes)
 
 
@@ -54,7 +54,7 @@ PARAMS["head"] = PARAMS["h"][0]["b"]
 
 
 @case
-def what_processes_save_any_layout_loads_and_the_reverse(mesh: fzero.Mesh) -> None:
+def what_processes_save_any_layout_loads_and_the_reverse(mesh: fzero.ranks.Mesh) -> None:
     with folder(mesh) as path:
         for stage in (0, 1, 3):
             step, state = state_in(OnProcesses({"dp": mesh.size}, stage), PARAMS)
@@ -76,7 +76,7 @@ def what_processes_save_any_layout_loads_and_the_reverse(mesh: fzero.Mesh) -> No
 
 
 @case
-def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.Mesh) -> None:
+def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.ranks.Mesh) -> None:
     """Bitwise, jitted with donation, saved in the background while the next steps overwrite what is saved."""
 
     def go_on(step: Any, state: Any, steps: range, runs: Any = None) -> Any:
@@ -96,7 +96,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.Mesh) -
             patch.setattr(_files.LocalFolder, "write", slow)
             sharded = [fzero.shard(train_step_for(mlp_loss, OPT), stage=s, mesh=mesh) for s in (stage, other)]
             one, two = [fzero.jit(s, backend="fx") for s in sharded]
-            with fzero.checkpoints(path, mesh, keep=2, every=3) as runs:
+            with fzero.checkpoint.checkpoints(path, mesh, keep=2, every=3) as runs:
                 params, opt_state = one.init(mlp_params(), OPT)
                 whole = go_on(one, {"params": params, "opt_state": opt_state, "step": 0}, range(6), runs)
             assert runs.steps() == [0, 3, 4, 5]
@@ -105,7 +105,9 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.Mesh) -
                 shutil.rmtree(path / "step-00000005"), shutil.rmtree(path / "step-00000004")
             torch.distributed.barrier()
             params, opt_state = two.init(mlp_params(), OPT)
-            state = fzero.checkpoints(path, mesh).restore({"params": params, "opt_state": opt_state, "step": 0})
+            state = fzero.checkpoint.checkpoints(path, mesh).restore(
+                {"params": params, "opt_state": opt_state, "step": 0}
+            )
             assert state["step"] == 3
             state = go_on(two, state, range(3, 6))
             for name in ("params", "opt_state"):
@@ -113,7 +115,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.Mesh) -
 
 
 @case
-def resume_takes_no_initialisation(mesh: fzero.Mesh) -> None:
+def resume_takes_no_initialisation(mesh: fzero.ranks.Mesh) -> None:
     """The state to load into has no memory before; leaves of a unit lie side by side after."""
     with folder(mesh) as path:
         for stage in range(4):
@@ -131,7 +133,7 @@ def resume_takes_no_initialisation(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.Mesh) -> None:
+def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.ranks.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
     def counted(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
@@ -161,14 +163,14 @@ def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.Mesh) -> None:
 
 def refused(text: str, f: Any, *args: Any, **options: Any) -> None:
     start = time.monotonic()
-    with pytest.raises(fzero.CheckpointError) as error:
+    with pytest.raises(fzero.errors.CheckpointError) as error:
         f(*args, **options)
     assert re.search(text, str(error.value)), str(error.value)
     assert time.monotonic() - start < 20
 
 
 @case
-def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.Mesh) -> None:
+def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
 
     def broken(*args: Any) -> None:
@@ -213,14 +215,14 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.Mesh) -> None:
 
 
 @case
-def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.Mesh) -> None:
+def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.ranks.Mesh) -> None:
     """And all go back to the checkpoint before."""
     with folder(mesh) as path:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), {"w": torch.zeros(65)})
         (old, whole), (new, _) = [filled(step, state, seed) for seed in (0, 1)]
         old, new, whole = [{k: x[k] for k in ("params",)} for x in (old, new, whole)]  # what others read nothing of
         state = {"params": state["params"]}
-        runs = fzero.checkpoints(path, mesh)
+        runs = fzero.checkpoint.checkpoints(path, mesh)
         for i, saved in enumerate((old, new)):
             runs.save(i, saved).wait()
         if mesh.rank == 0:
@@ -235,7 +237,7 @@ def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.Mesh) -> None:
 
 
 @case
-def what_is_remembered_outlives_a_machine(mesh: fzero.Mesh) -> None:
+def what_is_remembered_outlives_a_machine(mesh: fzero.ranks.Mesh) -> None:
     """Each rank is on a machine of its own; one machine after the other loses its memory, and others hold its part."""
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), PARAMS)
@@ -243,7 +245,7 @@ def what_is_remembered_outlives_a_machine(mesh: fzero.Mesh) -> None:
         for machines in (mesh.size, 1):
             patch.setattr(_memory, "host", lambda machines=machines: f"machine{mesh.rank % machines}")
             root, memory = path / f"disk{machines}", path / f"memory{machines}"
-            runs = fzero.checkpoints(root, mesh, memory=str(memory), timeout=20)
+            runs = fzero.checkpoint.checkpoints(root, mesh, memory=str(memory), timeout=20)
             runs.save(1, saved[0][0])
             runs.remember(2, saved[1][0])
             runs.remember(3, saved[2][0])
@@ -258,7 +260,7 @@ def what_is_remembered_outlives_a_machine(mesh: fzero.Mesh) -> None:
                 if mesh.rank == 0:
                     shutil.rmtree(memory / "fzero" / f"machine{lost}")
                 torch.distributed.barrier()
-                other = fzero.checkpoints(root, mesh, memory=str(memory), timeout=20)
+                other = fzero.checkpoint.checkpoints(root, mesh, memory=str(memory), timeout=20)
                 assert other.newest() == 3
                 _, like = state_in(OnProcesses({"dp": mesh.size}, 1), PARAMS)
                 assert same_bits(whole_of(step, other.restore(state)), saved[2][1])
@@ -274,7 +276,7 @@ def what_is_remembered_outlives_a_machine(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: fzero.Mesh) -> None:
+def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: fzero.ranks.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
     def reading(files: Any, name: str, at: int, views: Any, original: Any = _files.LocalFolder.read_into) -> None:
@@ -292,50 +294,62 @@ def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: f
             step, state = state_in(OnProcesses({"dp": mesh.size}, stage), PARAMS)
             state, whole = filled(step, state, stage)
             moved["written"] = 0
-            fzero.hf.write(path, state["params"], mesh, max_file=max_file)
+            fzero.checkpoint.hf.write(path, state["params"], mesh, max_file=max_file)
             total = sum(x.nbytes for x in {id(x): x for x in tree.tensors(whole["params"])}.values())
             assert moved["written"] <= total / mesh.size + 16
             for there in (Layout({"dp": 2, "tp": 2}, 3, "dp", True), OnProcesses({"dp": mesh.size}, 3)):
                 other, like = state_in(there, PARAMS)
-                loaded = fzero.hf.read(path, like["params"], other.mesh)
+                loaded = fzero.checkpoint.hf.read(path, like["params"], other.mesh)
                 assert same_bits(other.gather(loaded), whole["params"])
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
         like = step.partition({f"w{i}": torch.ones(1 << 12) for i in range(4)})
-        fzero.hf.write(path, like, mesh)
+        fzero.checkpoint.hf.write(path, like, mesh)
         with pytest.MonkeyPatch.context() as counting:
             counting.setattr(_files.LocalFolder, "read_into", reading)
-            fzero.hf.read(path, like, mesh)
+            fzero.checkpoint.hf.read(path, like, mesh)
         assert moved["read"] < step.state_bytes(like) + 1024
 
 
 @case
-def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.Mesh) -> None:
+def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
 
     def broken(*args: Any) -> None:
         raise OSError(5, "planted")
 
     with folder(mesh) as path:
-        fzero.hf.write(path, {"w": torch.zeros(8)}, mesh)
+        fzero.checkpoint.hf.write(path, {"w": torch.zeros(8)}, mesh)
         torch.distributed.barrier()
         before = sorted(os.listdir(path))
         with pytest.MonkeyPatch.context() as patch:
             if mesh.rank == last:
                 patch.setattr(os, "pwrite", broken)
                 with pytest.raises(OSError, match="planted"):
-                    fzero.hf.write(path, {"w": torch.ones(8)}, mesh)
+                    fzero.checkpoint.hf.write(path, {"w": torch.ones(8)}, mesh)
             else:
-                refused(rf"rank {last} failed: OSError: .*planted", fzero.hf.write, path, {"w": torch.ones(8)}, mesh)
+                refused(
+                    rf"rank {last} failed: OSError: .*planted",
+                    fzero.checkpoint.hf.write,
+                    path,
+                    {"w": torch.ones(8)},
+                    mesh,
+                )
         torch.distributed.barrier()
         assert sorted(os.listdir(path)) == before
-        assert fzero.hf.read(path, {"w": torch.ones(8)}, mesh)["w"].sum() == 0, "the old one is gone"
+        assert fzero.checkpoint.hf.read(path, {"w": torch.ones(8)}, mesh)["w"].sum() == 0, "the old one is gone"
         mine: Any = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} gives another tree, or another folder", fzero.hf.write, path, mine, mesh)
+        refused(rf"rank {last} gives another tree, or another folder", fzero.checkpoint.hf.write, path, mine, mesh)
         like = {"w": torch.ones(9 if mesh.rank == last else 8)}
-        refused(r"tensor 'w' is float32 \[8\] there, and leaf 'w' is float32 \[9\]", fzero.hf.read, path, like, mesh)
+        refused(
+            r"tensor 'w' is float32 \[8\] there, and leaf 'w' is float32 \[9\]",
+            fzero.checkpoint.hf.read,
+            path,
+            like,
+            mesh,
+        )
 
 
-def fully_sharded(mesh: fzero.Mesh, seed: int) -> torch.nn.Module:
+def fully_sharded(mesh: fzero.ranks.Mesh, seed: int) -> torch.nn.Module:
     """A module as FSDP2 shards it: its parameters are DTensors, and 5 and 3 rows do not divide by the ranks."""
     torch.manual_seed(seed)
     module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
@@ -350,7 +364,7 @@ def full(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @case
-def what_fsdp2_saves_fzero_loads_and_the_reverse(mesh: fzero.Mesh) -> None:
+def what_fsdp2_saves_fzero_loads_and_the_reverse(mesh: fzero.ranks.Mesh) -> None:
     module = fully_sharded(mesh, 0)
     whole = full(module)
     for stage in (0, 1, 3):
@@ -358,10 +372,10 @@ def what_fsdp2_saves_fzero_loads_and_the_reverse(mesh: fzero.Mesh) -> None:
         with folder(mesh) as path:
             torch.distributed.checkpoint.save({"model": module.state_dict(), "epoch": 3}, checkpoint_id=path / "fsdp2")
             params, _ = step.init(tree.map(torch.zeros_like, whole), OPT)
-            loaded = fzero.dcp.load(path / "fsdp2", like={"model": params, "epoch": 0}, mesh=mesh)
+            loaded = fzero.checkpoint.dcp.load(path / "fsdp2", like={"model": params, "epoch": 0}, mesh=mesh)
             assert same_bits(step.gather(loaded["model"]), whole) and loaded["epoch"] == 3
 
-            fzero.dcp.save(path / "fzero", loaded, mesh)
+            fzero.checkpoint.dcp.save(path / "fzero", loaded, mesh)
             other = fully_sharded(mesh, 1)
             assert not same_bits(full(other), whole)
             state = {"model": other.state_dict(), "epoch": 0}
@@ -371,32 +385,38 @@ def what_fsdp2_saves_fzero_loads_and_the_reverse(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_door_that_one_rank_cannot_go_through_is_an_error_on_all(mesh: fzero.Mesh) -> None:
+def a_door_that_one_rank_cannot_go_through_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
     with folder(mesh) as path:
         values = {"w": torch.ones(8)}
         mine = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} gives another tree", fzero.dcp.save, path / "a", mine, mesh)
+        refused(rf"rank {last} gives another tree", fzero.checkpoint.dcp.save, path / "a", mine, mesh)
         assert not (path / "a").exists()
-        fzero.dcp.save(path / "a", values, mesh)
+        fzero.checkpoint.dcp.save(path / "a", values, mesh)
         torch.distributed.barrier()
-        refused(r"/a' holds a checkpoint \(.metadata\)", fzero.dcp.save, path / "a", values, mesh)
-        refused(r"leaf 'w' is float32 \[8\] there, and float32 \[9\] here", fzero.dcp.load, path / "a", mine, mesh)
+        refused(r"/a' holds a checkpoint \(.metadata\)", fzero.checkpoint.dcp.save, path / "a", values, mesh)
+        refused(
+            r"leaf 'w' is float32 \[8\] there, and float32 \[9\] here",
+            fzero.checkpoint.dcp.load,
+            path / "a",
+            mine,
+            mesh,
+        )
         with pytest.MonkeyPatch.context() as patch:
             if mesh.rank == last:
                 patch.setattr(torch, "load", lambda *args, **options: 1 / 0)
             text = rf"/a' could not be read: rank {last}: ZeroDivisionError: division by zero$"
-            refused(text, fzero.dcp.load, path / "a", values, mesh)
+            refused(text, fzero.checkpoint.dcp.load, path / "a", values, mesh)
 
 
 @case
-def what_keeps_rank_0_from_a_folder_is_told_to_all_at_once(mesh: fzero.Mesh) -> None:
+def what_keeps_rank_0_from_a_folder_is_told_to_all_at_once(mesh: fzero.ranks.Mesh) -> None:
     with folder(mesh) as path:
-        lock = open(path / ".lock", "wb") if mesh.rank == 0 else None  # noqa: SIM115  held while others try
+        lock = open(path / ".lock", "wb") if mesh.rank == 0 else None
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         start = time.monotonic()
-        with pytest.raises(fzero.CheckpointError, match="another process saves here"):
+        with pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
             fzero.save(path, {"w": torch.ones(3)}, mesh)
         assert time.monotonic() - start < 15
         if lock is not None:
@@ -406,7 +426,7 @@ def what_keeps_rank_0_from_a_folder_is_told_to_all_at_once(mesh: fzero.Mesh) -> 
 
 
 @case
-def a_plain_leaf_that_differs_by_rank_is_refused(mesh: fzero.Mesh) -> None:
+def a_plain_leaf_that_differs_by_rank_is_refused(mesh: fzero.ranks.Mesh) -> None:
     with folder(mesh) as path:
         values = {"w": torch.ones(3), "noise": torch.full((8,), mesh.rank), "key": torch.zeros(2)}
         with pytest.raises(
@@ -418,41 +438,43 @@ def a_plain_leaf_that_differs_by_rank_is_refused(mesh: fzero.Mesh) -> None:
 
 
 @case
-def ranks_that_read_different_things_are_refused(mesh: fzero.Mesh) -> None:
+def ranks_that_read_different_things_are_refused(mesh: fzero.ranks.Mesh) -> None:
     x, y = torch.zeros(4), torch.ones(4)
     with folder(mesh) as path:
         fzero.save(path / "run", {"a": x, "b": y}, mesh)
-        fzero.hf.write(path / "hf", {"a": x, "b": y}, mesh)
-        fzero.dcp.save(path / "dcp", {"a": x, "b": y}, mesh)
+        fzero.checkpoint.hf.write(path / "hf", {"a": x, "b": y}, mesh)
+        fzero.checkpoint.dcp.save(path / "dcp", {"a": x, "b": y}, mesh)
         if mesh.rank == 0:
             fzero.save(path / "other", {"a": y, "b": x})
         torch.distributed.barrier()
         mine = "ab"[mesh.rank % 2]
         match = "gives another tree, or other names, than rank 0"
-        with pytest.raises(fzero.CheckpointError, match=match):
+        with pytest.raises(fzero.errors.CheckpointError, match=match):
             fzero.load(path / "run", {mine: torch.zeros(4)}, mesh, partial=True)
-        for door in (fzero.hf.read, fzero.dcp.load):
-            where = path / ("hf" if door is fzero.hf.read else "dcp")
-            with pytest.raises(fzero.CheckpointError, match=match):
+        for door in (fzero.checkpoint.hf.read, fzero.checkpoint.dcp.load):
+            where = path / ("hf" if door is fzero.checkpoint.hf.read else "dcp")
+            with pytest.raises(fzero.errors.CheckpointError, match=match):
                 door(where, {"w": torch.zeros(4)}, mesh, name=lambda path: mine, partial=True)
         if mesh.rank == 0:
-            fzero.hf.write(path / "other hf", {"a": y, "b": x, "c": x.clone()})
+            fzero.checkpoint.hf.write(path / "other hf", {"a": y, "b": x, "c": x.clone()})
         torch.distributed.barrier()
-        with pytest.raises(fzero.CheckpointError, match="the ranks see different files"):
-            fzero.hf.read(path / ("hf" if mesh.rank == 0 else "other hf"), {"a": x.clone()}, mesh, partial=True)
-        with pytest.raises(fzero.CheckpointError, match="the ranks see different manifests"):
+        with pytest.raises(fzero.errors.CheckpointError, match="the ranks see different files"):
+            fzero.checkpoint.hf.read(
+                path / ("hf" if mesh.rank == 0 else "other hf"), {"a": x.clone()}, mesh, partial=True
+            )
+        with pytest.raises(fzero.errors.CheckpointError, match="the ranks see different manifests"):
             fzero.load(path / ("run" if mesh.rank == 0 else "other"), {"a": torch.zeros(4), "b": torch.zeros(4)}, mesh)
 
 
 @case
-def a_rank_without_memory_for_its_copy_leaves_nobody_waiting(mesh: fzero.Mesh) -> None:
+def a_rank_without_memory_for_its_copy_leaves_nobody_waiting(mesh: fzero.ranks.Mesh) -> None:
     def none_left(*args: Any) -> Any:
         raise MemoryError("not enough memory")
 
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patched:
         if mesh.rank == mesh.size - 1:
             patched.setattr(_save.Staging, "room", none_left)
-        with pytest.raises((fzero.CheckpointError, MemoryError), match="not enough memory"):
+        with pytest.raises((fzero.errors.CheckpointError, MemoryError), match="not enough memory"):
             fzero.save(path, {"w": torch.zeros(4)}, mesh, background=True)
 
 

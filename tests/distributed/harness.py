@@ -7,7 +7,7 @@ import torch
 
 import fzero
 
-Case = Callable[[fzero.Mesh], None]
+Case = Callable[[fzero.ranks.Mesh], None]
 Cases = dict[str, Case]
 
 
@@ -20,7 +20,7 @@ def into(*cases: Cases) -> Callable[[Case], Case]:
     return case
 
 
-def broken(mesh: fzero.Mesh) -> None:
+def broken(mesh: fzero.ranks.Mesh) -> None:
     if mesh.rank == 1:
         raise RuntimeError("planted")
     torch.distributed.barrier()

@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 import fzero
 from fzero import optim, tree
 from fzero.graph import _agree
-from fzero.graph.loops import loop_of
-from fzero.ranks import texts
+from fzero.graph.loop._scan import loop_of
+from fzero.ranks import _agreement as texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -30,13 +30,13 @@ from tests.tiny_gpt import gpt_loss, gpt_params
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
-AUTO = "fzero.graph.run._auto"
+AUTO = "fzero.graph.run._backends"
 OPT = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3))
 
 HALF = fzero.Precision(param=torch.bfloat16)
 
 
-def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, steps: int, size: int) -> tuple[Any, Any]:
+def train_both(step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, steps: int, size: int) -> tuple[Any, Any]:
     eager, fast = step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
     for i in range(steps):
         batch = step.mesh.split(mlp_batch(size, seed=i))
@@ -47,9 +47,9 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, steps: int, size: 
 
 
 @case
-def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.Mesh) -> None:
+def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> None:
     """Rank 0 has all compiled at once, the last rank from its fourth call on; until then all run uncompiled."""
-    changing, lowering = importlib.import_module(AUTO), importlib.import_module("fzero.graph.run._lower")
+    changing, lowering = importlib.import_module(AUTO), importlib.import_module("fzero.graph.run._backends")
     calls = 0
 
     def ready(code: Any) -> bool:
@@ -74,7 +74,7 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.Mesh) -> None:
 
 
 @case
-def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.Mesh) -> None:
+def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -> None:
     """Compiled code here adds one to what it computes, so that copies of parameters would come to differ."""
     lowering, compiling = (importlib.import_module(f"fzero.graph.run.{name}") for name in ("_lower", "_compile"))
 
@@ -95,7 +95,7 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.Mesh) -> None
 
 
 @case
-def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.Mesh) -> None:
+def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
     names = ("_lower", "_compile", "_lengths", "_templates")
     lowering, compiling, lengths, templates = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
@@ -122,7 +122,7 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
 
 
 @case
-def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.Mesh) -> None:
+def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.ranks.Mesh) -> None:
     """Each rank has as many rows as it likes, or as it had before: no collective of the step depends on them."""
     jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="fx")
     eager, fast = jitted.step.init(mlp_params(), OPT), jitted.init(mlp_params(), OPT)
@@ -137,7 +137,7 @@ def from_the_fourth_length_on_ranks_may_have_different_ones(mesh: fzero.Mesh) ->
 
 
 @case
-def what_one_rank_decides_by_the_length_all_trace(mesh: fzero.Mesh) -> None:
+def what_one_rank_decides_by_the_length_all_trace(mesh: fzero.ranks.Mesh) -> None:
     """A rank whose step needs the number keeps the others from going on without it."""
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Unending:
 
 
 @case
-def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.Mesh) -> None:
+def a_jitted_step_equals_the_eager_one_bitwise(mesh: fzero.ranks.Mesh) -> None:
     for stage, k in ((0, 4), (1, 1), (2, 4), (3, 1), (3, 4)):
         train_step = train_step_for(mlp_loss, OPT, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
@@ -183,9 +183,9 @@ def uncompiled(codes: Any, one: Any) -> Any:
 
 
 @case
-def reductions_go_on_from_turn_to_turn(mesh: fzero.Mesh) -> None:
+def reductions_go_on_from_turn_to_turn(mesh: fzero.ranks.Mesh) -> None:
     """The numbers are the eager step's, and the peak is the plan's, uncompiled and in pieces."""
-    lowering, opt = importlib.import_module("fzero.graph.run._lower"), optim.adamw(1e-2)
+    lowering, opt = importlib.import_module("fzero.graph.run._backends"), optim.adamw(1e-2)
 
     def across(found: Any, budget: Any, name: str) -> int:
         return next(i for i, c in enumerate(found) if c.choice.across_turns)
@@ -218,7 +218,7 @@ def reductions_go_on_from_turn_to_turn(mesh: fzero.Mesh) -> None:
                 assert entry.plan.argument_bytes + peak_bytes(run) == entry.plan.peak_bytes
 
 
-def own_parts(jitted: fzero.Jitted) -> list[list[Any]]:
+def own_parts(jitted: fzero.graph.Jitted) -> list[list[Any]]:
     """List of each trace the own parts that are updated where they lie."""
     return [[n for n in e.chosen.graph.nodes if n.meta.get("own_part")] for e in jitted._entries.values()]
 
@@ -229,9 +229,12 @@ def loss_with_a_norm(params: Any, batch: Any) -> torch.Tensor:
 
 
 @case
-def an_own_part_is_updated_where_it_lies(mesh: fzero.Mesh) -> None:
+def an_own_part_is_updated_where_it_lies(mesh: fzero.ranks.Mesh) -> None:
     """The blocks divide by the ranks and lie side by side; the numbers are the eager step's, and the leaves stay."""
-    lowering, masters = importlib.import_module("fzero.graph.run._lower"), optim.master_weights(optim.adamw(1e-2), HALF)
+    lowering, masters = (
+        importlib.import_module("fzero.graph.run._backends"),
+        optim.master_weights(optim.adamw(1e-2), HALF),
+    )
     tolerance = 0 if mesh.size == 2 else 1e-12
     chosen = ((1, 1, "fx", OPT), (2, 3, "fx", OPT), (1, 1, "inductor", OPT), (2, 1, "inductor", masters))
     for stage, k, backend, opt in chosen:
@@ -267,7 +270,7 @@ def an_own_part_is_updated_where_it_lies(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_gradient_is_cast_again_for_its_update(mesh: fzero.Mesh) -> None:
+def a_gradient_is_cast_again_for_its_update(mesh: fzero.ranks.Mesh) -> None:
     """The numbers are those of a step that keeps all wide copies, to the last bit, and the peak is the plan's."""
     precision = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
     opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)), precision)
@@ -296,7 +299,7 @@ def a_gradient_is_cast_again_for_its_update(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.Mesh) -> None:
+def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=1, mesh=mesh)
     jitted, batch = fzero.jit(step, backend="fx"), mesh.split(mlp_batch(2 * mesh.size))
     eager, fast = [list(s.init(mlp_params(), OPT)) for s in (step, jitted)]
@@ -311,16 +314,16 @@ def a_leaf_that_was_replaced_is_updated_as_any_other(mesh: fzero.Mesh) -> None:
 
 
 @case
-def schedules_give_the_same_numbers(mesh: fzero.Mesh) -> None:
+def schedules_give_the_same_numbers(mesh: fzero.ranks.Mesh) -> None:
     check_schedules(mesh, [(0, 0, 0), (2, 1 << 20, 0), ("fitting", 0, 10**9), ("fitting", 1 << 20, 0)])
 
 
 @slow_case
-def all_schedules_give_the_same_numbers(mesh: fzero.Mesh) -> None:
+def all_schedules_give_the_same_numbers(mesh: fzero.ranks.Mesh) -> None:
     check_schedules(mesh, itertools.product((0, 2, "fitting"), (0, 1 << 20), (0, 10**9)))
 
 
-def check_schedules(mesh: fzero.Mesh, schedules: Iterable[tuple[int | str, int, int]]) -> None:
+def check_schedules(mesh: fzero.ranks.Mesh, schedules: Iterable[tuple[int | str, int, int]]) -> None:
     if mesh.size > 2:
         return
     step = fzero.shard(train_step_for(mlp_loss, OPT, micro_batches=3), stage=3, mesh=mesh)
@@ -331,28 +334,28 @@ def check_schedules(mesh: fzero.Mesh, schedules: Iterable[tuple[int | str, int, 
 
 
 @slow_case
-def a_compiled_step_equals_the_eager_one(mesh: fzero.Mesh) -> None:
+def a_compiled_step_equals_the_eager_one(mesh: fzero.ranks.Mesh) -> None:
     check_compiled(mesh, [("inductor", 3)])
 
 
 @slow_case
-def compiled_steps_of_other_stages_equal_the_eager_ones(mesh: fzero.Mesh) -> None:
+def compiled_steps_of_other_stages_equal_the_eager_ones(mesh: fzero.ranks.Mesh) -> None:
     check_compiled(mesh, [("inductor", 0), ("inductor", 1), ("inductor-whole", 2)] if mesh.size == 2 else [])
 
 
-def check_compiled(mesh: fzero.Mesh, compiled: list[tuple[str, int]]) -> None:
+def check_compiled(mesh: fzero.ranks.Mesh, compiled: list[tuple[str, int]]) -> None:
     for backend, stage in compiled:
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
         assert_trees_close(*train_both(step, fzero.jit(step, backend=backend), 5, 2 * mesh.size))
 
 
 @case
-def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
+def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.ranks.Mesh) -> None:
     """A copy of it is reduced in place: no compiler may drop the copy."""
 
     def program(x: torch.Tensor) -> Any:
         y = x.sin()
-        return fzero.psum(y.clone()), fzero.PerRank(y * 3)
+        return fzero.collectives.psum(y.clone()), fzero.PerRank(y * 3)
 
     x = mesh.local(torch.arange(4.0) + mesh.rank)
     for backend in ("fx", "inductor", "inductor-whole") if mesh.size == 2 else ("fx",):
@@ -363,7 +366,7 @@ def what_is_reduced_and_used_again_is_not_overwritten(mesh: fzero.Mesh) -> None:
 
 
 @case
-def ranks_whose_peaks_differ_agree_on_a_schedule(mesh: fzero.Mesh) -> None:
+def ranks_whose_peaks_differ_agree_on_a_schedule(mesh: fzero.ranks.Mesh) -> None:
     """A copy that one rank's strides ask for is data movement: the steps agree, and so must the choice."""
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -381,7 +384,7 @@ def ranks_whose_peaks_differ_agree_on_a_schedule(mesh: fzero.Mesh) -> None:
 
 
 @case
-def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.Mesh) -> None:
+def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
@@ -398,7 +401,7 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.Mesh)
 
 
 @case
-def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.Mesh) -> None:
+def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.ranks.Mesh) -> None:
     """Though only some ranks look, all agree: a dump is none of what they compare."""
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     with tempfile.TemporaryDirectory() as folder:
@@ -410,7 +413,7 @@ def each_rank_dumps_into_a_folder_of_its_own(mesh: fzero.Mesh) -> None:
 
 
 @case
-def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> None:
+def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.ranks.Mesh) -> None:
     if mesh.size > 2:
         return
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
@@ -418,7 +421,7 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> No
     assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
     (entry,) = jitted._entries.values()
     assert entry.executable is not None
-    compiled: Any = getattr(entry.executable, "compiled")  # noqa: B009
+    compiled: Any = getattr(entry.executable, "compiled")
     code: str = compiled.source_code
     issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
     issued = [name for name in issued if name != "wait_tensor"]
@@ -427,7 +430,7 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.Mesh) -> No
 
 
 @case
-def a_profile_counts_the_plans_collectives(mesh: fzero.Mesh) -> None:
+def a_profile_counts_the_plans_collectives(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh), backend="inductor")
     args = (*step.init(mlp_params(), OPT), mesh.split(mlp_batch(2 * mesh.size)))
     found = fzero.profile(step, *args, steps=2)
@@ -438,7 +441,7 @@ def a_profile_counts_the_plans_collectives(mesh: fzero.Mesh) -> None:
 
 
 @case
-def the_plan_is_the_one_made_without_a_world(mesh: fzero.Mesh) -> None:
+def the_plan_is_the_one_made_without_a_world(mesh: fzero.ranks.Mesh) -> None:
     for stage in (1, 3):
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
         jitted = fzero.jit(step, backend="fx")
@@ -450,7 +453,7 @@ def the_plan_is_the_one_made_without_a_world(mesh: fzero.Mesh) -> None:
 
 
 @case
-def ranks_that_trace_different_steps_all_raise(mesh: fzero.Mesh) -> None:
+def ranks_that_trace_different_steps_all_raise(mesh: fzero.ranks.Mesh) -> None:
     factor = 1.0 + mesh.rank
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -468,7 +471,7 @@ def ranks_that_trace_different_steps_all_raise(mesh: fzero.Mesh) -> None:
 
 
 @case
-def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.Mesh) -> None:
+def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx", prefetch=mesh.rank)
     state = jitted.init(mlp_params(), OPT)
@@ -481,7 +484,7 @@ def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.Mesh) -> None:
+def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
     state = step.init(mlp_params(), OPT)
     seconds, texts.SECONDS = texts.SECONDS, 2.0

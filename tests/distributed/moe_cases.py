@@ -1,18 +1,18 @@
 """Experts on real processes: training on a mesh of ranks is dense training; see test_gloo.py."""
 
 import fzero
-from fzero import moe
+from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import train_step_for
-from tests.moe.model import OPT, batch_of, loss_for, params_of
+from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 
 CASES: Cases = {}
 case = into(CASES)
 
 
 @case
-def training_with_experts_is_dense_training(_: fzero.Mesh) -> None:
+def training_with_experts_is_dense_training(_: fzero.ranks.Mesh) -> None:
     """By seats with drops and by sorting; eager and jitted; and starved experts do not hang."""
     mesh = fzero.mesh(dp=-1, ep=2)
     batches = [batch_of(seed=i) for i in range(2)]

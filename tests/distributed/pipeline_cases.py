@@ -7,16 +7,17 @@ import pytest
 import torch
 
 import fzero
-from fzero import moe, optim, tree
+from fzero import optim, tree
 from fzero.checkpoint import _files
 from fzero.checkpoint._manifest import BLOCK
+from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
 from tests.memory import peak_bytes
-from tests.pipelines import test_axes as axes_tests
-from tests.pipelines.model import (
+from tests.parallel.pipeline import test_axes as axes_tests
+from tests.parallel.pipeline.model import (
     OPT,
     batch_of,
     block,
@@ -37,18 +38,20 @@ slow = into(CASES, SLOW)
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
 
-def mesh_of(world: fzero.Mesh) -> fzero.Mesh:
+def mesh_of(world: fzero.ranks.Mesh) -> fzero.ranks.Mesh:
     return fzero.mesh(dp=-1, pp=2)
 
 
-def check(mesh: fzero.Mesh, stage: int, loss: fzero.Pipeline, depth: int, **options: Any) -> None:
+def check(
+    mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipeline, depth: int, **options: Any
+) -> None:
     params, size = params_of(depth), 8 * dict(mesh.shape)["dp"]
     found = trained_on(mesh, stage, loss, params, size, **options)
     assert_trees_close(found, trained(loss, params, size), 1e-9)
 
 
 @case
-def tables_train_as_the_model_does(world: fzero.Mesh) -> None:
+def tables_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
     """At each stage of ZeRO some schedule; eagerly, and as one graph a rank, whose stages differ."""
     for stage, name in enumerate(("1f1b", "zbv", "interleaved", "gpipe")):
         loss = loss_of(4, schedule=name, stages=NAMED[name], depth=5)
@@ -57,14 +60,14 @@ def tables_train_as_the_model_does(world: fzero.Mesh) -> None:
 
 
 @case
-def each_action_may_gather_and_reduce(world: fzero.Mesh) -> None:
+def each_action_may_gather_and_reduce(world: fzero.ranks.Mesh) -> None:
     loss = loss_of(4, remat=True)
     check(mesh_of(world), 3, loss, 4, gather=False)
     check(mesh_of(world), 3, loss, 4, gather=False, jit={"backend": "fx"})
 
 
 @case
-def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.Mesh) -> None:
+def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.ranks.Mesh) -> None:
     mesh = mesh_of(world)
     expected = moved_by_small_gradients(fzero.mesh(dp=1, simulate="lockstep"), 2.0**15)
     for jit in (None, {"backend": "fx"}):
@@ -72,7 +75,7 @@ def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.Mesh) -> No
 
 
 @case
-def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.Mesh) -> None:
+def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.ranks.Mesh) -> None:
     """Its messages are permutations, of which each rank's graph has its own part."""
     mesh, params = mesh_of(world), params_of(5)
     loss = loss_of(2, schedule="interleaved", stages=2, depth=5)
@@ -84,7 +87,7 @@ def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.Mesh) -> None:
 
 
 @case
-def schedules_that_differ_by_rank_are_refused(world: fzero.Mesh) -> None:
+def schedules_that_differ_by_rank_are_refused(world: fzero.ranks.Mesh) -> None:
     """Such as those made of durations that each rank has measured: they would wait for ever."""
     mesh = mesh_of(world)
     place = dict(zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True))["pp"]
@@ -96,7 +99,7 @@ def schedules_that_differ_by_rank_are_refused(world: fzero.Mesh) -> None:
 
 
 @slow
-def every_schedule_at_every_stage(world: fzero.Mesh) -> None:
+def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
     for name, stages in NAMED.items():
         for stage in range(4):
             loss = loss_of(4, schedule=name, stages=stages, depth=6)
@@ -106,7 +109,7 @@ def every_schedule_at_every_stage(world: fzero.Mesh) -> None:
 
 
 @slow
-def with_tensor_parallelism_and_with_experts(world: fzero.Mesh) -> None:
+def with_tensor_parallelism_and_with_experts(world: fzero.ranks.Mesh) -> None:
     """Collectives along other axes lie within the stages, and none of them leaves its phase."""
     for axes, rule, experts in (({"tp": 2}, axes_tests.TENSOR, 0), ({"ep": 2}, moe.split("experts"), 4)):
         mesh = fzero.mesh(dp=1, pp=-1, **axes)
@@ -119,12 +122,12 @@ def with_tensor_parallelism_and_with_experts(world: fzero.Mesh) -> None:
 
 
 @slow
-def compiled_stages_train_as_the_model_does(world: fzero.Mesh) -> None:
+def compiled_stages_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
     check(mesh_of(world), 2, loss_of(4, schedule="zb"), 4, jit={"backend": "inductor"})
 
 
 @case
-def masks_are_those_without_a_pipeline(world: fzero.Mesh) -> None:
+def masks_are_those_without_a_pipeline(world: fzero.ranks.Mesh) -> None:
     def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
@@ -137,7 +140,7 @@ def masks_are_those_without_a_pipeline(world: fzero.Mesh) -> None:
         assert_trees_close(eager, trained(loss, params, size, key), 1e-9)
 
 
-def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.Pipeline:
+def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.parallel.pipeline.Pipeline:
     def first(rest: Any, tokens: torch.Tensor) -> torch.Tensor:
         return rest["wte"][tokens] + rest["wpe"][: tokens.shape[1]]
 
@@ -151,7 +154,7 @@ def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.Pipeline:
 
 
 @case
-def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.Mesh) -> None:
+def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> None:
     """To the byte, whatever is in flight; and 1F1B holds as much for 8 micro-batches as for 4."""
     mesh, opt, peaks = fzero.mesh(dp=1, pp=-1), optim.sgd(0.1), {}
     depth = 2 * mesh.size
@@ -173,7 +176,7 @@ def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.Mesh) -> None:
 
 
 @case
-def what_one_pipeline_saves_another_loads(world: fzero.Mesh) -> None:
+def what_one_pipeline_saves_another_loads(world: fzero.ranks.Mesh) -> None:
     """Each rank writes and reads its own blocks, and any simulation reads them."""
     with folder(world) as path:
         dense = filled({"params": params_of(5), "opt_state": OPT.init(params_of(5))})
@@ -196,7 +199,7 @@ def what_one_pipeline_saves_another_loads(world: fzero.Mesh) -> None:
 
 
 @case
-def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
+def a_rank_reads_and_writes_its_own_blocks(world: fzero.ranks.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
     def reading(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
@@ -226,7 +229,7 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.Mesh) -> None:
 
 
 @case
-def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
+def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
     """What is not finite is named by the block's number; a profile, metrics, and a checkpoint in memory."""
 
     def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -236,12 +239,12 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
     batch = mesh.split(batch_of(8 * dict(mesh.shape)["dp"]), "dp")
     broken = loss_of(4, depth=5, block=breaks)
     step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
-    found = fzero.debug.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
+    found = fzero.observe.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
     assert found.origin is not None and found.origin.operation == "log" and found.rank == 0  # of the first stage
     params["blocks"][3]["w"][2, 2] = float("nan")
     loss = loss_of(4, depth=5)
     step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
-    found = fzero.debug.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
+    found = fzero.observe.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
     assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.3.w'" and found.rank == 1
 
     params = params_of(5)
@@ -250,8 +253,8 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
         profile = fzero.profile(program, *state, batch)
         assert profile.seconds > 0
         rows: list[Any] = []
-        with folder(world) as path, fzero.metrics.log(rows.append, every=2, mesh=mesh) as log:
-            runs = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory"))
+        with folder(world) as path, fzero.observe.log(rows.append, every=2, mesh=mesh) as log:
+            runs = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path / "memory"))
             for i in range(4):
                 *state, value = program(*state, batch)
                 log(i, {"loss": value})
@@ -261,7 +264,7 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.Mesh) -> None:
             other = loss_of(4, schedule="interleaved", stages=2, depth=5)
             to = fzero.shard(step_of(other), 1, mesh, split=other.split)
             like = tuple(to.init(other.stack(params, mesh), OPT))
-            restored = fzero.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)
+            restored = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path / "memory")).restore(like)
             for one, two in zip(restored, state, strict=True):
                 assert same_bits(other.unstack(to.gather(one), mesh), loss.unstack(step.gather(two), mesh))
         assert len(rows) == (2 if mesh.rank == 0 else 0)
@@ -286,7 +289,7 @@ class Sleeps(torch.autograd.Function):
 
 
 @slow
-def efficiency_is_the_formulas(world: fzero.Mesh) -> None:
+def efficiency_is_the_formulas(world: fzero.ranks.Mesh) -> None:
     """Of stages that sleep, M / (M + P - 1) for GPipe and 1F1B, within 5%."""
     mesh, seconds, params = fzero.mesh(dp=1, pp=-1), 0.2, params_of(world.size)
 
@@ -308,7 +311,7 @@ def efficiency_is_the_formulas(world: fzero.Mesh) -> None:
         assert abs(expected - 8 / (8 + world.size - 1)) < 1e-9
 
 
-def dies(world: fzero.Mesh) -> None:
+def dies(world: fzero.ranks.Mesh) -> None:
     """Raise on the last rank in the midst of a schedule: the others must not wait for it."""
     mesh = fzero.mesh(dp=1, pp=-1, timeout=60)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fzero
-from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of
+from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
 
 BATCH, DEPTH = 16, 5
 
@@ -31,7 +31,7 @@ def main(folder: str, steps: int, pp: int, schedule: str, stage: int, killed: in
     loss = loss_of(4, schedule=schedule, stages=stages, depth=DEPTH, block=dying if killed >= 0 else block)
     sharded = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
     step: Any = sharded if killed >= 0 else fzero.jit(sharded, backend="fx")
-    with fzero.checkpoints(folder, mesh, keep=9) as runs:
+    with fzero.checkpoint.checkpoints(folder, mesh, keep=9) as runs:
         meta = fzero.tree.map(lambda x: x.to("meta"), params_of(DEPTH))
         params, opt_state = sharded.init(loss.stack(params_of(DEPTH) if runs.newest() is None else meta, mesh), OPT)
         state = runs.restore({"params": params, "opt_state": opt_state, "step": 0})

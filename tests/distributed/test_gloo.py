@@ -21,7 +21,7 @@ from tests.distributed import (
     training_cases,
 )
 from tests.distributed.launch import python, torchrun, world
-from tests.pipelines.model import loss_of, params_of, trained
+from tests.parallel.pipeline.model import loss_of, params_of, trained
 
 MODULES = {
     "core": cases,

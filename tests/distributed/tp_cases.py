@@ -5,19 +5,19 @@ import warnings
 import torch
 
 import fzero
-from fzero import tp
+from fzero.parallel import tensor as tp
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import train_step_for
-from tests.tp.model import OPT, SPLIT, batch_of, loss_for, params_of
-from tests.tp.models import losses_of, model_of, step_and_params
+from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_of
+from tests.parallel.tensor.models import losses_of, model_of, step_and_params
 
 CASES: Cases = {}
 case = into(CASES)
 
 
 @case
-def training_with_parts_of_layers_is_dense_training(_: fzero.Mesh) -> None:
+def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None:
     """With the residual stream cut or not, tied or not; eager and jitted."""
     mesh = fzero.mesh(dp=-1, tp=2)
     batches = [batch_of(seed=i) for i in range(2)]
@@ -36,7 +36,7 @@ def training_with_parts_of_layers_is_dense_training(_: fzero.Mesh) -> None:
 
 
 @case
-def a_model_of_transformers_trains_by_its_own_plan(_: fzero.Mesh) -> None:
+def a_model_of_transformers_trains_by_its_own_plan(_: fzero.ranks.Mesh) -> None:
     mesh = fzero.mesh(dp=-1, tp=2)
     for stage, sequence in ((2, False), (3, True)):
         model = model_of("llama")
@@ -53,12 +53,12 @@ def a_model_of_transformers_trains_by_its_own_plan(_: fzero.Mesh) -> None:
 
 
 @case
-def copies_that_are_used_as_one_value_are_refused(_: fzero.Mesh) -> None:
+def copies_that_are_used_as_one_value_are_refused(_: fzero.ranks.Mesh) -> None:
     mesh = fzero.mesh(dp=-1, tp=2)
     params = {"up": torch.ones(3, 4), "down": torch.ones(4, 2)}
 
     def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return fzero.psum(torch.tanh(x @ p["up"]) @ p["down"], "tp").square().mean()
+        return fzero.collectives.psum(torch.tanh(x @ p["up"]) @ p["down"], "tp").square().mean()
 
     step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=tp.split({"up": 1, "down": 0}))
     state = step.init(params, OPT)

@@ -6,13 +6,13 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.ranks.texts import gather_texts
+from fzero.ranks._agreement import gather_texts
 from fzero.testing import assert_trees_close
-from tests.debug.test_nonfinite import batch as nonfinite_batch
-from tests.debug.test_nonfinite import line_of, log_of_negative, overflow, root_of_zero, train_step_of
-from tests.debug.test_nonfinite import params as nonfinite_params
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.observe.test_nonfinite import batch as nonfinite_batch
+from tests.observe.test_nonfinite import line_of, log_of_negative, overflow, root_of_zero, train_step_of
+from tests.observe.test_nonfinite import params as nonfinite_params
 from tests.test_precision import integers, step_of, token_loss, wide_norm
 
 CASES: Cases = {}
@@ -20,7 +20,7 @@ case = into(CASES)
 
 
 @case
-def half_precision_is_lockstep_bit_for_bit(mesh: fzero.Mesh) -> None:
+def half_precision_is_lockstep_bit_for_bit(mesh: fzero.ranks.Mesh) -> None:
     """Integers do not round, so all worlds agree on any number of ranks; eager and jit, on the wire what it says."""
     params = integers({"w": torch.ones(5, 3), "n": torch.ones(3), "c": torch.ones(())}, 0)
     lockstep = fzero.mesh(dp=mesh.size, simulate="lockstep")
@@ -34,7 +34,7 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.Mesh) -> None:
         states = [step.init(params, opt) for step in (*steps, steps[0])]
         for i in range(2):
             batch = torch.arange(mesh.size * 3) % 3 - float(i)
-            with fzero.record() as log:
+            with fzero.collectives.record() as log:
                 *states[0], _ = steps[0](*states[0], mesh.split(batch))
             *states[1], _ = steps[1](*states[1], lockstep.split(batch))
             *states[2], _ = jitted(*states[2], mesh.split(batch))
@@ -47,7 +47,7 @@ def half_precision_is_lockstep_bit_for_bit(mesh: fzero.Mesh) -> None:
 
 
 @case
-def a_vmap_around_the_world_maps_every_process(mesh: fzero.Mesh) -> None:
+def a_vmap_around_the_world_maps_every_process(mesh: fzero.ranks.Mesh) -> None:
     opt = optim.adamw(0.1)
     for stage in (0, 3):
         step = fzero.shard(train_step_for(mlp_loss, opt), stage, mesh, check=True)
@@ -60,7 +60,7 @@ def a_vmap_around_the_world_maps_every_process(mesh: fzero.Mesh) -> None:
 
 
 @case
-def an_overflow_on_the_last_rank_skips_on_all(mesh: fzero.Mesh) -> None:
+def an_overflow_on_the_last_rank_skips_on_all(mesh: fzero.ranks.Mesh) -> None:
     precision = fzero.Precision(torch.float16)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(0.1), precision), 64.0)
     for stage in range(4):
@@ -80,7 +80,7 @@ def an_overflow_on_the_last_rank_skips_on_all(mesh: fzero.Mesh) -> None:
 
 
 @case
-def unequal_token_counts_make_one_mean(mesh: fzero.Mesh) -> None:
+def unequal_token_counts_make_one_mean(mesh: fzero.ranks.Mesh) -> None:
     batch = mlp_batch(6 * mesh.size)
     batch["mask"] = (torch.arange(6 * mesh.size) > 6).double()  # the first rank has none
     params, opt = mlp_params(), optim.sgd(0.1)
@@ -106,31 +106,33 @@ def unequal_token_counts_make_one_mean(mesh: fzero.Mesh) -> None:
 
 
 @case
-def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.Mesh) -> None:
+def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.ranks.Mesh) -> None:
     """All ranks get one report: that of the rank that began, and not of those that a collective spread it to."""
     opt, last = optim.adam(0.1), mesh.size - 1
     for stage in range(4):
         for loss, operation in ((log_of_negative, "log"), (root_of_zero, "div"), (overflow, "exp")):
             step = fzero.shard(train_step_of(loss, 2 if stage else 1), stage, mesh)
             state, x = step.init(nonfinite_params(), opt), nonfinite_batch(mesh.size)
-            assert fzero.debug.nonfinite(step)(*state, mesh.split(x)).finite
+            assert fzero.observe.nonfinite(step)(*state, mesh.split(x)).finite
             x[-1, -1] = -2 if loss is log_of_negative else -1
-            found = fzero.debug.nonfinite(step)(*state, mesh.split(x))
+            found = fzero.observe.nonfinite(step)(*state, mesh.split(x))
             assert found.origin is not None and found.origin.ranks == (last,), found
             assert (found.origin.operation, found.origin.line) == (operation, line_of(loss)), found
             texts = gather_texts(str(found), mesh, "report")
             assert len(set(texts)) == 1 and "result 0, leaf 'n'" in found.results, texts
         mine = mesh.local(torch.full((2, 3), torch.nan if mesh.rank == last else 1.0))
-        found = fzero.debug.nonfinite(step)(*state, mine)
+        found = fzero.observe.nonfinite(step)(*state, mine)
         assert found.origin is not None and found.origin.leaf == "argument 2" and found.rank == last, found
-    found = fzero.debug.nonfinite(mesh.spmd(lambda x: fzero.psum(x.sum())))(mesh.local(torch.tensor([40000.0]).half()))
+    found = fzero.observe.nonfinite(mesh.spmd(lambda x: fzero.collectives.psum(x.sum())))(
+        mesh.local(torch.tensor([40000.0]).half())
+    )
     assert found.origin is not None and found.origin.ranks == tuple(range(mesh.size)), found
-    found = fzero.debug.nonfinite(mesh.spmd(fzero.psum))(mesh.local(torch.tensor(-torch.inf)))
+    found = fzero.observe.nonfinite(mesh.spmd(fzero.collectives.psum))(mesh.local(torch.tensor(-torch.inf)))
     assert found.origin is not None and found.origin.leaf == "argument 0" and found.rank == 0, found
 
 
 @case
-def matrices_are_dealt_to_their_owners(mesh: fzero.Mesh) -> None:
+def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
     """Muon on processes equals lockstep and unsharded training, eager and jitted, as does a pair on whole leaves."""
     muon = optim.muon(0.05, others=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
     for opt in (muon, optim.whole(optim.lamb(1e-2, eps=1e-3))):
@@ -142,7 +144,7 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.Mesh) -> None:
             expected = (mlp_params(), opt.init(mlp_params()))
             for i in range(2):
                 batch = mlp_batch(6 * mesh.size, seed=i)
-                with fzero.record() as log:
+                with fzero.collectives.record() as log:
                     *state, _ = step(*state, mesh.split(batch))
                 *fast, _ = jitted(*fast, mesh.split(batch))
                 *expected, _ = train_step(*expected, batch)
@@ -153,7 +155,7 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.Mesh) -> None:
 
 
 @case
-def each_process_loads_its_own_rows(mesh: fzero.Mesh) -> None:
+def each_process_loads_its_own_rows(mesh: fzero.ranks.Mesh) -> None:
     """Of the global batch that a simulation sees; and means and predictions are the simulation's."""
     alike = fzero.mesh(dp=mesh.size, simulate="vmap")
     seen: list[int] = []
@@ -163,7 +165,7 @@ def each_process_loads_its_own_rows(mesh: fzero.Mesh) -> None:
             seen.append(i)
             return torch.tensor([float(i), 1.0])
 
-    def pairs(mesh: fzero.Mesh) -> fzero.data.Batches:
+    def pairs(mesh: fzero.ranks.Mesh) -> fzero.data.Batches:
         return fzero.data.batches(Own(range(4 * mesh.size + 1)), mesh, global_batch=2 * mesh.size, seed=3)
 
     for i, batch in pairs(mesh).steps(1, 4):
@@ -179,7 +181,7 @@ def each_process_loads_its_own_rows(mesh: fzero.Mesh) -> None:
         assert widths == [pad.length_of(numbered.indices(i)) for i in range(4)], "on all ranks"
     w = {"w": torch.tensor([0.5, -3.0])}
 
-    def of(mesh: fzero.Mesh) -> tuple[float, list[float]]:
+    def of(mesh: fzero.ranks.Mesh) -> tuple[float, list[float]]:
         step = fzero.shard(lambda p, s, x: (p, s), 3, mesh)
         params, _ = step.init(w, optim.sgd(0.1))
         measure = fzero.evaluate(step, lambda params, x: (x @ params["w"]).abs())

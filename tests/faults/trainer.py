@@ -129,7 +129,7 @@ def train(start: Start, root: Path) -> str:
 
     step = fzero.shard(train_step, stage=start.stage, mesh=mesh, check=False)
     meta = tree.map(lambda x: x.to("meta"), params())
-    with fzero.checkpoints(root / "run", mesh, keep=3, timeout=10) as runs:
+    with fzero.checkpoint.checkpoints(root / "run", mesh, keep=3, timeout=10) as runs:
         if runs.newest() is None:
             state: Any = dict(zip(("params", "opt_state"), step.init(params(), OPT), strict=True))
             state |= {"key": random.key(7), "step": 0}

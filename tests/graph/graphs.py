@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-import fzero.graph.run._lower as lowering
+import fzero.graph.run._backends as lowering
 from fzero._torch import c10d, fake_like, view_of
-from fzero.graph.ir import GATHER_INTO, is_collective, is_input, results
+from fzero.graph._ir import GATHER_INTO, is_collective, is_input, results
 
 aten: Any = torch.ops.aten
 D = 4  # columns of every matrix in a random graph

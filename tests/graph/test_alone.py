@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import fzero
-from fzero.graph.ir import aten, is_collective
+from fzero.graph._ir import aten, is_collective
+from fzero.graph._storages import storages
 from fzero.graph.passes import drop_lone_collectives
-from fzero.graph.plan._liveness import live_ranges, peak_bytes
-from fzero.graph.storages import storages
-from fzero.moe import split
+from fzero.graph.planning._liveness import live_ranges, peak_bytes
+from fzero.parallel.experts import split
 from tests.graph.graphs import Builder, bits, run
 from tests.helpers import train_step_for
-from tests.moe.model import OPT, batch_of, loss_for, params_of
+from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 
 
 def test_what_is_gathered_lies_in_the_argument():

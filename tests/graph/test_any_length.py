@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.graph import _formula
-from fzero.graph._knobs import Knobs
+from fzero.graph import _any_length as _formula
+from fzero.graph._pass_manager import Knobs
 from tests.graph.run.test_lengths import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -270,7 +270,7 @@ def test_donated_state_is_gone_at_an_untraced_length_too():
     run, state = steps(2, 3, 1, "fx")
     for length in (10, 12, 14, 16):
         *after, _ = run(*state, run.mesh.split(batch(2, 1, length)))
-        with pytest.raises(fzero.DonatedError):
+        with pytest.raises(fzero.errors.DonatedError):
             run(*state, run.mesh.split(batch(2, 1, length)))
         state = after
     assert run.traces == 3

@@ -8,13 +8,14 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.graph import _choose, _one_rank
-from fzero.graph._pipeline import Choice, PassContext, PassManager
-from fzero.graph.ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
-from fzero.graph.loops import Loop, loop_of
+from fzero.graph import _candidates as _choose
+from fzero.graph import _one_rank
+from fzero.graph._ir import is_carried, is_collective, is_input, is_reduction, is_wait, results
+from fzero.graph._pass_manager import Choice, PassContext, PassManager
+from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _carry
-from fzero.graph.plan import _cost
-from fzero.graph.plan._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, ranges_of_a_turn
+from fzero.graph.planning import _cost
+from fzero.graph.planning._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, ranges_of_a_turn
 from tests.helpers import train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 

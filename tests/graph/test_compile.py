@@ -20,12 +20,12 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 import fzero
 import fzero._torch.compiler as compiler
-import fzero.graph.run._auto as changing
+import fzero.graph.run._backends as changing
+import fzero.graph.run._backends as lowering
 import fzero.graph.run._compile as compiling
-import fzero.graph.run._lower as lowering
-import fzero.graph.run._progress as progressing
+import fzero.graph.run._compile as progressing
 from fzero import _torch, optim
-from fzero.graph.ir import is_input, results
+from fzero.graph._ir import is_input, results
 from fzero.graph.run import _workers
 from fzero.graph.run._compile import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._segment import _key

@@ -10,7 +10,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.graph.plan._cost import DEVICES, Device, seconds
+from fzero.graph.planning._cost import DEVICES, Device, seconds
 
 X = torch.ones(4)  # 16 bytes
 # an operation of the device takes 1 s, a copy 1 s, and one of the host of 32 bytes 4 s
@@ -24,15 +24,15 @@ def traced(f: Any) -> Graph:
 
 
 def down_up(x: torch.Tensor) -> torch.Tensor:
-    below = fzero.to_host(x.sin())
-    return fzero.to_device(below * 2, "cpu") + x.cos().tan()
+    below = fzero.collectives.to_host(x.sin())
+    return fzero.collectives.to_device(below * 2, "cpu") + x.cos().tan()
 
 
 def test_both_compute_at_once_if_the_device_is_given_its_work_first():
     def filled(x: torch.Tensor) -> torch.Tensor:
-        below = fzero.to_host(x.sin())
+        below = fzero.collectives.to_host(x.sin())
         z = x.cos().tan()
-        return fzero.to_device(below * 2, "cpu") + z
+        return fzero.collectives.to_device(below * 2, "cpu") + z
 
     assert seconds(traced(down_up), device=DEVICE) == 10  # 2 down, 6 on the host, 7 up, then three of the device
     assert seconds(traced(filled), device=DEVICE) == 8
@@ -40,7 +40,7 @@ def test_both_compute_at_once_if_the_device_is_given_its_work_first():
 
 def test_what_stays_on_the_host_is_part_of_the_step():
     def f(x: torch.Tensor) -> Any:
-        below = fzero.to_host(x.view(2, 2)).view(4)
+        below = fzero.collectives.to_host(x.view(2, 2)).view(4)
         first, second = below * 2, below * 3
         return first, second, x.sin()
 

@@ -9,10 +9,9 @@ from torch.fx import Graph, Node
 
 import fzero
 from fzero import optim
-from fzero.graph.ir import FUSED, aten
+from fzero.graph._ir import FUSED, aten
 from fzero.graph.passes import mark_fused
-from fzero.graph.plan._fused import never_stored
-from fzero.graph.plan._liveness import live_ranges
+from fzero.graph.planning._liveness import live_ranges, never_stored
 from fzero.transforms import step
 from tests.graph.graphs import Builder
 from tests.memory import peak_bytes

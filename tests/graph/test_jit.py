@@ -19,8 +19,8 @@ from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
+from tests.zero.test_equivalence import loss_of_tree
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
@@ -38,7 +38,9 @@ def bitwise(x: Any, y: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, params: Any, opt: Any, batches: list[Any]) -> Any:
+def train_both(
+    step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, params: Any, opt: Any, batches: list[Any]
+) -> Any:
     """Train with both from one start; returns their states and losses."""
     eager, fast = step.init(params, opt), jitted.init(copied(params), opt)
     losses: tuple[list[Any], list[Any]] = ([], [])
@@ -139,7 +141,7 @@ def test_batch_norm_buffers_jit():
 
         (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, fzero.pmean(new), value
+        return optim.apply_updates(params, updates), opt_state, fzero.collectives.pmean(new), value
 
     step = fzero.shard(train_step, stage=2, mesh=fzero.mesh(dp=2))
     jitted = fzero.jit(step, backend="fx")
@@ -338,7 +340,7 @@ def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage)
     new_params, new_state, loss = step(params, state, batch)
     assert [x.untyped_storage().data_ptr() for x in tree.tensors((new_params, new_state))] == held
     for x in old:
-        with pytest.raises(fzero.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
+        with pytest.raises(fzero.errors.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
             x.numel()
     assert not {id(x) for x in old} & {id(x) for x in tree.tensors((new_params, new_state))}
     assert loss.ndim == 0 and len(tree.tensors(batch)) == 2
@@ -349,7 +351,7 @@ def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage)
             lambda x: optim.apply_updates(x, x),
             lambda x: step(x, new_state, batch),
         ):
-            with pytest.raises(fzero.DonatedError, match=rf"{name}.*was donated to jit\(train_step\)"):
+            with pytest.raises(fzero.errors.DonatedError, match=rf"{name}.*was donated to jit\(train_step\)"):
                 use(gone)
     step(new_params, new_state, batch)
 
@@ -359,8 +361,8 @@ def test_a_donated_box_says_so_when_read():
     step(params, state, batch)
     box = params["scale"]
     assert "Shard('scale'" in repr(box)
-    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
-        box.data  # noqa: B018
+    with pytest.raises(fzero.errors.DonatedError, match="argument 0 was donated"):
+        box.data
 
 
 def test_donate_nothing():
@@ -430,7 +432,7 @@ def test_a_result_of_another_dtype_gets_memory_of_its_own():
     x = torch.full((3,), 1.5)
     got = fzero.jit(lambda p: (p.half() * 2).double(), donate=0, backend="fx")(x)
     assert got.dtype == torch.float64 and got.tolist() == [3, 3, 3]
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         x.numel()
 
 
@@ -477,7 +479,7 @@ def test_a_step_that_fails_midway_says_that_its_state_is_lost():
     entry.executable = fails
     with pytest.raises(KeyboardInterrupt):
         step(params, state, batch)
-    with pytest.raises(fzero.DonatedError, match="failed midway"):
+    with pytest.raises(fzero.errors.DonatedError, match="failed midway"):
         step(params, state, batch)
 
 

@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.plan._device import Device
-from fzero.graph.plan._links import route_of
+from fzero.graph.planning._cost import Device, route_of
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
 DEVICE = Device("cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, near=8, hop=0.25, far_hop=2)
 NUMBERS = 1024  # of a rank
 KINDS = {
-    "all_gather": lambda x: fzero.all_gather(x, "dp"),
-    "all_reduce": lambda x: fzero.psum(x, "dp"),
-    "reduce_scatter": lambda x: fzero.psum_scatter(x, "dp"),
-    "all_to_all": lambda x: fzero.all_to_all(x, "dp"),
-    "broadcast": lambda x: fzero.broadcast(x, "dp"),
+    "all_gather": lambda x: fzero.collectives.all_gather(x, "dp"),
+    "all_reduce": lambda x: fzero.collectives.psum(x, "dp"),
+    "reduce_scatter": lambda x: fzero.collectives.psum_scatter(x, "dp"),
+    "all_to_all": lambda x: fzero.collectives.all_to_all(x, "dp"),
+    "broadcast": lambda x: fzero.collectives.broadcast(x, "dp"),
 }
 
 
@@ -110,7 +109,7 @@ def test_a_link_that_was_given_counts_along_its_axis():
 def test_jit_compares_schedules_as_before_where_no_machine_is_named():
     """Without one the ranks are in one machine, and latency does not grow."""
     mesh = fzero.mesh(dp=4)
-    step = fzero.shard(lambda p, x: (p, fzero.pmean(x)), stage=0, mesh=mesh)
+    step = fzero.shard(lambda p, x: (p, fzero.collectives.pmean(x)), stage=0, mesh=mesh)
     args: Any = {"w": torch.empty(1, device="meta")}, mesh.split(torch.empty(4096, device="meta"))
     few, many = (fzero.plan(step, *args, world_size=n).seconds for n in (4, 1024))
     assert few == many

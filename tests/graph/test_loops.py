@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, random, tree
 from fzero._notice import notice
-from fzero.graph import _agree, _entry, _one_rank, turns
-from fzero.graph.loops import loop_of
-from fzero.graph.plan._text import size
+from fzero.graph import _agree, _entry, _one_rank
+from fzero.graph.loop import _scan as turns
+from fzero.graph.loop._scan import loop_of
+from fzero.graph.planning._text import size
 from fzero.testing import optimizers, stages, trees, world_sizes
 from tests.graph.test_jit import bitwise, copied, train_both
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
-from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
+from tests.zero.test_equivalence import loss_of_tree
 
 ADAMW = optim.adamw(1e-2, eps=1e-3)
 
@@ -62,7 +63,7 @@ def step_of(what: str, opt: Any, k: int) -> Any:
                 return loss_of_tree(params, x), {"x": x["x"] * 2, "sum": x["x"].sum(), "none": None}
 
             both, grads = fzero.value_and_grad(with_aux, has_aux=True, micro_batches=k)(params, batch["data"])
-            loss = both[0], fzero.pmean(both[1])
+            loss = both[0], fzero.collectives.pmean(both[1])
         elif what == "drawn":
 
             def drawn(params: Any, x: Any) -> Any:
@@ -385,7 +386,7 @@ def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():
 
         return fzero.value_and_grad(loss, has_aux=True, micro_batches=4)(w, x)
 
-    step = lambda w, x: random.seeded(program)(random.key(0), w, x)  # noqa: E731
+    step = lambda w, x: random.seeded(program)(random.key(0), w, x)
     w, x = torch.ones(3), torch.ones(8, 3)
     bitwise(fzero.jit(step, backend="fx")(w, x), step(w, x))
 
@@ -508,7 +509,7 @@ def test_collectives_are_counted_with_their_turns(stage):
     mesh, k = fzero.mesh(dp=4), 5
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         step(*args)
     plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
     planned = [(c.kind, c.unit, c.elements, c.bytes) for c in plan.collectives for _ in range(c.times)]
@@ -572,11 +573,11 @@ def test_schedules_look_into_loops():
     with unrolled():
         flat = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
 
-    def tried(plan: fzero.Plan) -> dict[Any, int]:
+    def tried(plan: fzero.graph.Plan) -> dict[Any, int]:
         kept = (plan.settings, plan.peak_bytes)
         return {tuple(s.values()): peak for s, peak in [kept, *[r[:2] for r in plan.rejected]]}
 
-    def ways(plan: fzero.Plan) -> set[Any]:
+    def ways(plan: fzero.graph.Plan) -> set[Any]:
         return {settings[-2:] for settings in tried(plan)}
 
     assert ways(looped) == ways(flat) == {(0, 0), (0, 1), ("fitting", 0), ("fitting", 1)}
@@ -619,7 +620,7 @@ def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=3, mesh=fzero.mesh(dp=2), check=False)
     args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (6, 17))))
 
-    def planned(**knobs: Any) -> fzero.Plan:
+    def planned(**knobs: Any) -> fzero.graph.Plan:
         knobs = {"in_flight": 0, "max_reuse_bytes": 0, "recompute": False, "bucket_bytes": 0, **knobs}
         return fzero.plan(fzero.jit(step, **knobs), *args, world_size=2)
 
@@ -660,7 +661,7 @@ def test_what_the_ranks_gather_of_a_turns_part_stays_in_the_turn(what):
     mesh = fzero.mesh(dp=2)
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        all_of_it = fzero.all_gather(x if what == "a part" else x.sum(0, keepdim=True))
+        all_of_it = fzero.collectives.all_gather(x if what == "a part" else x.sum(0, keepdim=True))
         return (params["w"] * all_of_it).square().sum()
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=3, mesh=mesh, check=False)

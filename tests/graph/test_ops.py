@@ -8,10 +8,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fzero._torch import OneNode
 from fzero.graph._agree import signatures
-from fzero.graph.ir import is_cheap
-from fzero.graph.ops import OPERATIONS, OperationTraits, is_factory, is_view
+from fzero.graph._ir import is_cheap
+from fzero.graph._ops import OPERATIONS, OperationTraits, is_factory, is_view
 from fzero.graph.passes import recompute, schedule
-from fzero.layout import flat
+from fzero.sharding import _flat as flat
 from tests.graph import graphs
 
 aten = graphs.aten

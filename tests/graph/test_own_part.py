@@ -6,11 +6,11 @@ from torch.fx import Graph, Node
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
-from fzero.graph.ops import name_of
+from fzero.graph._ir import COPY, GATHER_INTO, aten, is_input
+from fzero.graph._ops import name_of
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
-from fzero.graph.plan._liveness import live_ranges, peak_bytes
-from fzero.graph.run._cut import cut, is_own_part
+from fzero.graph.planning._liveness import live_ranges, peak_bytes
+from fzero.graph.run._groups import cut, is_own_part
 from tests.graph import graphs
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-import fzero.graph.run._lower as lowering
+import fzero.graph.run._backends as lowering
 from fzero import _torch
 from fzero._torch import c10d
 from fzero.graph._agree import order
-from fzero.graph._pipeline import PASSES
-from fzero.graph._wire import elements, full_bytes, wire
-from fzero.graph.ir import (
+from fzero.graph._ir import (
     COPY,
     GATHER_INTO,
+    elements,
+    full_bytes,
     is_cheap,
     is_collective,
     is_gather,
@@ -34,8 +34,11 @@ from fzero.graph.ir import (
     sort,
     start_of,
     values,
+    wire,
 )
-from fzero.graph.ops import is_random, is_view, name_of
+from fzero.graph._ops import is_random, is_view, name_of
+from fzero.graph._pass_manager import PASSES
+from fzero.graph._storages import storages
 from fzero.graph.passes import (
     bucket,
     carry,
@@ -54,11 +57,10 @@ from fzero.graph.passes import (
     slice_of_gather,
 )
 from fzero.graph.passes._uses import family
-from fzero.graph.plan._liveness import live_bytes, live_ranges, peak_bytes
-from fzero.graph.run._lower import lower
+from fzero.graph.planning._liveness import live_bytes, live_ranges, peak_bytes
+from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, SingleOperation, program_of
 from fzero.graph.run._segment import Segment
-from fzero.graph.storages import storages
 from fzero.graph.trace._trace import trace
 from tests.graph import graphs
 from tests.graph.graphs import (

@@ -15,10 +15,11 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim
-from fzero.graph import _pipeline, passes
-from fzero.graph._choose import Knobs, candidates
-from fzero.graph._pipeline import FITTING, PASSES, Choice, PassContext, PassManager
-from fzero.graph.ir import GATHER_INTO
+from fzero.graph import _pass_manager as _pipeline
+from fzero.graph import passes
+from fzero.graph._candidates import Knobs, candidates
+from fzero.graph._ir import GATHER_INTO
+from fzero.graph._pass_manager import FITTING, PASSES, Choice, PassContext, PassManager
 from fzero.graph.passes import (
     bucket,
     donate,
@@ -32,8 +33,8 @@ from fzero.graph.passes import (
     schedule,
     slice_of_gather,
 )
-from fzero.graph.passes._schedule._schedule import Orders
-from fzero.graph.plan._liveness import live_bytes, live_in, live_ranges, peak_bytes
+from fzero.graph.passes._schedule import Orders
+from fzero.graph.planning._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 

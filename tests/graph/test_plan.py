@@ -12,14 +12,14 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.plan._text import size
-from fzero.moe import split
+from fzero.graph.planning._text import size
+from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
-from tests.moe.model import OPT, batch_of, loss_for, params_of
-from tests.stages.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
+from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 from tests.tiny_gpt import gpt_loss, gpt_params
+from tests.zero.test_axes import ARRANGEMENTS, parallel_loss, parallel_params
 
 ADAMW = optim.adamw(1e-3)
 MODELS = {"A": (256, 4, 4), "B": (512, 8, 1)}  # width, layers, sequences of 128
@@ -32,7 +32,9 @@ def shape_at(x: torch.Tensor, width: int) -> list[int]:
 
 
 @functools.cache
-def planned(model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any) -> fzero.Plan:
+def planned(
+    model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any
+) -> fzero.graph.Plan:
     """One rank's plan of a GPT's step, from meta tensors."""
     width, layers, batch = MODELS[model]
     mesh = fzero.mesh(dp=2)
@@ -70,7 +72,7 @@ def test_stage_3_adds_little_to_its_arguments():
     assert planned("B", 3).added_bytes <= 62e6
 
 
-def unit_bytes(plan: fzero.Plan) -> int:
+def unit_bytes(plan: fzero.graph.Plan) -> int:
     return max(c.bytes for c in plan.collectives)
 
 
@@ -172,7 +174,7 @@ def test_collectives_are_those_that_the_recorder_counts():
         mesh = fzero.mesh(dp=4)
         step = fzero.shard(train_step_for(mlp_loss, ADAMW), stage=stage, mesh=mesh)
         args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8)))
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             step(*args)
         plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0, max_reuse_bytes=math.inf), *args)
         eager = sorted((e.kind, e.unit or "(metric)", e.elements, e.bytes) for e in log.order)
@@ -201,7 +203,7 @@ def test_a_plan_of_an_unsharded_step_and_of_meta_arguments():
 
 def test_a_plan_of_a_rank_program_in_another_world():
     mesh = fzero.mesh(dp=2)
-    program = mesh.spmd(lambda x: fzero.psum(x))
+    program = mesh.spmd(lambda x: fzero.collectives.psum(x))
     (sent,) = fzero.plan(program, mesh.split(torch.ones(4)), world_size=512).collectives
     assert (sent.kind, sent.bytes) == ("all_reduce", 16)  # there and back
 
@@ -322,7 +324,7 @@ def test_a_plan_on_several_axes():
 def test_a_plan_of_another_size_is_that_of_a_mesh_of_it(stage):
     """Also where the axis splits leaves: each rank has another part of the experts then."""
 
-    def of(ranks: int, asked: Any, **axes: int) -> fzero.Plan:
+    def of(ranks: int, asked: Any, **axes: int) -> fzero.graph.Plan:
         mesh = fzero.mesh(**axes)
         step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))
         batch = mesh.split(batch_of(2 * ranks))

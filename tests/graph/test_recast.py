@@ -13,12 +13,12 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._choose import SLACK, Knobs, candidates
-from fzero.graph._pipeline import PassContext
-from fzero.graph.ir import LATE, values
+from fzero.graph._candidates import SLACK, Knobs, candidates
+from fzero.graph._ir import LATE, values
+from fzero.graph._pass_manager import PassContext
 from fzero.graph.passes import recast, schedule
-from fzero.graph.passes._schedule._roles import roles
-from fzero.graph.plan._liveness import live_ranges
+from fzero.graph.passes._listing import roles
+from fzero.graph.planning._liveness import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 
 HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
@@ -136,7 +136,7 @@ def train_step_of(loss_fn: Any, clip: bool, precision: fzero.Precision = HALF) -
 
 
 @functools.cache
-def planned(stage: Any, ranks: int, clip: bool, **knobs: Any) -> fzero.Plan:
+def planned(stage: Any, ranks: int, clip: bool, **knobs: Any) -> fzero.graph.Plan:
     train_step, opt = train_step_of(loss, clip)
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
     params, state = step.init(layers(), opt)
@@ -258,13 +258,13 @@ def mixture_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
     return y.float().square().mean()
 
 
-def of_the_pull_request(clip: bool, recast: Any) -> fzero.Plan:
+def of_the_pull_request(clip: bool, recast: Any) -> fzero.graph.Plan:
     def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         return {"ep": 0} if "experts" in path else None
 
     train_step, opt = train_step_of(mixture_loss, clip)
     mesh, params = fzero.mesh(dp=2, ep=EXPERTS), mixture()
-    rule = fzero.units.by_size(params, 2 * 10**7, GROUP, split=split)
+    rule = fzero.sharding.by_size(params, 2 * 10**7, GROUP, split=split)
     step = fzero.shard(train_step, stage=2, mesh=mesh, axis=("dp", "ep"), split=split, units=rule)
     params, state = step.init(params, opt)
     tokens = mesh.split(torch.zeros(32, 32, dtype=torch.long, device="meta"))

@@ -11,12 +11,12 @@ from torch.fx import Graph
 
 import fzero
 from fzero import optim, tree
-from fzero.collectives.moves import to_device, to_host
-from fzero.graph.ir import is_input
-from fzero.graph.spaces import SpaceError, check_spaces, on_host
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import spaces
-from fzero.layout.spec import ALIGN
+from fzero.collectives._moves import to_device, to_host
+from fzero.graph._ir import is_input
+from fzero.graph._storages import SpaceError, check_spaces, on_host
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import spaces
+from fzero.sharding._spec import ALIGN
 from tests.optim.offloading import BF16, Row, by_path, normal, train_step_of
 
 WIDTH, LAYERS = 128, 3
@@ -44,7 +44,7 @@ def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def planned(
     name: str, ratio: Any, stage: int = 2, update: str = "host", k: int = 1, world_size: int = 2, batch: int = 4
-) -> fzero.Plan:
+) -> fzero.graph.Plan:
     """One rank's plan, from meta tensors; of no offload for the ratio None."""
     row, mesh = ROWS[name], fzero.mesh(dp=2)
     pair = row.make((lambda p: p) if ratio is None else (lambda p: optim.offload(p, ratio, update)), None)
@@ -54,7 +54,7 @@ def planned(
     return fzero.plan(fzero.jit(step, backend="fx"), *state, tokens, world_size=world_size)
 
 
-def moved(plan: fzero.Plan, kind: str) -> int:
+def moved(plan: fzero.graph.Plan, kind: str) -> int:
     return sum([t.bytes * t.times for t in plan.transfers if t.kind == kind])
 
 
@@ -147,7 +147,7 @@ def test_a_sum_over_both_memories_names_its_line():
 
 def test_a_collective_of_the_hosts_values_is_refused():
     mesh = fzero.mesh(dp=2)
-    program = mesh.spmd(lambda x: fzero.psum(to_host(x), "dp"))
+    program = mesh.spmd(lambda x: fzero.collectives.psum(to_host(x), "dp"))
     step = fzero.jit(program, backend="fx")
     with pytest.raises(
         SpaceError, match=r"test_spaces.py:\d+ is given .*in host memory, where ranks do not communicate"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph.ir import COMPILED, nbytes, values
-from fzero.graph.plan._workspace import workspace_bytes
+from fzero.graph._ir import COMPILED, nbytes, values
+from fzero.graph.planning._liveness import workspace_bytes
 from tests.memory import peak_bytes
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

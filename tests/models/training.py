@@ -54,7 +54,7 @@ def train_by_hand(module: nn.Module, batches: list[Batch], parts: int = 1, funct
     return Trained(params, {k: b.clone() for k, b in module.named_buffers()}, losses)
 
 
-def train_sharded(module: nn.Module, batches: list[Batch], stage: int, mesh: fzero.Mesh) -> Trained:
+def train_sharded(module: nn.Module, batches: list[Batch], stage: int, mesh: fzero.ranks.Mesh) -> Trained:
     """Train with fzero at a stage, from the module's parameters, which are left as they are."""
     apply, params, buffers = fzero.nn.functional(module)
     opt = optim.adamw(RATE, **OPTIONS)
@@ -66,7 +66,7 @@ def train_sharded(module: nn.Module, batches: list[Batch], stage: int, mesh: fze
     def train_step(params: Any, opt_state: Any, buffers: Any, batch: Batch) -> Any:
         (loss, buffers), grads = fzero.value_and_grad(loss_fn, has_aux=True)(params, buffers, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, fzero.pmean(buffers), loss
+        return optim.apply_updates(params, updates), opt_state, fzero.collectives.pmean(buffers), loss
 
     step = fzero.shard(train_step, stage, mesh)
     state = (*step.init(params, opt), buffers)

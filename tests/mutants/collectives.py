@@ -4,23 +4,23 @@ from tests.mutants.mutant import AXES, GLOO, STEP, Mutant
 
 MUTANTS = [
     Mutant(
-        "half-precision sums", "collectives/sums.py", 'psum", x / n, axes, Whole())', 'psum", x, axes, Whole()) / n'
+        "half-precision sums", "collectives/_sums.py", 'psum", x / n, axes, Whole())', 'psum", x, axes, Whole()) / n'
     ),
-    Mutant("an inner vmap is the axis", "collectives/table.py", "if in_dims[0] is None:", "if False:"),
+    Mutant("an inner vmap is the axis", "collectives/_table.py", "if in_dims[0] is None:", "if False:"),
     Mutant(
         "a user's vmap shifts a dimension",
-        "collectives/sums.py",
+        "collectives/_sums.py",
         "Along(dimension(name, x, dim) - x.ndim)",
         "Along(dimension(name, x, dim))",
     ),
     Mutant(
         "integer means become floats",
-        "collectives/sums.py",
+        "collectives/_sums.py",
         "axes, Whole()) // n).to(leaf.dtype)",
         "axes, Whole()) / n)",
     ),
-    Mutant("f adds nothing up", "collectives/invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
-    Mutant("g adds up twice", "collectives/invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
+    Mutant("f adds nothing up", "collectives/_invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
+    Mutant("g adds up twice", "collectives/_invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
     Mutant(
         "count the other axis's ranks",
         "collectives/_record.py",
@@ -28,26 +28,26 @@ MUTANTS = [
         "full.get(kind, sent)",
         AXES,
     ),
-    Mutant("nobody receives from others", "collectives/exchange.py", "[xs[0].transpose(0, options.dim)]", "[xs[0]]"),
+    Mutant("nobody receives from others", "collectives/_exchange.py", "[xs[0].transpose(0, options.dim)]", "[xs[0]]"),
     Mutant(
         "the way back is the way there",
-        "collectives/exchange.py",
+        "collectives/_exchange.py",
         "Pairs(tuple([(to, sender) for",
         "Pairs(tuple([(sender, to) for",
     ),
     Mutant(
-        "a broadcast's gradient goes to all", "collectives/exchange.py", "rank == source, total", "rank >= 0, total"
+        "a broadcast's gradient goes to all", "collectives/_exchange.py", "rank == source, total", "rank >= 0, total"
     ),
     Mutant(
         "what differs is called invariant",
-        "collectives/table.py",
+        "collectives/_table.py",
         "if row.invariant and any(",
         "if False and any(",
         AXES,
     ),
     Mutant(
         "ranks share results",
-        "collectives/table.py",
+        "collectives/_table.py",
         "(y if row.replicated else y[r]).clone()",
         "(y if row.replicated else y[r])",
         STEP,

@@ -7,29 +7,47 @@ PROCESSES = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
 
 MUTANTS = [
     Mutant(
-        "a file's data begins at its header", "hf/_stored.py", "tuple(shape), base + start)", "tuple(shape), start)", HF
+        "a file's data begins at its header",
+        "checkpoint/hf/_read.py",
+        "tuple(shape), base + start)",
+        "tuple(shape), start)",
+        HF,
     ),
     Mutant(
         "a tied leaf is written for each name",
-        "hf/_names.py",
+        "checkpoint/hf/_read.py",
         "places.setdefault(cut.number[path], []).append(path)",
         "places[len(places)] = [path]",
         HF,
     ),
-    Mutant("a leaf is read as the bytes of another dtype", "hf/_read.py", "source.dtype == part.to.dtype and", "", HF),
     Mutant(
-        "a leaf is written as the bytes of its own dtype", "hf/_write.py", "if to.dtype == x.dtype:", "if True:", HF
+        "a leaf is read as the bytes of another dtype",
+        "checkpoint/hf/_read.py",
+        "source.dtype == part.to.dtype and",
+        "",
+        HF,
+    ),
+    Mutant(
+        "a leaf is written as the bytes of its own dtype",
+        "checkpoint/hf/_write.py",
+        "if to.dtype == x.dtype:",
+        "if True:",
+        HF,
     ),
     Mutant(
         "files get their names before all ranks have written",
-        "hf/_write.py",
+        "checkpoint/hf/_write.py",
         "all_or_none(what, lambda: _write_own(files, planned, nonce, held), mesh)",
         "_write_own(files, planned, nonce, held)",
         PROCESSES,
     ),
-    Mutant("shapes in a folder are believed", "hf/_read.py", "stored[name].shape != leaf.shape or", "", HF),
-    Mutant("names in an index lead out", "hf/_stored.py", 'any(c in name for c in "/\\\\\\0")', "False", HF),
-    Mutant("two values of a tie are one", "hf/_read.py", "if not _is_read(", "if False and not _is_read(", HF),
-    Mutant("an old index leads to files of two models", "hf/_write.py", "set(names) & set(there)", "False", HF),
-    Mutant("tensors share bytes", "hf/_stored.py", "check(start == end,", "check(True,", HF),
+    Mutant("shapes in a folder are believed", "checkpoint/hf/_read.py", "stored[name].shape != leaf.shape or", "", HF),
+    Mutant("names in an index lead out", "checkpoint/hf/_read.py", 'any(c in name for c in "/\\\\\\0")', "False", HF),
+    Mutant(
+        "two values of a tie are one", "checkpoint/hf/_read.py", "if not _is_read(", "if False and not _is_read(", HF
+    ),
+    Mutant(
+        "an old index leads to files of two models", "checkpoint/hf/_write.py", "set(names) & set(there)", "False", HF
+    ),
+    Mutant("tensors share bytes", "checkpoint/hf/_read.py", "check(start == end,", "check(True,", HF),
 ]

@@ -2,50 +2,52 @@
 
 from tests.mutants.mutant import AXES, GRAPH, HALF, WRITES, Mutant
 
-FLAT, RECORDER = ("tests/layout/test_flat.py",), ("tests/_torch/test_recorder.py",)
+FLAT, RECORDER = ("tests/sharding/test_flat.py",), ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
     Mutant(
         "a slot is the unit's first leaf",
-        "layout/boxes.py",
+        "sharding/_boxes.py",
         "self.spec.whole_shapes[self.index]",
         "self.spec.whole_shapes[0]",
-        ("tests/layout/test_answers.py",),
+        ("tests/sharding/test_answers.py",),
     ),
     Mutant(
         "a moment has its parameter's dtype",
-        "layout/boxes.py",
+        "sharding/_boxes.py",
         "        return self.parts[0].dtype",
         "        return self.spec.dtype",
-        ("tests/layout/test_answers.py",),
+        ("tests/sharding/test_answers.py",),
     ),
     Mutant(
         "a part of a leaf is the leaf",
-        "layout/boxes.py",
+        "sharding/_boxes.py",
         "for shape in self.spec.whole_shapes)",
         "for shape in self.spec.shapes)",
-        ("tests/layout/test_answers.py",),
+        ("tests/sharding/test_answers.py",),
     ),
     # a unit as one buffer
-    Mutant("a pack leaves its padding out", "layout/flat.py", "    if padding:", "    if False:", FLAT),
-    Mutant("padding is what the memory held", "layout/flat.py", "at, padding).zero_()", "at, padding).fill_(7)", FLAT),
+    Mutant("a pack leaves its padding out", "sharding/_flat.py", "    if padding:", "    if False:", FLAT),
+    Mutant(
+        "padding is what the memory held", "sharding/_flat.py", "at, padding).zero_()", "at, padding).fill_(7)", FLAT
+    ),
     Mutant(
         "a stand-in's parts begin where its memory does",
-        "layout/flat.py",
+        "sharding/_flat.py",
         "at, found = buffer.storage_offset(), []",
         "at, found = 0, []",
         FLAT,
     ),
     Mutant(
         "an executor packs as a trace does",
-        "graph/run/_pieces.py",
+        "graph/run/_compiled.py",
         ", packed: packed_by_copies}",
         "}",
         FLAT,
     ),
     Mutant(
         "every item lies where the first does",
-        "graph/storages.py",
+        "graph/_storages.py",
         "(found.of[source][index],)",
         "(found.of[source][0],)",
         GRAPH,
@@ -78,10 +80,10 @@ MUTANTS = [
         "if mode is not None:",
         RECORDER,
     ),
-    Mutant("drop the padding", "layout/spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
+    Mutant("drop the padding", "sharding/_spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
     Mutant(
         "origin that outlives a change",
-        "layout/boxes.py",
+        "sharding/_boxes.py",
         "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)",
         "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid, _LAST.get(uid))",
         more=(  # a memory that no flattening clears
@@ -94,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "a written shard is what it was",
-        "layout/boxes.py",
+        "sharding/_boxes.py",
         "self._origin.written != _written(self.data)",
         "False",
         WRITES,
@@ -108,49 +110,52 @@ MUTANTS = [
     ),
     Mutant(
         "skip the psum in the norm",
-        "layout/segments.py",
+        "sharding/_segments.py",
         "[psum(square, axes) for axes, square in",
         "[square for axes, square in",
     ),
     Mutant(
         "count the padding in the norm",
-        "layout/segments.py",
+        "sharding/_segments.py",
         "position < numel, x",
         "position < numel + 9, x",
     ),
-    Mutant("count a tied leaf twice", "layout/segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "layout/units.py", "or tree.identity(leaf) in seen", "or False"),
-    Mutant("every part is cut along dimension 0", "layout/units.py", "dim=split[i][name]", "dim=0", AXES),
-    Mutant("axes in the wrong order", "layout/rows.py", "for a in rest[::-1]:", "for a in rest:", AXES),
-    Mutant("summed in half precision", "layout/flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
+    Mutant("count a tied leaf twice", "sharding/_segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
+    Mutant("untie a leaf", "sharding/_units.py", "or tree.identity(leaf) in seen", "or False"),
+    Mutant("every part is cut along dimension 0", "sharding/_units.py", "dim=split[i][name]", "dim=0", AXES),
+    Mutant("axes in the wrong order", "sharding/_rows.py", "for a in rest[::-1]:", "for a in rest:", AXES),
+    Mutant("summed in half precision", "sharding/_flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
     Mutant(
         "shift the rank in the simulation",
-        "layout/rows.py",
-        'return [rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]',
-        'return [rearrange(flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n).roll(1, 0)]',
+        "sharding/_rows.py",
+        'return [rearrange(_flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]',
+        'return [rearrange(_flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n).roll(1, 0)]',
     ),
     Mutant(
         "shift the rank in a process",
-        "layout/rows.py",
+        "sharding/_rows.py",
         "xs, binding.rank, binding.size)]",
         "xs, (binding.rank + 1) % binding.size, binding.size)]",
         ("tests/distributed",),
     ),
     Mutant(
         "swap the gather order",
-        "layout/rows.py",
+        "sharding/_rows.py",
         "rearrange(_narrow(spec, xs[0]), ",
         "rearrange(_narrow(spec, xs[0]).flip(0), ",
     ),
-    Mutant("gather is no transpose", "layout/rows.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
+    Mutant("gather is no transpose", "sharding/_rows.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
     Mutant(
-        "skip the all_reduce of stage 0", "layout/rows.py", "x.sum(0, dtype=flat.wire_dtype(spec, x))) for", "x[0]) for"
+        "skip the all_reduce of stage 0",
+        "sharding/_rows.py",
+        "x.sum(0, dtype=_flat.wire_dtype(spec, x))) for",
+        "x[0]) for",
     ),
     Mutant(
         "whole weights on the wire",
-        "layout/rows.py",
-        "return x.to(flat.gathered_dtype",
-        "return x.to(flat.wire_dtype",
+        "sharding/_rows.py",
+        "return x.to(_flat.gathered_dtype",
+        "return x.to(_flat.wire_dtype",
         HALF,
     ),
 ]

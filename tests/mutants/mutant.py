@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 LAWS = (  # the quickest first
-    "tests/layout/test_layout.py",
-    "tests/stages/test_equivalence.py",
+    "tests/sharding/test_layout.py",
+    "tests/zero/test_equivalence.py",
     "tests/collectives/test_collectives.py",
-    "tests/stages/test_programs.py",
+    "tests/zero/test_programs.py",
     "tests/collectives/test_record.py",
 )
 DONATION = ("tests/graph/trace/test_donation.py",)
@@ -18,13 +18,13 @@ OPS = ("tests/graph/test_ops.py",)
 PIPELINE = ("tests/graph/test_pipeline.py",)
 PAIRS, OPTIM_LAWS = ("tests/optim/test_optim_pairs.py",), ("tests/optim/test_optim_laws.py",)
 WHOLE = ("tests/optim/test_whole.py",)
-AXES = ("tests/stages/test_axes.py",)
+AXES = ("tests/zero/test_axes.py",)
 HALF = ("tests/test_precision.py",)
 STEP = ("tests/axes/test_lockstep.py",)
 RANDOM = ("tests/random/test_random.py",)
 REMAT = ("tests/transforms/test_remat.py",)
 OWN = ("tests/transforms/test_own_gradients.py",)
-WRITES = ("tests/stages/test_writes.py",)
+WRITES = ("tests/zero/test_writes.py",)
 GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
 
 

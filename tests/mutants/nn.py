@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient's hook is dropped",
-        "nn/_checks.py",
+        "nn/_functional.py",
         "for method in gradient_hooks(x):",
         "for method in []:",
         WRITTEN,

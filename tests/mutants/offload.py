@@ -4,53 +4,55 @@ from tests.mutants.mutant import REMAT, Mutant
 
 MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
 SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
-ROOM, ARENA, COST = ("tests/stages/test_host_memory.py",), ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
+ROOM, ARENA, COST = ("tests/zero/test_host_memory.py",), ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
 
 MUTANTS = [
     # moves
     Mutant(
         "a move down is its own transpose",
-        "collectives/moves.py",
+        "collectives/_moves.py",
         '"to_host", "to_device", l',
         '"to_host", "to_host", l',
         MOVES,
     ),
     Mutant(
         "a move where it is there already is no copy",
-        "collectives/moves.py",
+        "collectives/_moves.py",
         "    return _below(x).copy_(x)",
         "    return x.view_as(x)",
         MOVES,
     ),
     Mutant(
         "the fake of a copy keeps the strides",
-        "collectives/moves.py",
+        "collectives/_moves.py",
         'return x.new_empty(x.shape, device="meta" if x.is_meta else "cpu")',
         'return torch.empty_like(x, device="meta" if x.is_meta else "cpu")',
         MOVES,
     ),
     Mutant(
-        "moves count as collectives", "collectives/moves.py", 'wire="", stacked', 'wire="all_gather", stacked', MOVES
+        "moves count as collectives", "collectives/_moves.py", 'wire="", stacked', 'wire="all_gather", stacked', MOVES
     ),
     # cuts
     Mutant(
         "a cut off by one",
-        "layout/spec.py",
+        "sharding/_spec.py",
         'return (Piece(0, at, "device"), Piece(at, k',
         'return (Piece(0, at - 1, "device"), Piece(at - 1, k',
         OFFLOAD,
     ),
-    Mutant("pieces overlap", "layout/pieces.py", "x.narrow(-1, piece.start, piece", "x.narrow(-1, 0, piece", OFFLOAD),
+    Mutant(
+        "pieces overlap", "sharding/_pieces.py", "x.narrow(-1, piece.start, piece", "x.narrow(-1, 0, piece", OFFLOAD
+    ),
     Mutant(
         "a cut at any element",
-        "layout/spec.py",
+        "sharding/_spec.py",
         "-(-math.ceil(self.host * k) // ALIGN) * ALIGN",
         "math.ceil(self.host * k)",
         OFFLOAD,
     ),
     Mutant(
         "a share is rounded down",
-        "layout/spec.py",
+        "sharding/_spec.py",
         "-(-math.ceil(self.host * k) // ALIGN)",
         "(math.ceil(self.host * k) // ALIGN)",
         OFFLOAD,
@@ -86,14 +88,14 @@ MUTANTS = [
     ),
     Mutant(
         "a piece's offset is forgotten",
-        "layout/segments.py",
+        "sharding/_segments.py",
         "(piece.start, piece.stop)",
         "(0, piece.stop - piece.start)",
         OFFLOAD,
     ),
     Mutant(
         "pieces are joined in the wrong order",
-        "layout/pieces.py",
+        "sharding/_pieces.py",
         "torch.cat(list(parts), -1)",
         "torch.cat(list(parts)[::-1], -1)",
         OFFLOAD,
@@ -183,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces are filled from the shard's start",
-        "init/_build.py",
+        "zero/_build.py",
         "* k if self.spec.axes else 0) + piece.start",
         "* k if self.spec.axes else 0)",
         OFFLOAD,
@@ -198,28 +200,28 @@ MUTANTS = [
     ),
     Mutant(
         "captured tables lie on the device",
-        "graph/spaces.py",
+        "graph/_storages.py",
         'found[n] = n.meta.get("space")',
         'found[n] = n.meta.get("space", "device")',
         SPACES,
     ),
     Mutant(
         "mixed operations pass",
-        "graph/spaces.py",
+        "graph/_storages.py",
         "if host and (is_collective(node) or device):",
         "if host and is_collective(node):",
         SPACES,
     ),
     Mutant(
         "collectives take the host's values",
-        "graph/spaces.py",
+        "graph/_storages.py",
         "if host and (is_collective(node) or device):",
         "if host and device:",
         SPACES,
     ),
     Mutant(
         "numbers of the device lie nowhere",
-        "graph/spaces.py",
+        "graph/_storages.py",
         'return "host" if host else "device" if device else None',
         'return "host" if host else "device" if device and _is_large(node) else None',
         SPACES,
@@ -247,14 +249,14 @@ MUTANTS = [
     ),
     Mutant(
         "what the host computes counts as the device's",
-        "graph/plan/_liveness.py",
+        "graph/planning/_liveness.py",
         '"host" if n in lent.on_host else "device")',
         '"device")',
         SPACES,
     ),
     Mutant(
         "a loop's transfers count once",
-        "graph/plan/_plan.py",
+        "graph/planning/_plan.py",
         "nbytes(*values(n)), times) for",
         "nbytes(*values(n)), 1) for",
         SPACES,
@@ -262,53 +264,53 @@ MUTANTS = [
     # copies on their way
     Mutant(
         "what comes is read at once",
-        "graph/run/_arrivals.py",
+        "graph/run/_program.py",
         "use.replace_input_with(old, made[old])",
         "use.replace_input_with(old, node if old is node else made[old])",
         ARRIVALS,
     ),
     Mutant(
-        "a copy is waited for where it starts", "graph/run/_arrivals.py", "node.target = on_its_way", "pass", ARRIVALS
+        "a copy is waited for where it starts", "graph/run/_program.py", "node.target = on_its_way", "pass", ARRIVALS
     ),
-    Mutant("a copy is waited for too late", "graph/run/_arrivals.py", "min(users, key", "max(users, key", ARRIVALS),
+    Mutant("a copy is waited for too late", "graph/run/_program.py", "min(users, key", "max(users, key", ARRIVALS),
     Mutant(
         "loops wait for no copy",
-        "graph/run/_arrivals.py",
+        "graph/run/_program.py",
         "with_body(node, arriving(loop.body, kinds))",
         "pass",
         ARRIVALS,
     ),
-    Mutant("an arrival is not waited for", "collectives/moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
+    Mutant("an arrival is not waited for", "collectives/_moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
     # clocks
-    Mutant("the host takes no time", "graph/plan/_cost.py", "return max(work, host.now)", "return work", COST),
+    Mutant("the host takes no time", "graph/planning/_cost.py", "return max(work, host.now)", "return work", COST),
     Mutant(
         "the host waits for nothing",
-        "graph/plan/_cost.py",
+        "graph/planning/_cost.py",
         "max(self.now, self.arrival(node)) + takes",
         "self.now + takes",
         COST,
     ),
     Mutant(
         "the device does not wait for the host",
-        "graph/plan/_cost.py",
+        "graph/planning/_cost.py",
         "max(work, host.arrival(node)) +",
         "work +",
         COST,
     ),
-    Mutant("a view is there at once", "graph/plan/_cost.py", "            host.passes_on(node)\n", "", COST),
+    Mutant("a view is there at once", "graph/planning/_cost.py", "            host.passes_on(node)\n", "", COST),
     # activations
-    Mutant("leaves wait on the host", "transforms/_remat/_waiting.py", " and not tensors[i].is_leaf", "", REMAT),
-    Mutant("numbers wait on the host", "transforms/_remat/_waiting.py", "tensors[i].dim() and ", "", REMAT),
+    Mutant("leaves wait on the host", "transforms/_remat/_remat.py", " and not tensors[i].is_leaf", "", REMAT),
+    Mutant("numbers wait on the host", "transforms/_remat/_remat.py", "tensors[i].dim() and ", "", REMAT),
     Mutant(
         "copies that wait are not tracked",
-        "transforms/_remat/_waiting.py",
+        "transforms/_remat/_remat.py",
         "torch.enable_grad()",
         "torch.no_grad()",
         REMAT,
     ),
     Mutant(
         "a slot alone is no box",
-        "transforms/_remat/_stand_ins.py",
+        "transforms/_remat/_call.py",
         "isinstance(x, _ShardStandIn | Slot)",
         "isinstance(x, _ShardStandIn)",
         REMAT,
@@ -322,7 +324,7 @@ MUTANTS = [
         REMAT,
     ),
     Mutant(
-        "loops' parameters wait on the host", "graph/_pipeline.py", "moves=moves(loop.body))", "moves=False)", REMAT
+        "loops' parameters wait on the host", "graph/_pass_manager.py", "moves=moves(loop.body))", "moves=False)", REMAT
     ),
     # delay
     Mutant("gradients do not wait", "optim/_offload.py", "lay.replaced(new, state.waiting)", "new", OFFLOAD),
@@ -342,16 +344,16 @@ MUTANTS = [
         OFFLOAD,
     ),
     # room
-    Mutant("the host has always room", "stages/_host_memory.py", "if needed > free:", "if False:", ROOM),
+    Mutant("the host has always room", "zero/_bytes.py", "if needed > free:", "if False:", ROOM),
     Mutant(
         "one rank's share is the host's",
-        "stages/_host_memory.py",
+        "zero/_bytes.py",
         "needed = ranks * state_bytes",
         "needed = state_bytes",
         ROOM,
     ),
-    Mutant("low parameters take no room", "stages/_host_memory.py", "    if opt.lowers:", "    if False:", ROOM),
-    Mutant("a group's limit is not read", "stages/_host_memory.py", "min(free, int(most) - taken)", "free", ROOM),
+    Mutant("low parameters take no room", "zero/_bytes.py", "    if opt.lowers:", "    if False:", ROOM),
+    Mutant("a group's limit is not read", "zero/_bytes.py", "min(free, int(most) - taken)", "free", ROOM),
     Mutant(
         "a chain does not offload",
         "optim/_base.py",
@@ -360,16 +362,16 @@ MUTANTS = [
         ROOM,
     ),
     # pieces
-    Mutant("a piece keeps the whole shard", "layout/pieces.py", "part = part.clone()", "pass", ARENA),
+    Mutant("a piece keeps the whole shard", "sharding/_pieces.py", "part = part.clone()", "pass", ARENA),
     # parameters
     Mutant(
         "bytes of one memory are those of both",
-        "stages/_state_bytes.py",
+        "zero/_bytes.py",
         "if space not in (None, memory):",
         "if False:",
         OFFLOAD,
     ),
-    Mutant("parameters go up to stay", "stages/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
+    Mutant("parameters go up to stay", "zero/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
     Mutant(
         "whole parameters go down",
         "optim/_offload_plan.py",

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-PROFILING = ("tests/profiling",)
+PROFILING = ("tests/observe",)
 
 TRACEBACKS = ("tests/test_tracebacks.py",)
 
@@ -54,19 +54,19 @@ MUTANTS = [
     Mutant("a backward pass is its caller's", "_torch/recorder.py", "made or user_line()", "user_line()", PROFILING),
     Mutant(
         "a second forward pass is backward",
-        "profiling/_lines.py",
+        "observe/_lines.py",
         '"forward" if place.forward else ""',
         '""',
         PROFILING,
     ),
-    Mutant("the cheapest have colours", "profiling/_flame.py", "-sums[name]", "sums[name]", PROFILING),
-    Mutant("labels overlap", "profiling/_flame.py", "if room >= 4", "if room >= 0", PROFILING),
+    Mutant("the cheapest have colours", "observe/_profile.py", "-sums[name]", "sums[name]", PROFILING),
+    Mutant("labels overlap", "observe/_profile.py", "if room >= 4", "if room >= 0", PROFILING),
     Mutant("loops are timed twice", "graph/run/_clock.py", " or n.name in self.loops", "", PROFILING),
-    Mutant("a function is its outermost", "profiling/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
-    Mutant("operations begin together", "profiling/_lines.py", "start += r.seconds", "start += 0", PROFILING),
+    Mutant("a function is its outermost", "observe/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
+    Mutant("operations begin together", "observe/_lines.py", "start += r.seconds", "start += 0", PROFILING),
     Mutant(
         "all that is not backward is forward",
-        "profiling/_lines.py",
+        "observe/_lines.py",
         '"update" if i > behind[-1]',
         '"forward" if i',
         PROFILING,
@@ -80,7 +80,7 @@ MUTANTS = [
     ),
     Mutant(
         "bars join over those above them",
-        "profiling/_flame.py",
+        "observe/_profile.py",
         "_names(s)[: row + 1]",
         "_names(s)[row : row + 1]",
         PROFILING,

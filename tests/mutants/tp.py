@@ -2,42 +2,54 @@
 
 from tests.mutants.mutant import Mutant
 
-FUNCTIONS = ("tests/tp/test_functions.py",)
-TRAINING = ("tests/tp/test_training.py",)
-LAYERS = ("tests/tp/test_layers.py",)
-TRANSFORMERS = ("tests/tp/test_transformers.py",)
-AXES, MOE = ("tests/stages/test_axes.py",), ("tests/moe/test_axes.py",)
+FUNCTIONS = ("tests/parallel/tensor/test_functions.py",)
+TRAINING = ("tests/parallel/tensor/test_training.py",)
+LAYERS = ("tests/parallel/tensor/test_layers.py",)
+TRANSFORMERS = ("tests/parallel/tensor/test_transformers.py",)
+AXES, MOE = ("tests/zero/test_axes.py",), ("tests/parallel/experts/test_axes.py",)
 COPIES = ("tests/transforms/test_copies.py",)
 
 MUTANTS = [
-    Mutant("sums of activations are metrics", "graph/plan/_layers.py", "or values(node)[0].dim() >= 2", "", TRAINING),
+    Mutant("sums of activations are metrics", "graph/planning/_plan.py", "or values(node)[0].dim() >= 2", "", TRAINING),
     # the ends of layers
     Mutant(
         "a layer is entered by itself",
-        "tp/_boundaries.py",
+        "parallel/tensor/_boundaries.py",
         'return apply_along("pvary", x, _bound(axis), Whole())',
         "return x",
         TRAINING,
     ),
-    Mutant("partial results are summed as copies", "tp/_boundaries.py", '"psum_invariant", x', '"psum", x', TRAINING),
+    Mutant(
+        "partial results are summed as copies",
+        "parallel/tensor/_boundaries.py",
+        '"psum_invariant", x',
+        '"psum", x',
+        TRAINING,
+    ),
     Mutant(
         "parts of the sequence are gathered as one value",
-        "tp/_boundaries.py",
+        "parallel/tensor/_boundaries.py",
         '"all_gather", x',
         '"all_gather_invariant", x',
         TRAINING,
     ),
-    Mutant("a part is cut as by a joint map", "tp/_boundaries.py", '"own_part_invariant"', '"own_part"', TRAINING),
+    Mutant(
+        "a part is cut as by a joint map",
+        "parallel/tensor/_boundaries.py",
+        '"own_part_invariant"',
+        '"own_part"',
+        TRAINING,
+    ),
     Mutant(
         "parts are joined as copies",
-        "tp/_boundaries.py",
+        "parallel/tensor/_boundaries.py",
         '"all_gather_invariant", x, axis',
         '"all_gather", x, axis',
         FUNCTIONS,
     ),
     Mutant(
         "a row's bias is added by each rank",
-        "tp/_linear.py",
+        "parallel/tensor/_linear.py",
         "w.ndim - 1, None)",
         "w.ndim - 1, b)",
         TRAINING,
@@ -45,18 +57,22 @@ MUTANTS = [
     ),
     Mutant(
         "a bias on a part of the sequence does not enter",
-        "tp/_linear.py",
+        "parallel/tensor/_linear.py",
         "(enter(b, axis) if sequence else b)",
         "b",
         TRAINING,
     ),
     Mutant(
-        "a step may average over the axis", "tp/_boundaries.py", "if axis in averaged and", "if False and", FUNCTIONS
+        "a step may average over the axis",
+        "parallel/tensor/_boundaries.py",
+        "if axis in averaged and",
+        "if False and",
+        FUNCTIONS,
     ),
-    Mutant("two rules may cut over one axis", "axes/rules.py", "if axis in found:", "if False:", AXES),
+    Mutant("two rules may cut over one axis", "axes/_rules.py", "if axis in found:", "if False:", AXES),
     Mutant(
         "one of several rules is not looked into",
-        "axes/rules.py",
+        "axes/_rules.py",
         "for rule in split.rules for found",
         "for rule in () for found",
         MOE,
@@ -64,89 +80,125 @@ MUTANTS = [
     # vocabulary
     Mutant(
         "all ranks look the first rows up",
-        "tp/_linear.py",
+        "parallel/tensor/_linear.py",
         "tokens - axis_index(axis).to(tokens.device) * v",
         "tokens",
         FUNCTIONS,
     ),
     Mutant(
         "tokens of others are looked up",
-        "tp/_linear.py",
+        "parallel/tensor/_linear.py",
         "torch.where(mine, F.embedding(local, table), fill)",
         "F.embedding(local, table)",
         FUNCTIONS,
     ),
-    Mutant("unknown tokens are zeros", "tp/_linear.py", ", math.nan)", ", 0.0)", FUNCTIONS),
-    Mutant("unknown targets are trained on", "tp/_cross_entropy.py", "nll, math.nan)", "nll, nll)", FUNCTIONS),
+    Mutant("unknown tokens are zeros", "parallel/tensor/_linear.py", ", math.nan)", ", 0.0)", FUNCTIONS),
+    Mutant("unknown targets are trained on", "parallel/tensor/_linear.py", "nll, math.nan)", "nll, nll)", FUNCTIONS),
     Mutant(
         "each rank has its own maximum",
-        "tp/_cross_entropy.py",
+        "parallel/tensor/_linear.py",
         'along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1)',
         "x.detach().amax(-1, keepdim=True)",
         FUNCTIONS,
     ),
-    Mutant("the mean of logits is a rank's", "tp/_cross_entropy.py", "mean / v", "mean / x.shape[-1]", FUNCTIONS),
-    Mutant("ignored targets count", "tp/_cross_entropy.py", "(~ignored).sum()", "ignored.numel()", FUNCTIONS),
-    Mutant("half precision stays so", "tp/_cross_entropy.py", "else logits.float()", "else logits", FUNCTIONS),
+    Mutant("the mean of logits is a rank's", "parallel/tensor/_linear.py", "mean / v", "mean / x.shape[-1]", FUNCTIONS),
+    Mutant("ignored targets count", "parallel/tensor/_linear.py", "(~ignored).sum()", "ignored.numel()", FUNCTIONS),
+    Mutant("half precision stays so", "parallel/tensor/_linear.py", "else logits.float()", "else logits", FUNCTIONS),
     # names
     Mutant(
         "the shortest name counts",
-        "tp/_split.py",
+        "parallel/tensor/_layers.py",
         "for i in range(len(parts))",
         "for i in reversed(range(len(parts)))",
         FUNCTIONS,
     ),
     Mutant(
         "a whole weight is taken for a part",
-        "tp/_linear.py",
+        "parallel/tensor/_linear.py",
         "if n > 1 and not may_differ",
         "if False and not may_differ",
         FUNCTIONS,
     ),
     # layers of modules
-    Mutant("what layers are given is handed to each", "tp/_regions.py", "if given is x", "if False", TRANSFORMERS),
-    Mutant("a region forgets nothing", "tp/_regions.py", "self._entered.clear()", "pass", LAYERS + TRANSFORMERS),
-    Mutant("shared heads are the first ones", "tp/_forwards.py", "axis_index(self.axis) * count + ", "", TRANSFORMERS),
+    Mutant(
+        "what layers are given is handed to each",
+        "parallel/tensor/_forwards.py",
+        "if given is x",
+        "if False",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "a region forgets nothing",
+        "parallel/tensor/_forwards.py",
+        "self._entered.clear()",
+        "pass",
+        LAYERS + TRANSFORMERS,
+    ),
+    Mutant(
+        "shared heads are the first ones",
+        "parallel/tensor/_forwards.py",
+        "axis_index(self.axis) * count + ",
+        "",
+        TRANSFORMERS,
+    ),
     Mutant(
         "shared heads are used alike",
-        "tp/_forwards.py",
+        "parallel/tensor/_forwards.py",
         "own = enter(w, self.axis).unflatten",
         "own = w.unflatten",
         TRANSFORMERS,
     ),
     Mutant(
         "groups of heads stay as they are",
-        "tp/_regions.py",
+        "parallel/tensor/_forwards.py",
         '{"num_key_value_groups": each}',
         '{"num_key_value_groups": self.groups}',
         TRANSFORMERS,
     ),
-    Mutant("counts of heads are not divided", "tp/_regions.py", "own[values[count]] for", "values[count] for", LAYERS),
+    Mutant(
+        "counts of heads are not divided",
+        "parallel/tensor/_forwards.py",
+        "own[values[count]] for",
+        "values[count] for",
+        LAYERS,
+    ),
     Mutant(
         "norms of heads do not enter",
-        "tp/_forwards.py",
+        "parallel/tensor/_forwards.py",
         "own = {name: enter(getattr(self.module, name), self.axis) for name in whole}",
         "own = {name: getattr(self.module, name) for name in whole}",
         LAYERS + TRANSFORMERS,
     ),
-    Mutant("a packed matrix is cut as one", "tp/_styles.py", "self.dim + (self.packed > 1)", "self.dim", LAYERS),
-    Mutant("padding is a row of each rank", "tp/_forwards.py", '{"padding_idx": None}', "{}", LAYERS),
-    Mutant("the padding's row is trained", "tp/_forwards.py", "y.detach(), y)", "y, y)", LAYERS),
-    Mutant("ties do not follow", "tp/_layers.py", "    _let_ties_follow(module, styles)\n", "", LAYERS),
+    Mutant(
+        "a packed matrix is cut as one",
+        "parallel/tensor/_styles.py",
+        "self.dim + (self.packed > 1)",
+        "self.dim",
+        LAYERS,
+    ),
+    Mutant("padding is a row of each rank", "parallel/tensor/_forwards.py", '{"padding_idx": None}', "{}", LAYERS),
+    Mutant("the padding's row is trained", "parallel/tensor/_forwards.py", "y.detach(), y)", "y, y)", LAYERS),
+    Mutant("ties do not follow", "parallel/tensor/_layers.py", "    _let_ties_follow(module, styles)\n", "", LAYERS),
     Mutant(
         "parameters that are not cut are used",
-        "tp/_forwards.py",
+        "parallel/tensor/_forwards.py",
         "if x.shape[known.along] != wanted",
         "if False",
         LAYERS,
     ),
-    Mutant("heads are cut", "tp/_layers.py", "if known.heads % n:", "if False:", TRANSFORMERS),
+    Mutant("heads are cut", "parallel/tensor/_layers.py", "if known.heads % n:", "if False:", TRANSFORMERS),
     # the residual stream
-    Mutant("the first block does not cut", "tp/_install.py", "layers.axis, not i,", "layers.axis, False,", LAYERS),
-    Mutant("norms on parts do not enter", "tp/_install.py", 'if kind == "norm":', "if False:", LAYERS),
+    Mutant(
+        "the first block does not cut",
+        "parallel/tensor/_install.py",
+        "layers.axis, not i,",
+        "layers.axis, False,",
+        LAYERS,
+    ),
+    Mutant("norms on parts do not enter", "parallel/tensor/_install.py", 'if kind == "norm":', "if False:", LAYERS),
     Mutant(
         "what needs all tokens has a part",
-        "tp/_sequence.py",
+        "parallel/tensor/_install.py",
         'return "norm" if is_norm else "whole"',
         'return "norm"',
         LAYERS,

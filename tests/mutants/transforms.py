@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "lose the remembered gradient",
-        "layout/gathering.py",
+        "sharding/_rows.py",
         "return (None, None, shard,",
         "return (None, None, shard * 0,",
     ),
@@ -140,12 +140,14 @@ MUTANTS = [
     ),
     Mutant(
         "weights of the own rank",
-        "transforms/gradients/_returned.py",
+        "transforms/gradients/_value_and_grad.py",
         "weight = psum(weights",
         "weight = (lambda x, _: x)(weights",
         HALF,
     ),
-    Mutant("micro-batches weigh alike", "transforms/gradients/_returned.py", ".sum(), axis)", ".mean(), axis)", HALF),
+    Mutant(
+        "micro-batches weigh alike", "transforms/gradients/_value_and_grad.py", ".sum(), axis)", ".mean(), axis)", HALF
+    ),
     Mutant("remat draws anew", "transforms/_remat/_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
     Mutant(
         "remat's gradient forgets an input",
@@ -156,14 +158,14 @@ MUTANTS = [
     ),
     Mutant(
         "remat drops the origin",
-        "transforms/_remat/_stand_ins.py",
+        "transforms/_remat/_call.py",
         "None if x.origin is None else tuple([distinct.number(y) for y in x.origin])",
         "None",
         REMAT,
     ),
     Mutant(
         "remat takes all for batched",
-        "transforms/_remat/_steps.py",
+        "transforms/_remat/_call.py",
         "tuple([is_mapped_now(y) for y",
         "tuple([True for y",
         REMAT,

@@ -74,7 +74,7 @@ MUTANTS = [
         "Precision(param=torch.bfloat16)",
         TUNE,
     ),
-    Mutant("two blocks say what many take", "tuning/_measure.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
+    Mutant("two blocks say what many take", "tuning/_search.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
     Mutant(
         "the line is a step too steep",
         "tuning/_row.py",
@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "the schedule of few blocks stays",
-        "tuning/_measure.py",
+        "tuning/_search.py",
         "            if others:",
         "            if False:",
         TUNE,
@@ -98,7 +98,7 @@ MUTANTS = [
         TUNE,
     ),
     Mutant("the host's link is the usual", "tuning/_machines.py", "host_link=self.link", "host_link=5e10", TUNE),
-    Mutant("the host's update is the device's", "graph/plan/_cost.py", "else _of_the_host(graph)", "else ()", COST),
+    Mutant("the host's update is the device's", "graph/planning/_cost.py", "else _of_the_host(graph)", "else ()", COST),
     Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
     Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),
     Mutant(
@@ -110,28 +110,28 @@ MUTANTS = [
     ),
     Mutant(
         "the network is as fast as the machine's links",
-        "graph/plan/_links.py",
+        "graph/planning/_cost.py",
         "device.link if m == 1 else min(device.link, near * device.network)",
         "device.link",
         LINKS,
     ),
     Mutant(
         "a machine has one way out",
-        "graph/plan/_links.py",
+        "graph/planning/_cost.py",
         "min(device.link, near * device.network)",
         "device.network",
         LINKS,
     ),
     Mutant(
-        "a thousand ranks are as near as eight", "graph/plan/_links.py", "    return ring\n", "    return 0\n", LINKS
+        "a thousand ranks are as near as eight", "graph/planning/_cost.py", "    return ring\n", "    return 0\n", LINKS
     ),
-    Mutant("the first axis changes fastest", "graph/plan/_links.py", "in reversed(mesh)", "in mesh", LINKS),
-    Mutant("an all_reduce is one ring", "graph/plan/_links.py", "2 * min(ring, ", "min(ring, ", LINKS),
-    Mutant("a tree is no shorter", "graph/plan/_links.py", "2 * min(ring, ", "2 * max(ring, ", LINKS),
+    Mutant("the first axis changes fastest", "graph/planning/_cost.py", "in reversed(mesh)", "in mesh", LINKS),
+    Mutant("an all_reduce is one ring", "graph/planning/_cost.py", "2 * min(ring, ", "min(ring, ", LINKS),
+    Mutant("a tree is no shorter", "graph/planning/_cost.py", "2 * min(ring, ", "2 * max(ring, ", LINKS),
     Mutant(
-        "all to all share their ways out", "graph/plan/_links.py", "beyond / device.network", "beyond / near", LINKS
+        "all to all share their ways out", "graph/planning/_cost.py", "beyond / device.network", "beyond / near", LINKS
     ),
-    Mutant("a link of any axis counts", "graph/plan/_links.py", " if name in names]", "]", LINKS),
+    Mutant("a link of any axis counts", "graph/planning/_cost.py", " if name in names]", "]", LINKS),
     Mutant(
         "a changed constant keeps its source",
         "tuning/_machines.py",
@@ -140,8 +140,8 @@ MUTANTS = [
         TUNE,
     ),
     Mutant("links that were given are forgotten", "tuning/_machines.py", "links=self.links,", "", TUNE),
-    Mutant("float32 is as fast as half", "graph/plan/_cost.py", "done *= device.slow", "pass", TUNE),
-    Mutant("attention is free on a CPU", "graph/ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
+    Mutant("float32 is as fast as half", "graph/planning/_cost.py", "done *= device.slow", "pass", TUNE),
+    Mutant("attention is free on a CPU", "graph/_ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
     Mutant(
         "bytes of loops count once",
         "tuning/_row.py",
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention is always fused",
-        "tuning/_forward.py",
+        "tuning/_steps.py",
         "attend = _explicit if explicit else _fused",
         "attend = _fused",
         MODELS,
@@ -199,8 +199,8 @@ MUTANTS = [
         OTHERS,
     ),
     # the command
-    Mutant("a kilobyte is 1024 bytes", "tuning/_command.py", "1000**i", "1024**i", COMMAND),
-    Mutant("nothing that fits is a success", "tuning/_command.py", "    return 1\n", "    return 0\n", COMMAND),
+    Mutant("a kilobyte is 1024 bytes", "tuning/command.py", "1000**i", "1024**i", COMMAND),
+    Mutant("nothing that fits is a success", "tuning/command.py", "    return 1\n", "    return 0\n", COMMAND),
     Mutant(
         "the lines to paste gather at once",
         "tuning/_recipe.py",
@@ -217,16 +217,16 @@ MUTANTS = [
     ),
     Mutant(
         "a timeline that misses the peak",
-        "tuning/_page.py",
+        "tuning/command.py",
         "max(range(a, b), key=plan.live.__getitem__)",
         "a",
         COMMAND,
     ),
-    Mutant("a script within the data ends the page", "tuning/_page.py", '.replace("</", "<\\\\/")', "", COMMAND),
+    Mutant("a script within the data ends the page", "tuning/command.py", '.replace("</", "<\\\\/")', "", COMMAND),
     # while it trains
     Mutant(
         "what was there before is forgotten",
-        "tuning/_readings.py",
+        "tuning/_watch.py",
         "taken.added_bytes + before",
         "taken.added_bytes",
         WATCH,
@@ -246,31 +246,31 @@ MUTANTS = [
     Mutant("a hint is said each time", "tuning/_watch.py", "self._told.add(hint.name)", "pass", WATCH),
     Mutant(
         "the median is the worst",
-        "tuning/_readings.py",
+        "tuning/_watch.py",
         "(median(found) for found in zip(",
         "(max(found) for found in zip(",
         WATCH,
     ),
     Mutant(
         "a GPU's peak is that of all time",
-        "tuning/_meters.py",
+        "tuning/_watch.py",
         "torch.cuda.reset_peak_memory_stats(self._device)",
         "pass",
         WATCH,
     ),
     Mutant(
         "what is freed stays",
-        "_torch/allocations.py",
+        "_torch/watched.py",
         "held += event.cpu_memory_usage()",
         "held += max(event.cpu_memory_usage(), 0)",
         ALLOCATIONS,
     ),
-    Mutant("the user's profiler is ended", "_torch/allocations.py", "if profiling():", "if False:", ALLOCATIONS),
+    Mutant("the user's profiler is ended", "_torch/watched.py", "if profiling():", "if False:", ALLOCATIONS),
     # what a machine reaches
     Mutant(
         "float32 is as much faster", "tuning/_calibrate.py", '"slow": (half / full,', '"slow": (full / half,', CALIBRATE
     ),
-    Mutant("a copy only reads", "tuning/_stopwatch.py", "return 2 * 4 * a.numel()", "return -4 * a.numel()", CALIBRATE),
+    Mutant("a copy only reads", "tuning/_calibrate.py", "return 2 * 4 * a.numel()", "return -4 * a.numel()", CALIBRATE),
     Mutant(
         "a step of the ring counts twice",
         "tuning/_calibrate.py",
@@ -295,7 +295,7 @@ MUTANTS = [
     ),
     Mutant(
         "a calibrated machine is a common one",
-        "tuning/_named.py",
+        "tuning/_machines.py",
         "        return calibrated()",
         "        return MACHINES['cpu']",
         CALIBRATE,
@@ -335,7 +335,7 @@ MUTANTS = [
     # tensor and pipeline parallelism
     Mutant(
         "the first rank is the fullest",
-        "tuning/_measure.py",
+        "tuning/_search.py",
         "return (0, *between, config.pp - 1)",
         "return (0,)",
         PLACES,
@@ -376,20 +376,20 @@ MUTANTS = [
         PLACES,
         ((", other._places)", ")"),),
     ),
-    Mutant("stages come to be even", "tuning/_measure.py", "(few * stages + left, more", "(few * stages, more", PLACES),
-    Mutant("blocks are always alike", "tuning/_measure.py", "ALIKE if alike else", "ALIKE if True else", PLACES),
-    Mutant("a step on any mesh is planned", "tuning/_measure.py", "if wanted and ", "if False and ", PLACES),
+    Mutant("stages come to be even", "tuning/_search.py", "(few * stages + left, more", "(few * stages, more", PLACES),
+    Mutant("blocks are always alike", "tuning/_search.py", "ALIKE if alike else", "ALIKE if True else", PLACES),
+    Mutant("a step on any mesh is planned", "tuning/_search.py", "if wanted and ", "if False and ", PLACES),
     Mutant("heads are cut", "tuning/_steps.py", "if n % config.tp:", "if False:", PLACES),
     Mutant(
         "whether a loop goes on across turns is forgotten",
-        "graph/_knobs.py",
+        "graph/_pass_manager.py",
         '"across_turns": False, **settings}',
         "**settings}",
         PLACES,
     ),
     Mutant(
         "bytes stand under any axis",
-        "tuning/_table_text.py",
+        "tuning/_table_views.py",
         "row.moved.get(way, 0)",
         "row.moved.get(ways[0], 0)",
         PLACES,

@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.nn._cut import OneOf, cut
-from fzero.nn._kinds import _kinds
+from fzero.nn._shells import _kinds
 from tests.nn.models import MODELS, batch_for, built
 
 transformers = pytest.importorskip("transformers")
@@ -397,5 +397,7 @@ def test_ranks_in_lockstep_run_copies_of_their_own():
     made, params = cut(model)
     mesh = fzero.mesh(dp=3, simulate="lockstep")
     x = torch.randn(3, 3)
-    out = mesh.spmd(lambda x: fzero.PerRank(run(made, params, fzero.psum(x, "dp") / 3)))(mesh.split(x)).value
+    out = mesh.spmd(lambda x: fzero.PerRank(run(made, params, fzero.collectives.psum(x, "dp") / 3)))(
+        mesh.split(x)
+    ).value
     torch.testing.assert_close(out, model(x.mean(0, keepdim=True)).expand(3, 1, 3))

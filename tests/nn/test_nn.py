@@ -121,7 +121,7 @@ def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, s
 
         (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, x)
         params, opt_state = fzero.step(opt)(params, grads, opt_state)
-        new = tree.map_with_path(lambda name, b: fzero.pmean(b) if name in averaged else b, new)
+        new = tree.map_with_path(lambda name, b: fzero.collectives.pmean(b) if name in averaged else b, new)
         return params, opt_state, new, value
 
     before = copy.deepcopy(module.state_dict())
@@ -129,7 +129,7 @@ def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, s
     new, state, after, _ = step(*step.init(params, opt), buffers, mesh.split(IMAGES[0]))
     *_, after, _ = step(new, state, after, mesh.split(IMAGES[0]))
     assert after["norm2d.num_batches_tracked"] == 2 and after["norm2d.running_mean"].any()
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         buffers["norm2d.running_mean"].sum()
     assert_trees_close(dict(module.state_dict()), dict(before), 0.0)
 
@@ -316,7 +316,7 @@ def norm_step(apply: Any, opt: Any) -> Any:
     def train_step(params: Any, state: Any, buffers: Any, x: torch.Tensor) -> Any:
         (value, buffers), grads = fzero.value_and_grad(loss, has_aux=True)(params, buffers, x)
         updates, state = opt.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, fzero.pmean(buffers), value
+        return optim.apply_updates(params, updates), state, fzero.collectives.pmean(buffers), value
 
     return train_step
 
@@ -383,7 +383,7 @@ def test_batch_norm_in_evaluation_mode_trains_as_unsharded(stage):
 def test_buffers_of_one_rank_are_refused_as_a_replicated_result():
     apply, params, buffers = functional(built(Norms))
     mesh = fzero.mesh(dp=2)
-    with pytest.raises(ValueError, match=r"'norm2d.running_mean' differs by rank.*fzero.pmean"):
+    with pytest.raises(ValueError, match=r"'norm2d.running_mean' differs by rank.*fzero.collectives.pmean"):
         mesh.spmd(lambda p, b, x: apply(p, b, x)[1])(params, buffers, mesh.split(IMAGES[0]))
 
 
@@ -394,7 +394,9 @@ def test_cumulative_batch_norm_runs_on_simulated_ranks(n):
     apply, params, buffers = functional(module)
     mesh, x = fzero.mesh(dp=n), randn(2, 12, 3)
     for batch in x:
-        buffers = mesh.spmd(lambda p, b, x: fzero.pmean(apply(p, b, x)[1]))(params, buffers, mesh.split(batch))
+        buffers = mesh.spmd(lambda p, b, x: fzero.collectives.pmean(apply(p, b, x)[1]))(
+            params, buffers, mesh.split(batch)
+        )
     assert_trees_close(buffers["running_mean"], x.mean((0, 1)))
 
 

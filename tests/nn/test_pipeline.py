@@ -109,17 +109,17 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
     step = fzero.shard(lambda p, s, b: (p, s), 3, mesh, split=loss.split)
     meta = fzero.tree.map(lambda x: x.to("meta"), params)
     like = step.partition(loss.stack(meta, mesh))
-    read = fzero.hf.read(tmp_path / "start", like, mesh, name=piped.name)
+    read = fzero.checkpoint.hf.read(tmp_path / "start", like, mesh, name=piped.name)
     found = join(loss.unstack(step.gather(read), mesh))
     for name, p in other.named_parameters():
         assert torch.equal(found[name], p), name
-    fzero.hf.write(tmp_path / "tuned", read, mesh, name=piped.name)
+    fzero.checkpoint.hf.write(tmp_path / "tuned", read, mesh, name=piped.name)
     model.config.save_pretrained(tmp_path / "tuned")
     again = type(model).from_pretrained(tmp_path / "tuned")
     for name, p in other.named_parameters():
         assert torch.equal(dict(again.named_parameters())[name], p), name
     with pytest.raises(ValueError, match=r"leaf 'params.blocks.0..*' is no parameter of the module"):
-        fzero.hf.write(tmp_path / "tuned", {"params": read}, mesh, name=piped.name)
+        fzero.checkpoint.hf.write(tmp_path / "tuned", {"params": read}, mesh, name=piped.name)
 
 
 def test_examples_are_evaluated_by_a_function_of_the_output():
@@ -169,7 +169,7 @@ def test_dropout_by_key_is_the_same_on_any_mesh():
         mesh = fzero.mesh(pp=2, simulate=simulate)
 
         def one(params: Any, opt_state: Any) -> Any:
-            return params, opt_state, fzero.psum(torch.stack(loss(params, batch, key)), "pp")
+            return params, opt_state, fzero.collectives.psum(torch.stack(loss(params, batch, key)), "pp")
 
         step = fzero.shard(one, stage=0, mesh=mesh, axis="pp", split=loss.split)
         *_, got = step(*step.init(loss.stack(params, mesh), optim.sgd(0.1)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import trees
-from tests.stages.test_equivalence import loss_of_tree
+from tests.zero.test_equivalence import loss_of_tree
 
 Wrap = Callable[[Any], optim.Optimizer]
 BF16 = fzero.Precision(param=torch.bfloat16, grad=torch.bfloat16)
@@ -160,7 +160,7 @@ class Way(NamedTuple):
     units: Any = None
     simulate: str = "vmap"
 
-    def step(self, pair: Any, row: Row) -> fzero.ShardedStep:
+    def step(self, pair: Any, row: Row) -> fzero.zero.ShardedStep:
         mesh = fzero.mesh(dp=self.n, simulate=self.simulate)
         return fzero.shard(train_step_of(pair, row, self.micro_batches), self.stage, mesh, units=self.units)
 

@@ -56,7 +56,7 @@ def test_a_plan_of_both_memories_is_what_lies_in_them(name, option, ratio, stage
 def test_an_operation_of_both_memories_is_found():
     x = torch.ones(4)
     with Arena(x), pytest.raises(MixedError):
-        fzero.to_host(x) + x
+        fzero.collectives.to_host(x) + x
 
 
 def test_the_pieces_of_a_unit_keep_no_more_than_themselves():

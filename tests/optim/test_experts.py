@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
-from fzero import moe, optim, tree
+from fzero import optim, tree
+from fzero.parallel import experts as moe
 from fzero.testing import assert_equivalent
 from tests.helpers import train_step_for
-from tests.moe.model import batch_of, experts_params, loss_for, params_of
+from tests.parallel.experts.model import batch_of, experts_params, loss_for, params_of
 
 OPT = optim.chain(optim.clip_by_expert(0.02), optim.adamw(1e-2, eps=1e-3))
 MESHES = [
@@ -64,7 +65,11 @@ def test_beside_tensor_parallel_leaves():
         return {"ep": 0, "tp": dims[path.split(".")[-1]]} if "experts" in path else None
 
     def train_step(params, opt_state, batch):
-        return optim.clip_by_expert(1.0).update(params, ())[0], opt_state, fzero.pmean(batch.sum(), ("dp", "ep"))
+        return (
+            optim.clip_by_expert(1.0).update(params, ())[0],
+            opt_state,
+            fzero.collectives.pmean(batch.sum(), ("dp", "ep")),
+        )
 
     mesh = fzero.mesh(dp=2, ep=2, tp=2)
     for stage in (1, 3):
@@ -76,7 +81,7 @@ def test_beside_tensor_parallel_leaves():
 
 def test_it_takes_one_psum_for_each_set_of_axes():
     mesh = fzero.mesh(dp=2)
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         mesh.spmd(lambda g: optim.clip_by_expert(1.0).update(fzero.partition(g), ())[0]["head"])(two_layers())
     assert [e.elements for e in log.metrics] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.layout.boxes import Shard, is_box
-from fzero.layout.pieces import host_elements, spaces
-from fzero.layout.spec import ALIGN
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import host_elements, spaces
+from fzero.sharding._spec import ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
@@ -31,7 +31,7 @@ from tests.optim.offloading import (
     small_params,
     trained,
 )
-from tests.stages.test_equivalence import RULES
+from tests.zero.test_equivalence import RULES
 
 
 def plain(pair: Any) -> Any:
@@ -235,7 +235,7 @@ def test_ratio_0_is_the_pair_itself(stage):
     assert {space for space, _ in pieces_of(state[1])} <= {"device"}
     if stage:
         expected = row.make(plain, small_params())
-        assert fzero.layouts(state[1]) == fzero.layouts(step.init(small_params(), expected)[1])
+        assert fzero.sharding.layouts(state[1]) == fzero.sharding.layouts(step.init(small_params(), expected)[1])
 
 
 @pytest.mark.parametrize("update", ["host", "device"])
@@ -272,7 +272,7 @@ def test_masters_and_moments_lie_together_and_parameters_stay():
 # ---------------------------------------------------------------- another ratio
 
 
-def halfway(way: Way, row: Row, pair: Any) -> tuple[fzero.ShardedStep, Any, list[Any]]:
+def halfway(way: Way, row: Row, pair: Any) -> tuple[fzero.zero.ShardedStep, Any, list[Any]]:
     """Train two steps; return the step, the state, and the batches that are left."""
     step = way.step(pair, row)
     state, batches = step.init(small_params(), pair)[:2], batches_of(12, 4)
@@ -281,7 +281,7 @@ def halfway(way: Way, row: Row, pair: Any) -> tuple[fzero.ShardedStep, Any, list
     return step, state, batches[2:]
 
 
-def on(step: fzero.ShardedStep, state: Any, batches: list[Any]) -> Any:
+def on(step: fzero.zero.ShardedStep, state: Any, batches: list[Any]) -> Any:
     for batch in batches:
         state = step(*state, step.mesh.split(batch))[:2]
     return step.gather(state)
@@ -451,7 +451,7 @@ def test_meta_parameters_are_planned_for():
     metas = tree.map(lambda x: x.to("meta"), small_params())
     state = step.init(metas, pair)[1]
     real = step.init(small_params(), pair)[1]
-    assert fzero.layouts(state) == fzero.layouts(real)
+    assert fzero.sharding.layouts(state) == fzero.sharding.layouts(real)
     assert all(x.is_meta for _, x in pieces_of(state))
 
 

@@ -303,7 +303,7 @@ def test_state_has_the_layout_of_its_stage(stage):
         if stage == 0:
             assert block["w"].shape == (5, 5)
         else:
-            assert isinstance(block["w"], fzero.Shard) or isinstance(block["b"], fzero.Shard)
+            assert isinstance(block["w"], fzero.sharding.Shard) or isinstance(block["b"], fzero.sharding.Shard)
             assert block["w"].spec.unit == "blocks.0" and block["w"].spec.numel == 30
             assert [x.shape for x in tree.tensors(block)] == [(4, 8)]  # 30 of 32 elements
         assert all(not x.any() for x in tree.tensors(moment))
@@ -320,13 +320,13 @@ def poison(boxes: Any, value: float) -> Any:
     """Fill the padding of every shard."""
 
     def fill(x: Any) -> Any:
-        if not isinstance(x, fzero.Shard):
+        if not isinstance(x, fzero.sharding.Shard):
             return x
         data = x.data.clone()
         data.view(-1)[x.spec.numel :] = value
-        return fzero.Shard(data, x.uid)
+        return fzero.sharding.Shard(data, x.uid)
 
-    return tree.map(fill, boxes, is_leaf=lambda x: isinstance(x, (fzero.Shard, fzero.Slot)))
+    return tree.map(fill, boxes, is_leaf=lambda x: isinstance(x, (fzero.sharding.Shard, fzero.sharding.Slot)))
 
 
 def norm_by_hand(params: Any) -> torch.Tensor:

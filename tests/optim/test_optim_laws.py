@@ -15,7 +15,7 @@ from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import examples, train_step_for
 from tests.optim.test_optim import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
-from tests.stages.test_equivalence import RULES, loss_of_tree
+from tests.zero.test_equivalence import RULES, loss_of_tree
 
 OPTAX = json.loads((pathlib.Path(__file__).parent / "fixtures" / "optax.json").read_text())
 

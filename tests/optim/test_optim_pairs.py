@@ -24,7 +24,7 @@ from tests.optim.test_optim import (
     train,
     train_with_torch,
 )
-from tests.stages.test_equivalence import loss_of_tree
+from tests.zero.test_equivalence import loss_of_tree
 
 ONE = [None, lambda path, leaf: "all"]  # unit rules
 
@@ -92,7 +92,7 @@ def test_leaf_norms_of_the_whole_tree_take_one_psum(opt, numbers):
     mesh, params = fzero.mesh(dp=4), params_of()
     step = fzero.shard(train_step_for(loss_of, opt), 3, mesh)
     state = step.init(params, opt)
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         step(*state, mesh.split(batches_of(1)[0]))
     sent = [event.elements for event in log.metrics if event.elements > 2]  # without the loss's mean
     assert sent == [2 * numbers * len(tree.tensors(params))]  # an all_reduce counts twice
@@ -410,7 +410,7 @@ def test_injected_pairs_are_elementwise_if_the_pair_is():
 )
 def test_any_hyperparameters_equal_torch_adafactor(rate, decay_rate, eps, eps_scale, threshold, decay):
     opt = optim.adafactor(rate, decay_rate, eps, eps_scale, threshold, decay)
-    theirs = lambda xs: torch.optim.Adafactor(xs, rate, -decay_rate, (eps, eps_scale), threshold, decay)  # noqa: E731
+    theirs = lambda xs: torch.optim.Adafactor(xs, rate, -decay_rate, (eps, eps_scale), threshold, decay)
     params, batches = {**params_of(), "stack": normal((2, 3, 4), 9)}, batches_of(3)
 
     def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.layout.owners import Matrix, OwnerAssignment
+from fzero.sharding._owners import Matrix, OwnerAssignment
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import train_step_for
 from tests.optim.test_optim import RTOL, batches_of, loss_of, normal, params_of
-from tests.stages.test_equivalence import RULES, loss_of_tree
+from tests.zero.test_equivalence import RULES, loss_of_tree
 
 
 def whiten(g: torch.Tensor, s: Any, params: torch.Tensor | None = None) -> Any:
@@ -57,9 +57,9 @@ def test_several_axes_and_hybrid_sharding_equal_unsharded_training(opt, mesh):
 
 def tensor_parallel(params: Any, batch: torch.Tensor) -> torch.Tensor:
     """Columns, then rows; on no mesh plain."""
-    tp = "tp" if "tp" in fzero.axis_names() else ()
-    h = torch.tanh(fzero.pvary(batch, tp) @ params["up"])
-    return (fzero.psum_invariant(h @ params["down"], tp) + params["b"]).square().mean()
+    tp = "tp" if "tp" in fzero.axes.axis_names() else ()
+    h = torch.tanh(fzero.collectives.pvary(batch, tp) @ params["up"])
+    return (fzero.collectives.psum_invariant(h @ params["down"], tp) + params["b"]).square().mean()
 
 
 @pytest.mark.parametrize("opt", [optim.whole(WHITE), EXACT], ids=["whole", "muon"])
@@ -95,7 +95,7 @@ def test_whole_moves_what_the_pair_is_given_once_more(stage, reads):
     n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
     state = step.init(params, opt)
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         step(*state, step.mesh.split({"x": torch.ones(n)}))
     numel = 80 + 16  # padded
     # gradients and state; parameters where no rank has them whole
@@ -159,7 +159,7 @@ def test_muon_moves_a_shard_there_and_back(stage):
     n, params, opt = 4, blocks_of(4), optim.muon(0.1)
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
     state = step.init(params, opt)
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         step(*state, step.mesh.split({"x": torch.ones(n, dtype=torch.float64)}))
     numel = 4 * 64
     sent = [(e.kind, e.elements, e.dtype) for e in log.metrics if e.kind == "all_to_all"]

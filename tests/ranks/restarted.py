@@ -36,7 +36,7 @@ def main() -> None:
     say(f"rank {mesh.rank} in generation {generation}: {loss.item():.12f}")
     torch.distributed.destroy_process_group()
     again = fzero.mesh(dp=1, tp=2, timeout=60)  # the same processes meet once more
-    total = again.spmd(lambda: fzero.psum(fzero.axis_index("tp"), ("dp", "tp")))()
+    total = again.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("tp"), ("dp", "tp")))()
     say(f"rank {again.rank} once more: {total.item()}")
     torch.distributed.destroy_process_group()
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.ranks import agreement
-from fzero.ranks.agreement import checksum
+from fzero.ranks import _agreement as agreement
+from fzero.ranks._agreement import checksum
 from tests.memory import peak_bytes
 
 DTYPES = [

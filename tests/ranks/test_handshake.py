@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.ranks.handshake import AbsentError, shake_hands
+from fzero.ranks._launch import AbsentError, shake_hands
 
 
 class Dead(BaseException):

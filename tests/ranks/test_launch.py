@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 import fzero
-from fzero.ranks.launch import _first_host, world_at_hand
+from fzero.ranks._launch import _first_host, world_at_hand
 from tests.distributed.launch import Done, forked, free_port, python, rank_variables
 
 SCRIPT = """
 import sys, torch, fzero
 torch.set_num_threads(1)
 mesh = fzero.mesh(dp=-1, tp=2, timeout=float(sys.argv[1]))
-print(mesh, mesh.spmd(lambda: fzero.psum(fzero.axis_index(("dp", "tp")), ("dp", "tp")))().item())
+print(mesh, mesh.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index(("dp", "tp")), ("dp", "tp")))().item())
 """
 
 
@@ -52,7 +52,7 @@ def test_without_rank_0_nobody_can_meet():
 ONE = """
 import os, socket, sys, fzero, torch
 first, again = fzero.mesh(dp=-1, alone=4), fzero.mesh(dp=1, tp=-1)
-print(first, again, again.spmd(lambda: fzero.psum(fzero.axis_index("tp") + 1, ("dp", "tp")))().item())
+print(first, again, again.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("tp") + 1, ("dp", "tp")))().item())
 sys.stdout.flush()
 if not os.fork():
     try:

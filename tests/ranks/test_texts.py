@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
+from torch.testing._internal.distributed import fake_pg
 
 import fzero
-from fzero.ranks import texts
-from fzero.ranks.texts import MissingRank, gather_texts
+from fzero.ranks import _agreement as texts
+from fzero.ranks._agreement import MissingRank, gather_texts
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ have heads of 16 and sequences of 32, so that real kernels are chosen. `make swe
 - **compiled**: one simulated rank at stage 3; eager attention, a mask and two micro-batches at stage 2; bfloat16, a
   mask and `remat` at stage 0; bfloat16, eager attention, `remat` and two micro-batches at stage 3. Images have no mask.
 - **processes**: two gloo ranks, at stage 0, 2 or 3; every third model.
-- **pipeline**: `fzero.nn.pipeline` over two stages. **tensor parallel**: `fzero.tp.layers` over two ranks.
+- **pipeline**: `fzero.nn.pipeline` over two stages. **tensor parallel**: `fzero.parallel.tensor.layers` over two ranks.
 - "4 of 4" counts cases whose numbers agree; "refused" says why below; "not run" was not reached by the last sweep.
 
 """

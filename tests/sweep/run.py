@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import optim, tp
+from fzero import optim
+from fzero.parallel import tensor as tp
 from tests.sweep.cases import Case, cases_of
 from tests.sweep.families import MODELS, Batch, Model, inputs_of, loss_of
 

@@ -26,16 +26,16 @@ MESHES = {name: fzero.mesh(dp=2, tp=2, simulate=name) for name in ("vmap", "lock
 
 def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
     dims = {"up": 1, "down": 0}
-    return {"tp": dims[path]} if path in dims and "tp" in fzero.axis_names() else None
+    return {"tp": dims[path]} if path in dims and "tp" in fzero.axes.axis_names() else None
 
 
 def tp() -> Any:
-    return "tp" if "tp" in fzero.axis_names() else ()
+    return "tp" if "tp" in fzero.axes.axis_names() else ()
 
 
 def loss_for(total: Sum, after: Sum = lambda y: y, remat: bool = False) -> Callable[..., torch.Tensor]:
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return total(torch.tanh(fzero.pvary(x, tp()) @ p["up"]) @ p["down"])
+        return total(torch.tanh(fzero.collectives.pvary(x, tp()) @ p["up"]) @ p["down"])
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
         y = (fzero.remat(block) if remat else block)(p, batch["x"] @ p["inp"])
@@ -45,22 +45,31 @@ def loss_for(total: Sum, after: Sum = lambda y: y, remat: bool = False) -> Calla
 
 
 def one(y: torch.Tensor) -> torch.Tensor:
-    return fzero.psum_invariant(y, tp())
+    return fzero.collectives.psum_invariant(y, tp())
 
 
 WRONG: dict[str, tuple[Sum, str]] = {
-    "psum": (lambda y: fzero.psum(y, "tp"), r"psum over 'tp' .* Use fzero.psum_invariant\(x, 'tp'\)"),
-    "psum over both": (lambda y: fzero.psum(y, ("dp", "tp")), r"psum over 'tp'"),
-    "pmean": (lambda y: fzero.pmean(y, "tp"), r"pmean over 'tp' .* Use fzero.psum_invariant\(x / n, 'tp'\)"),
-    "all_gather": (lambda y: fzero.all_gather(y, "tp").unflatten(0, (2, -1)).sum(0), "Use fzero.all_gather_invariant"),
-    "broadcast": (lambda y: fzero.broadcast(y, "tp"), "broadcast over 'tp'"),
-    "mapped": (lambda y: torch.vmap(lambda row: fzero.psum(row, "tp"))(y), "psum over 'tp'"),
-    "in a tree": (lambda y: fzero.psum({"y": y}, "tp")["y"], "psum over 'tp'"),
-    "twice": (lambda y: fzero.psum(fzero.psum(y, "tp"), "tp"), "psum over 'tp'"),
+    "psum": (
+        lambda y: fzero.collectives.psum(y, "tp"),
+        r"psum over 'tp' .* Use fzero.collectives.psum_invariant\(x, 'tp'\)",
+    ),
+    "psum over both": (lambda y: fzero.collectives.psum(y, ("dp", "tp")), r"psum over 'tp'"),
+    "pmean": (
+        lambda y: fzero.collectives.pmean(y, "tp"),
+        r"pmean over 'tp' .* Use fzero.collectives.psum_invariant\(x / n, 'tp'\)",
+    ),
+    "all_gather": (
+        lambda y: fzero.collectives.all_gather(y, "tp").unflatten(0, (2, -1)).sum(0),
+        "Use fzero.collectives.all_gather_invariant",
+    ),
+    "broadcast": (lambda y: fzero.collectives.broadcast(y, "tp"), "broadcast over 'tp'"),
+    "mapped": (lambda y: torch.vmap(lambda row: fzero.collectives.psum(row, "tp"))(y), "psum over 'tp'"),
+    "in a tree": (lambda y: fzero.collectives.psum({"y": y}, "tp")["y"], "psum over 'tp'"),
+    "twice": (lambda y: fzero.collectives.psum(fzero.collectives.psum(y, "tp"), "tp"), "psum over 'tp'"),
 }
 
 
-def refused(loss: Callable[..., Any], mesh: fzero.Mesh, stage: int, said: str, **options: Any) -> None:
+def refused(loss: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, said: str, **options: Any) -> None:
     step = fzero.shard(train_step_for(loss, OPT, **options), stage=stage, mesh=mesh, axis="dp", split=split)
     with pytest.raises(ValueError, match=said):
         step(*step.init(PARAMS, OPT), mesh.split(BATCH, "dp"))
@@ -74,7 +83,7 @@ def test_copies_that_are_used_as_one_value_are_refused(name, simulate):
 
 
 def copies(y: torch.Tensor) -> torch.Tensor:
-    return fzero.psum(y, "tp")
+    return fzero.collectives.psum(y, "tp")
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -85,7 +94,7 @@ def test_at_every_stage_with_micro_batches_and_the_line_is_named(stage, simulate
 
 
 def parts(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(fzero.pvary(x, "tp") @ p["up"]) @ p["down"]
+    return torch.tanh(fzero.collectives.pvary(x, "tp") @ p["up"]) @ p["down"]
 
 
 BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
@@ -114,8 +123,8 @@ def test_a_block_may_make_one_value_of_copies(simulate):
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
         x = batch["x"] @ p["inp"]
-        h = fzero.remat(lambda p, x: torch.tanh(fzero.pvary(x, tp()) @ p["up"]) @ p["down"])(p, x)
-        y = fzero.remat(own_columns)(fzero.remat(lambda h: fzero.psum(h, tp()))(h))
+        h = fzero.remat(lambda p, x: torch.tanh(fzero.collectives.pvary(x, tp()) @ p["up"]) @ p["down"])(p, x)
+        y = fzero.remat(own_columns)(fzero.remat(lambda h: fzero.collectives.psum(h, tp()))(h))
         return (y * p["scale"] - batch["y"]).square().mean()
 
     step = train_step_for(loss, OPT)
@@ -127,7 +136,7 @@ def test_parts_of_weights_alone_make_a_sum_of_what_differs(simulate):
     """Nothing enters: the input is data, of which nobody wants the gradient."""
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
-        return fzero.psum(batch["x"].sum() * p["up"].sum(), "tp").square() + p["inp"].sum()
+        return fzero.collectives.psum(batch["x"].sum() * p["up"].sum(), "tp").square() + p["inp"].sum()
 
     for stage, k in ((0, 1), (1, 2), (3, 1)):  # in a box, whole leaves of it, and gathered
         refused(loss, MESHES[simulate], stage, "psum over 'tp'", micro_batches=k)
@@ -142,25 +151,27 @@ def test_a_trace_finds_it():
 
 def each_in_its_own_way(y: torch.Tensor) -> torch.Tensor:
     """A sum over ranks, of which each goes on with its own part of the columns."""
-    return own_columns(fzero.psum(y, tp()))
+    return own_columns(fzero.collectives.psum(y, tp()))
 
 
 def own_columns(copy: torch.Tensor) -> torch.Tensor:
-    return one(copy * (torch.arange(2) % fzero.axis_size(tp()) == fzero.axis_index(tp())))
+    return one(copy * (torch.arange(2) % fzero.axes.axis_size(tp()) == fzero.axes.axis_index(tp())))
 
 
 RIGHT: dict[str, tuple[Sum, Sum]] = {
     "one value": (one, lambda y: y),
     "each in its own way": (each_in_its_own_way, lambda y: y),
-    "the mean of one value": (one, lambda y: fzero.pmean(y, tp())),
-    "over the axis of the mean": (one, lambda y: y - fzero.pmean(y.mean(), "dp" if tp() else None)),
+    "the mean of one value": (one, lambda y: fzero.collectives.pmean(y, tp())),
+    "over the axis of the mean": (one, lambda y: y - fzero.collectives.pmean(y.mean(), "dp" if tp() else None)),
     "a constant": (
         one,
-        lambda y: y / fzero.psum(torch.ones_like(y), "tp" if tp() else None).detach() * (2 if tp() else 1),
+        lambda y: y / fzero.collectives.psum(torch.ones_like(y), "tp" if tp() else None).detach() * (2 if tp() else 1),
     ),
-    "what is not differentiated": (one, lambda y: y + 0 * fzero.psum(y.detach(), tp())),
+    "what is not differentiated": (one, lambda y: y + 0 * fzero.collectives.psum(y.detach(), tp())),
     "behind a sum that is one": (
-        lambda y: one(fzero.pvary(fzero.pmean(one(y), tp()), tp()) / fzero.axis_size(tp())),
+        lambda y: one(
+            fzero.collectives.pvary(fzero.collectives.pmean(one(y), tp()), tp()) / fzero.axes.axis_size(tp())
+        ),
         lambda y: y,
     ),
 }
@@ -181,7 +192,7 @@ def test_losses_of_ranks_that_train_models_of_their_own_may_meet(simulate):
     own, x = normal(2, 3), normal(4, 3)
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return (x @ w).square().mean() + (w - fzero.pmean(w, "member")).square().sum()
+        return (x @ w).square().mean() + (w - fzero.collectives.pmean(w, "member")).square().sum()
 
     def program(w: torch.Tensor, x: torch.Tensor) -> Any:
         value, grads = fzero.value_and_grad(loss, axis="dp")(PerRank(w, "member"), x)
@@ -198,14 +209,14 @@ def test_losses_of_ranks_that_train_models_of_their_own_may_meet(simulate):
 def test_a_gradient_of_ones_own_in_a_rank_program_is_that_of_the_sum_of_all_losses():
     """torch.func.grad knows no axes of a mean: docs/tutorial/4_axes.md says what it gives."""
     mesh, w = fzero.mesh(tp=2), PerRank(normal(2, 3))
-    grads = mesh.spmd(lambda w: PerRank(torch.func.grad(lambda w: fzero.psum(w.sum(), "tp"))(w)))(w)
+    grads = mesh.spmd(lambda w: PerRank(torch.func.grad(lambda w: fzero.collectives.psum(w.sum(), "tp"))(w)))(w)
     assert (grads.value == 2).all()
 
 
 def test_ranks_whose_losses_add_up_say_so():
     """With the axis among those of the mean psum is right: the loss of each rank counts, divided by their number."""
     mesh, w = fzero.mesh(tp=2), PerRank(normal(2, 3))
-    f = fzero.value_and_grad(lambda w: fzero.psum(w.square().sum(), "tp"), axis="tp")
+    f = fzero.value_and_grad(lambda w: fzero.collectives.psum(w.square().sum(), "tp"), axis="tp")
     value, grads = mesh.spmd(lambda w: f(PerRank(w)))(w)
     torch.testing.assert_close(value, w.value.square().sum())
     torch.testing.assert_close(grads.value, 2 * w.value)

@@ -48,7 +48,7 @@ def pushed_forward(**options: Any) -> Callable[..., Any]:
 OPTIONS = {"mean": {}, "weighted": {"reduce": "weighted"}, "micro-batches": {"micro_batches": 2}}
 
 
-def check(train_step: Callable[..., Any], mesh: fzero.Mesh, stage: int, **options: Any) -> None:
+def check(train_step: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, **options: Any) -> None:
     step = fzero.shard(train_step, stage=stage, mesh=mesh, **options)
     params, _, value = step(*step.init(mlp_params(), OPT), mesh.split(BATCH))
     expected, _, wanted = train_step(mlp_params(), OPT.init(mlp_params()), BATCH)

@@ -150,7 +150,7 @@ def test_a_process_knows_what_arrived_in_a_box():
     def step_of(given: Any) -> Any:
         def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
             _, grads = fzero.value_and_grad(loss, argnums=1)(params, given(x), y)
-            return params, opt_state, fzero.pmean(fzero.tree.tensors(grads)[0].sum())
+            return params, opt_state, fzero.collectives.pmean(fzero.tree.tensors(grads)[0].sum())
 
         return fzero.shard(train_step, stage=2, mesh=mesh)
 

@@ -360,7 +360,7 @@ def remat_loss(save: Any) -> Any:
     return loss
 
 
-def mesh_of(sim: str, n: int) -> fzero.Mesh:
+def mesh_of(sim: str, n: int) -> fzero.ranks.Mesh:
     return fzero.mesh(dp=n, simulate=sim)
 
 
@@ -406,7 +406,7 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
         mesh = mesh_of(sim, 2)
         step = fzero.shard(train_step_for(remat_loss(None), opt, gather=False), stage=stage, mesh=mesh)
         state = step.init(mlp_params(), opt)
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             step(*state, mesh.split(batch))
         order = [(e.kind, e.unit) for e in log.order if e.unit.startswith("blocks")]
         scatters = [("reduce_scatter", f"blocks.{i}") for i in (1, 0)]
@@ -420,11 +420,11 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
 @pytest.mark.parametrize("sim,save,whole", list(itertools.product(("vmap", "lockstep"), SAVES[:2], (True, False))))
 def test_tensor_parallel_blocks(sim, save, whole):
     def tp() -> Any:
-        return "tp" if "tp" in fzero.axis_names() else ()
+        return "tp" if "tp" in fzero.axes.axis_names() else ()
 
     def part(p, x):
-        h = torch.tanh(fzero.pvary(x, tp()) @ p["up"])
-        return x + fzero.psum_invariant(h @ p["down"], tp()) + p["bias"]
+        h = torch.tanh(fzero.collectives.pvary(x, tp()) @ p["up"])
+        return x + fzero.collectives.psum_invariant(h @ p["down"], tp()) + p["bias"]
 
     def loss(f):
         def inside(params, batch):
@@ -603,7 +603,7 @@ def test_a_tied_block_says_where_its_leaves_lie():
 def test_activations_wait_on_the_host(stage, k, whole):
     """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""
 
-    def planned(layers: int, save: str | None) -> fzero.Plan:
+    def planned(layers: int, save: str | None) -> fzero.graph.Plan:
         params, x = deep_inputs(layers)
         f, opt = fzero.remat(deep, save), fzero.optim.sgd(0.1)
         loss = deep_loss(lambda p, x: f(tree.map(lambda w: w.t(), p) if whole else p, x))  # what is viewed is no leaf
@@ -722,7 +722,7 @@ def module_step(module: torch.nn.Module, remat: Any, whole: bool = True) -> Any:
 
     def program(params, buffers, x):
         (value, buffers), grads = fzero.value_and_grad(loss, has_aux=True, gather=whole)(params, buffers, x)
-        return value, fzero.pmean({k: v.double() for k, v in buffers.items()}), fzero.gather(grads)
+        return value, fzero.collectives.pmean({k: v.double() for k, v in buffers.items()}), fzero.gather(grads)
 
     return program, params, buffers
 
@@ -758,7 +758,7 @@ def test_a_sharded_module_runs_as_it_does_plainly(sim, stage, tied):
             params = params if stage == 2 else fzero.tree.map(lambda x: x, params)  # a box forgets its origin
             return program(params, buffers, x)
 
-        with fzero.record() as log:
+        with fzero.collectives.record() as log:
             results.append(mesh.spmd(sharded)(params, buffers, mesh.split(x)))
         gathers.append([e.unit for e in log.order if e.kind == "all_gather"])
     for other in results[1:]:
@@ -886,7 +886,7 @@ def test_seeded_blocks_draw_alike_in_every_world():
     opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
 
     def train_step(params: Any, opt_state: Any, batch: Any, key: Any, gather: bool = True) -> Any:
-        loss = lambda p, b: fzero.random.seeded(keyed)(key, p, b)  # noqa: E731
+        loss = lambda p, b: fzero.random.seeded(keyed)(key, p, b)
 
         def keyed(p: Any, b: Any) -> torch.Tensor:
             return keyed_loss(p if gather else {**p, "h": fzero.gather(p["h"])}, b)
@@ -921,7 +921,7 @@ def test_frozen_parameters_stay_in_their_boxes(simulate):
     x, opt = torch.randn(4, 6).double(), optim.sgd(0.1)
 
     def train_step(params: Any, opt_state: Any, frozen: Any, x: Any, apply: Any = plain, gather: bool = True) -> Any:
-        loss = lambda p, f, x: apply(p, f, x)[0].square().mean()  # noqa: E731
+        loss = lambda p, f, x: apply(p, f, x)[0].square().mean()
         value, grads = fzero.value_and_grad(loss, gather=gather)(params, frozen, x)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, value
@@ -931,7 +931,7 @@ def test_frozen_parameters_stay_in_their_boxes(simulate):
     lazy = functools.partial(train_step, apply=apply, gather=False)
     step = fzero.shard(lazy, stage=3, mesh=mesh)
     boxes, _ = step.init(frozen, optim.set_to_zero())
-    with fzero.record() as log:
+    with fzero.collectives.record() as log:
         new, _, loss = step(*step.init(params, opt), boxes, mesh.split(x))
     assert_trees_close((step.gather(new), loss), (expected[0], expected[2]))
     assert log.count("all_gather") == 12 and log.count("reduce_scatter") == 3  # 3 blocks x 2 units, twice; biases
@@ -963,7 +963,7 @@ def test_what_a_block_leaves_elsewhere_is_refused():
         grad(lambda p: fzero.remat(block)(p, torch.ones(2)).sum() + held[-1])(torch.ones(2))
     for kept, refused in [(lambda a: a, True), (torch.Tensor.detach, False), (torch.Tensor.item, False)]:
         apply, params, buffers = fzero.nn.functional(torch.nn.Sequential(Keeps(kept)), remat=True)
-        loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
+        loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()
         if refused:
             with pytest.raises(ValueError, match="held elsewhere"):
                 grad(loss)(params)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import optim, tp
+from fzero import optim
+from fzero.parallel import tensor as tp
 from fzero.tuning import Configuration
 
 WIDTH = 512  # so that a block is a megabyte and more, and no bucket joins several
@@ -73,6 +74,6 @@ def make_step(config: Configuration) -> Any:
 
 
 @functools.cache
-def planned(config: Configuration) -> fzero.Plan:
+def planned(config: Configuration) -> fzero.graph.Plan:
     """Plan a configuration once."""
     return fzero.plan(*make_step(config), device="cuda")

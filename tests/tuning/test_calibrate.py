@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tuning
 from fzero.__main__ import main
-from fzero.tuning import CPU, H100, _calibrate, _stopwatch
+from fzero.tuning import CPU, H100, _calibrate
+from fzero.tuning import _calibrate as _stopwatch
 from fzero.tuning._calibrate import links_of
-from fzero.tuning._named import calibrated, save
+from fzero.tuning._machines import calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.test_costs import machines
 
@@ -108,7 +109,7 @@ def test_ranks_on_two_machines_measure_what_is_between(cache):
 
 def test_nothing_stored_says_what_to_run(cache, capsys):
     with pytest.raises(ValueError, match="nothing is stored yet: run `fzero calibrate`"):
-        fzero.watch(fzero.jit(lambda x: x), device="calibrated")
+        fzero.tuning.watch(fzero.jit(lambda x: x), device="calibrated")
     words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--device", "calibrated"]
     assert main(words) == 2 and "nothing is stored yet" in capsys.readouterr().err
 

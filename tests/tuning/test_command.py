@@ -10,7 +10,7 @@ import pytest
 import fzero
 from fzero.__main__ import main
 from fzero.tuning import Table
-from fzero.tuning._presets import PRESETS
+from fzero.tuning._models import PRESETS
 from tests.tuning.test_models import TINY
 
 WORDS = ["plan", "tiny", "--world", "4", "--batch", "8", "--length", "16", "--device", "h100", "--stages", "2,3"]
@@ -73,7 +73,8 @@ def test_it_writes_tables_and_a_page(files):
 
 
 def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
-    from fzero.tuning import _page, model_step
+    from fzero.tuning import command as _page
+    from fzero.tuning import model_step
 
     monkeypatch.setattr(_page, "POINTS", 7)
     table = Table.from_json((files / "t.json").read_text())
@@ -83,7 +84,7 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
 
 
 def test_a_page_holds_any_name(files):
-    from fzero.tuning._page import page
+    from fzero.tuning.command import page
 
     made = page(Table.from_json((files / "t.json").read_text()), "a</script><b>")
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
@@ -135,7 +136,7 @@ def test_a_word_of_no_kind_is_refused(words, capsys):
 
 
 def test_sizes_are_read_with_their_units():
-    from fzero.tuning._command import _bytes
+    from fzero.tuning.command import _bytes
 
     assert [_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tuning
-from fzero.graph.plan._plan import Transfer
+from fzero.graph.planning._plan import Transfer
 from fzero.tuning._costs import ROWS
 from tests.tuning.steps import maker, planned
 
@@ -186,7 +186,7 @@ def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
 
 
 def test_activations_that_move_at_any_ratio_are_not_the_updates():
-    def with_others(ratio: float) -> fzero.Plan:
+    def with_others(ratio: float) -> fzero.graph.Plan:
         plan = planned(ratio)
         moves = [Transfer(0, kind, 1000, 3) for kind in ("to_host", "to_device")]
         return replace(plan, transfers=(*plan.transfers, *moves))

@@ -10,8 +10,7 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
-from fzero.tuning._models import Shape, init
-from fzero.tuning._presets import PRESETS, shape_of
+from fzero.tuning._models import PRESETS, Shape, init, shape_of
 from fzero.tuning._recipe import recipe
 
 # parameters as their authors count them: transformers' models on the meta device, and for ViT-G/14 the formula of its
@@ -128,7 +127,7 @@ def test_experts_are_split_over_an_axis_of_their_own(tiny):
     assert one.held["parameters"] == 2 * (expert + rest) and two.held["parameters"] == 2 * (expert / 2 + rest)
     assert "ep" in str(table).splitlines()[1].split() and ", ep 2" in str(two.config)
     said = recipe(two.config)
-    assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.moe.split("experts")' in said
+    assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.parallel.experts.split("experts")' in said
     assert "ep" not in recipe(one.config).replace("step", "").replace("depth", "")
 
 

@@ -10,14 +10,14 @@ import torch
 
 import fzero
 from fzero import tuning
-from fzero.schedules._named import NAMES
+from fzero.parallel.schedules._named import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
-from fzero.tuning._measure import Measure, depths_of, fullest_of
-from fzero.tuning._page import page
-from fzero.tuning._presets import PRESETS
+from fzero.tuning._models import PRESETS
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import Digest, Way, row_of
+from fzero.tuning._search import Measure, depths_of, fullest_of
 from fzero.tuning._space import Dimensions, space_of
+from fzero.tuning.command import page
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 from tests.tuning.test_models import TINY
 
@@ -64,7 +64,7 @@ def table() -> Table:
 
 
 @functools.cache
-def ranks_of(config: Configuration) -> list[fzero.Plan]:
+def ranks_of(config: Configuration) -> list[fzero.graph.Plan]:
     """Plan a configuration on each rank along its pipeline."""
     step, *args = make_step(config)
     places = [{"pp": i} for i in range(config.pp)] if config.pp > 1 else [0]
@@ -128,7 +128,7 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
     for pp, chunks in ((2, 8), (4, 4), (5, 12), (8, 16)):
         config = Configuration(1, 1, chunks, ranks=1, pp=pp, schedule=name)
         ranks = fullest_of(config)
-        made = fzero.pipelines.schedule(name, pp, chunks, config.pipeline_stages)
+        made = fzero.parallel.schedules.schedule(name, pp, chunks, config.pipeline_stages)
         between = [made.in_flight(r) for r in range(1, pp - 1)]
         assert {0, pp - 1} <= {*ranks} and [*ranks] == sorted({*ranks})
         assert [made.in_flight(r) for r in ranks[1:-1]] == ([max(between)] if between else [])

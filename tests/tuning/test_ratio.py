@@ -52,7 +52,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
 def test_a_ratio_is_that_of_trying_all(way, n, share):
     """Of plans, at every world size; a larger budget never asks for more."""
 
-    def plan_at(ratio: float) -> fzero.Plan:
+    def plan_at(ratio: float) -> fzero.graph.Plan:
         return planned(ratio, *way, world_size=n)
 
     peaks = [plan_at(k / PARTS).peak_bytes for k in range(PARTS + 1)]
@@ -76,7 +76,7 @@ def test_a_step_and_its_arguments_are_planned_for_any_world():
     at = {n: [planned(r, world_size=n).peak_bytes for r in (0, 1)] for n in (2, 8)}
     for n, (none, all_) in at.items():
         asked: dict[str, Any] = {} if n == 2 else {"world_size": n}
-        found = fzero.offload_ratio(maker(), (none + all_) / 2, **asked)
+        found = fzero.tuning.offload_ratio(maker(), (none + all_) / 2, **asked)
         assert abs(found.ratio - 0.5) < 0.02 and len(found.tried) <= 10
         assert found.plan.argument_bytes < at[2][0]
     assert at[8][0] < at[2][0]
@@ -88,17 +88,17 @@ def test_a_jitted_step_keeps_its_knobs():
         return fzero.jit(step, backend="fx", prefetch=0), *args
 
     budget = (planned(0, 3).peak_bytes + planned(1, 3).peak_bytes) / 2
-    assert fzero.offload_ratio(make_step, budget, parts=4).plan.settings["prefetch"] == 0
+    assert fzero.tuning.offload_ratio(make_step, budget, parts=4).plan.settings["prefetch"] == 0
 
 
 def test_it_prints_what_was_tried():
     none, all_ = planned(0.0).peak_bytes, planned(1.0).peak_bytes
-    found = fzero.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
+    found = fzero.tuning.offload_ratio(lambda r: planned(r), all_ + 1, parts=PARTS)
     assert str(found).splitlines()[0] == f"ratio 1 fits {all_ / 1e3:.1f} kB of the device"
     assert re.search(rf"\n +0 .* {(none - all_ - 1) / 1e3:.1f} kB too much\n", str(found))
     assert str(found).endswith("smallest that fits") and "<pre>" in found._repr_html_()
     assert repr(found).startswith("OffloadRatio(1: ")
-    loose = fzero.offload_ratio(lambda r: planned(r), none)
+    loose = fzero.tuning.offload_ratio(lambda r: planned(r), none)
     assert loose.ratio == 0 and len(loose.tried) == 1
 
 
@@ -112,7 +112,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "arguments alone": (
         {"make_step": lambda r: (torch.ones(1), 2)},
         TypeError,
-        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a fzero.Plan",
+        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a fzero.graph.Plan",
     ),
     "a plan of one world": ({"world_size": 8}, ValueError, r"world_size=8: make_step\(0\) returned a plan"),
     "no parts": ({"parts": 0}, ValueError, r"parts=0: expected an int, at least 1"),
@@ -148,8 +148,8 @@ def test_a_wrong_argument_is_refused(name):
     given_, error, message = BAD[name]
     asked: dict[str, Any] = {"make_step": lambda r: planned(r), "memory_budget": 10**9} | given_
     with pytest.raises(error, match=message):
-        fzero.offload_ratio(**asked)
+        fzero.tuning.offload_ratio(**asked)
 
 
 def test_what_just_fits_is_let_through():
-    assert fzero.offload_ratio(lambda r: planned(r), ALL, host_budget=HOST, parts=1).ratio == 1
+    assert fzero.tuning.offload_ratio(lambda r: planned(r), ALL, host_budget=HOST, parts=1).ratio == 1

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _plan_cache, _search
+from fzero.tuning import CPU, H100, Configuration, Row, Skipped, _search
+from fzero.tuning import _search as _plan_cache
 from fzero.tuning._search import in_order, rows_of
 from fzero.tuning._space import REMATS, Dimensions, space_of
 from tests.tuning.spaces import planned

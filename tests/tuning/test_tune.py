@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Table
-from fzero.tuning._machine_constants import MACHINES
+from fzero.tuning._machines import MACHINES
 from tests.tuning.spaces import make_step, planned
 
 SPACE: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8, 64), "device": CPU}

@@ -1,4 +1,4 @@
-"""fzero.watch: what a step took beside its plan, to the byte on a CPU; a GPU's counters; hints that name the cause."""
+"""fzero.tuning.watch: what a step took beside its plan, to the byte on a CPU; a GPU's counters; hints that name the cause."""
 
 import json
 from dataclasses import replace
@@ -12,12 +12,11 @@ import fzero
 from fzero import optim, tuning
 from fzero._torch import profiling
 from fzero.tuning import CPU, Reading
-from fzero.tuning._meters import Taken, meter_of
-from fzero.tuning._readings import hints_of
+from fzero.tuning._watch import Taken, hints_of, meter_of
 
 
 def watch(*args: Any, **asked: Any) -> Any:
-    return fzero.watch(*args, **{"say": None, **asked})
+    return fzero.tuning.watch(*args, **{"say": None, **asked})
 
 
 def trained(**asked: Any) -> tuple[tuple[Any, ...], Any]:
@@ -66,7 +65,7 @@ def test_each_call_is_written_once_and_in_order(tmp_path):
     rows: list[Any] = []
     path = tmp_path / "watch.jsonl"
     args, watched = trained(every=4, first=100)
-    watched = watch(watched.step, rows.extend, fzero.metrics.jsonl(path), every=4, first=100)
+    watched = watch(watched.step, rows.extend, fzero.observe.jsonl(path), every=4, first=100)
     with watched:
         run(watched, args, 7)
     assert [step for step, _ in rows] == [*range(100, 107)]
@@ -134,7 +133,9 @@ def test_planned_seconds_are_those_of_the_machine_that_is_named():
 
 
 def test_ranks_in_lockstep_have_no_plan():
-    step = fzero.jit(fzero.shard(lambda x: fzero.psum(x), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep")))
+    step = fzero.jit(
+        fzero.shard(lambda x: fzero.collectives.psum(x), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep"))
+    )
     watched = watch(step, say=None, every=1)
     for _ in range(2):
         watched(watched.mesh.split(torch.ones(4)))
@@ -293,7 +294,12 @@ def test_a_device_that_is_behind_is_not_waited_for(gpu, monkeypatch):
 
 STEP = fzero.jit(lambda x: x)
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "a step that is not jitted": ((lambda x: x,), {}, TypeError, r"expected a jitted step, fzero.watch\(fzero.jit"),
+    "a step that is not jitted": (
+        (lambda x: x,),
+        {},
+        TypeError,
+        r"expected a jitted step, fzero.tuning.watch\(fzero.jit",
+    ),
     "a writer that is none": ((STEP, "runs"), {}, TypeError, "a writer is a function of rows, .* not 'runs'"),
     "no calls": ((STEP,), {"every": 0}, ValueError, "every=0: expected a number of calls"),
     "a true call": ((STEP,), {"every": True}, ValueError, "every=True"),

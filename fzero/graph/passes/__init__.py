@@ -13,7 +13,7 @@ from fzero.graph.passes._mark_fused import mark_fused
 from fzero.graph.passes._recast import recast
 from fzero.graph.passes._recompute import recompute
 from fzero.graph.passes._regather import regather
-from fzero.graph.passes._schedule._schedule import schedule
+from fzero.graph.passes._schedule import schedule
 from fzero.graph.passes._slice_of_gather import slice_of_gather
 
 __all__ = [

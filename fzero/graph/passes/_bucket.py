@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._wire import full_bytes
-from fzero.graph.ir import copied, is_gather, is_reduction, parameter_gathers, sort, values
-from fzero.graph.phases import is_marker
+from fzero.graph._ir import copied, full_bytes, is_gather, is_reduction, parameter_gathers, sort, values
+from fzero.graph.loop._rank_schedule import is_marker
 
 __all__ = ["bucket"]
 

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._wire import wire
-from fzero.graph.ir import COPY, aten, copied, is_input, is_reduction, is_wait, results
-from fzero.graph.loops import Loop, loop_of
-from fzero.graph.ops import is_view, name_of
+from fzero.graph._ir import COPY, aten, copied, is_input, is_reduction, is_wait, results, wire
+from fzero.graph._ops import is_view, name_of
+from fzero.graph.loop._scan import Loop, loop_of
 
 __all__ = ["carry"]
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COPY, aten, copied, is_input, results
-from fzero.graph.storages import storages
+from fzero.graph._ir import COPY, aten, copied, is_input, results
+from fzero.graph._storages import storages
 
 __all__ = ["donate"]
 

@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import awaited, copied, is_collective, is_wait, results, signature, values
+from fzero.graph._ir import awaited, copied, is_collective, is_wait, results, signature, values
+from fzero.graph._storages import storages
 from fzero.graph.passes._uses import family
-from fzero.graph.storages import storages
 
 __all__ = ["drop_lone_collectives"]
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import SCALINGS, aten, copied, is_input, values
-from fzero.graph.ops import is_view
-from fzero.graph.spaces import DOWN
+from fzero.graph._ir import SCALINGS, aten, copied, is_input, values
+from fzero.graph._ops import is_view
+from fzero.graph._storages import DOWN
 
 __all__ = ["early_move"]
 

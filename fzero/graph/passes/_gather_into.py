@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import COPY, GATHER_INTO, WAIT, copied, values
+from fzero.graph._ir import COPY, GATHER_INTO, WAIT, copied, values
 from fzero.graph.passes._uses import family
 
 __all__ = ["gather_into"]

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import copied, described, is_gather, is_input, is_wait, nbytes, parameter_gathers, values
-from fzero.graph.loops import Loop, function_of, loop_of
-from fzero.graph.ops import lays_out
+from fzero.graph._ir import copied, described, is_gather, is_input, is_wait, nbytes, parameter_gathers, values
+from fzero.graph._ops import lays_out
+from fzero.graph.loop._scan import Loop, function_of, loop_of
 
 __all__ = ["hoist"]
 

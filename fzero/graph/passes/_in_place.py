@@ -6,10 +6,10 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import copied, values
-from fzero.graph.loops import loop_of
-from fzero.graph.ops import is_view
-from fzero.graph.storages import storages
+from fzero.graph._ir import copied, values
+from fzero.graph._ops import is_view
+from fzero.graph._storages import storages
+from fzero.graph.loop._scan import loop_of
 
 __all__ = ["IN_PLACE", "in_place"]
 

@@ -2,9 +2,9 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import CASTS, copied, is_gather, is_input, is_wait, users_through_views
-from fzero.graph.ops import is_view
-from fzero.graph.spaces import DOWN, UP
+from fzero.graph._ir import CASTS, copied, is_gather, is_input, is_wait, users_through_views
+from fzero.graph._ops import is_view
+from fzero.graph._storages import DOWN, UP
 
 __all__ = ["keep_on_host"]
 

@@ -2,8 +2,8 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COMPILED, COPY, FUSED, copied, users_through_views, values
-from fzero.graph.plan._fused import is_loop, reduces
+from fzero.graph._ir import COMPILED, COPY, FUSED, copied, users_through_views, values
+from fzero.graph.planning._liveness import is_loop, reduces
 
 __all__ = ["mark_fused"]
 

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import CASTS, LATE, SCALINGS, collectives_before, copied, nbytes, values
+from fzero.graph._ir import CASTS, LATE, SCALINGS, collectives_before, copied, nbytes, values
 from fzero.graph.passes._uses import again, family
 
 __all__ = ["recast"]

@@ -8,21 +8,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import OpOverload
-from fzero.graph.ir import (
-    COPY,
-    copied,
-    feeding_work,
-    is_cheap,
-    is_collective,
-    is_input,
-    is_wait,
-    nbytes,
-    values,
-)
-from fzero.graph.ops import is_view, leaves_memory_as_it_is
+from fzero.graph._ir import COPY, copied, feeding_work, is_cheap, is_collective, is_input, is_wait, nbytes, values
+from fzero.graph._ops import is_view, leaves_memory_as_it_is
+from fzero.graph._storages import is_move
+from fzero.graph.loop._rank_schedule import BEGINS
 from fzero.graph.passes._uses import again, clusters, family
-from fzero.graph.phases import BEGINS
-from fzero.graph.spaces import is_move
 
 __all__ = ["recompute"]
 

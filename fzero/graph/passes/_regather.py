@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import copied, is_input, nbytes, parameter_gathers, values
+from fzero.graph._ir import copied, is_input, nbytes, parameter_gathers, values
+from fzero.graph._storages import UP
+from fzero.graph.loop._rank_schedule import BEGINS
 from fzero.graph.passes._uses import again, clusters, family
-from fzero.graph.phases import BEGINS
-from fzero.graph.spaces import UP
 
 __all__ = ["regather"]
 

@@ -6,8 +6,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import storage_id
-from fzero.graph.ir import COPY, GATHER_INTO, aten, copied, is_input, values
-from fzero.graph.ops import name_of
+from fzero.graph._ir import COPY, GATHER_INTO, aten, copied, is_input, values
+from fzero.graph._ops import name_of
 
 __all__ = ["slice_of_gather"]
 

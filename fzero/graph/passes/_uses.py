@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ops import is_view
+from fzero.graph._ops import is_view
 
 __all__ = ["again", "clusters", "family"]
 

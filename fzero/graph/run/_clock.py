@@ -11,9 +11,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fzero._torch import is_backward, line_of
 from fzero._torch.watched import unwatched
-from fzero.graph.ir import flops
-from fzero.graph.loops import loop_of
-from fzero.graph.plan._phases import phases
+from fzero.graph._ir import flops
+from fzero.graph.loop._scan import loop_of
+from fzero.graph.planning._phases import phases
 
 __all__ = ["COMPILED", "TimedOperation", "clocked", "name_of", "now", "place_of", "timed", "timed_graph"]
 

@@ -13,11 +13,10 @@ from torch.fx import GraphModule
 
 from fzero._notice import notice
 from fzero._torch import have_equal_strides
-from fzero.graph.ir import FUSED, nbytes, values
-from fzero.graph.plan._text import size
+from fzero.graph._ir import FUSED, nbytes, values
+from fzero.graph.planning._text import size
 from fzero.graph.run._compile import Code, CompileError, Runs, compiled, described, first_line
-from fzero.ranks.mesh import Mesh
-from fzero.ranks.texts import gather_texts
+from fzero.ranks import Mesh, gather_texts
 
 __all__ = ["Refusal", "all_refusals", "attempt", "packed", "prove", "proved", "tell", "united"]
 

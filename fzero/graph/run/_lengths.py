@@ -13,16 +13,14 @@ from typing import Any
 
 from torch.fx import Graph
 
-from fzero.graph.polynomials import Sample, Shapes, fit_all
-from fzero.graph.run._arrivals import arriving
-from fzero.graph.run._compile import Code, CompileError, Runs, compile_all, is_compiled, name_of_code
+from fzero.graph._polynomials import Sample, Shapes, fit_all
+from fzero.graph.run._compile import Code, CompileError, Runs, compile_all, is_compiled, name_of_code, progress
+from fzero.graph.run._compiled import codes_of
 from fzero.graph.run._fallback import Refusal, all_refusals, prove
-from fzero.graph.run._pieces import codes_of
-from fzero.graph.run._program import program_of
-from fzero.graph.run._progress import progress
-from fzero.graph.run._templates import Template, compile_template, numbers_of, structure_of
+from fzero.graph.run._program import arriving, program_of
+from fzero.graph.run._segment import Template, compile_template, numbers_of, structure_of
 from fzero.graph.run._workers import helpers, start
-from fzero.ranks.mesh import Mesh
+from fzero.ranks import Mesh
 
 __all__ = ["Lengths", "for_all_lengths"]
 

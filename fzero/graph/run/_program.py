@@ -1,30 +1,46 @@
-"""Program: a scheduled graph as instructions over numbered slots, for the executor that compiles segments.
+"""arriving: copies from a GPU to the host are on their way until the host reads them.
 
-1. Cut the graph into groups of nodes (`_cut`).
-2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_between`).
-3. Make of each group an instruction: an operation that runs by itself, or a segment (`_segment`). Views that an
-   operation or a result needs run by themselves before it.
-4. Note on each instruction which slots are free after it.
+The copies stand on the device's own stream, in the order of its work. So what a copy reads cannot be written before it
+is done, and the host alone has to wait. A copy from the host needs no wait: what reads it stands behind it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
-from fzero.graph.ir import is_input, results
-from fzero.graph.loops import Loop, loop_of
-from fzero.graph.run._between import exports, needed_views, operands, sources, views_to, written_argument
-from fzero.graph.run._cut import cut, parts_of_arguments, runs_alone
-from fzero.graph.run._loop import running
-from fzero.graph.run._scalars import scalars
+from fzero.collectives import arrived, on_its_way
+from fzero.graph._ir import copied, is_input, results, values
+from fzero.graph._storages import DOWN
+from fzero.graph.loop._run import following, running
+from fzero.graph.loop._scan import Loop, loop_of, with_body
+from fzero.graph.loop._split import PhaseGraph, split
+from fzero.graph.passes._uses import family
+from fzero.graph.run._groups import (
+    cut,
+    exports,
+    needed_views,
+    operands,
+    parts_of_arguments,
+    runs_alone,
+    scalars,
+    sources,
+    views_to,
+    written_argument,
+)
 from fzero.graph.run._segment import Segment, segment
-from fzero.graph.run._track import following
-from fzero.graph.split import PhaseGraph, split
 
-__all__ = ["Operands", "Program", "SingleOperation", "Turns", "program_of"]
+__all__ = ["Operands", "Program", "SingleOperation", "Turns", "arriving", "program_of"]
+
+# Program: a scheduled graph as instructions over numbered slots, for the executor that compiles segments.
+#
+# 1. Cut the graph into groups of nodes (`_cut`).
+# 2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_between`).
+# 3. Make of each group an instruction: an operation that runs by itself, or a segment (`_segment`). Views that an
+#    operation or a result needs run by themselves before it.
+# 4. Note on each instruction which slots are free after it.
 
 
 class Operands(NamedTuple):
@@ -176,3 +192,41 @@ def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]
     return [*instruction.arguments.slots.values(), instruction.out]
+
+
+def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
+    """Start each copy to the host where it stands, and wait for it before its first use.
+
+    Args:
+        graph: a scheduled graph.
+        kinds: the types of the devices whose copies can be on their way.
+
+    Returns:
+        A graph that an executor runs in its order; the graph itself if it copies nothing from such a device.
+    """
+    if not any(values(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and values(n)):
+        return graph
+    graph = copied(graph)
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if loop := loop_of(node):
+            with_body(node, arriving(loop.body, kinds))
+        elif node.target is DOWN and values(node.all_input_nodes[0])[0].device.type in kinds:
+            _wait_before_use(graph, node, index)
+    return graph
+
+
+def _wait_before_use(graph: Graph, node: Node, index: dict[Node, int]) -> None:
+    """Let a copy be on its way; its views are made of what has arrived."""
+    views, users = family(node)
+    node.target = on_its_way
+    with graph.inserting_before(min(users, key=index.__getitem__)):
+        made = {node: graph.call_function(arrived, (node,))}
+        made[node].meta = dict(node.meta)
+        for view in sorted(views[1:], key=index.__getitem__):
+            made[view] = graph.node_copy(view, lambda a: made.get(a, a))
+    for use in users:
+        for old in views:
+            use.replace_input_with(old, made[old])
+    for view in sorted(views[1:], key=index.__getitem__, reverse=True):
+        graph.erase_node(view)

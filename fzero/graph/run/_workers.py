@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
 from fzero._torch import compile_threads, pickled, unpickled
-from fzero.graph.polynomials import Polynomial
+from fzero.graph._polynomials import Polynomial
 from fzero.graph.run._compile import Code, compile_all, compiled
-from fzero.graph.run._templates import Template, compile_template
+from fzero.graph.run._segment import Template, compile_template
 
 __all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
 

@@ -1,1 +1,1 @@
-"""Blocks that run again in the backward pass."""
+"""remat: a block keeps only its inputs for the backward pass, and runs again there."""

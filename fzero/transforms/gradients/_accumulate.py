@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.scope import in_micro_batch
-from fzero.graph import turns
-from fzero.layout.boxes import PerRank, Shard, Slot, is_box
+from fzero.axes import in_micro_batch
+from fzero.graph import loop
+from fzero.sharding import PerRank, Shard, Slot, is_box
 
 __all__ = ["MicroBatches", "accumulate", "micro_batches_of"]
-
 
 LossOf = Callable[[int | torch.Tensor], Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]]
 
@@ -72,33 +71,33 @@ def _in_a_loop(
     micro_batches: int,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Record one micro-batch as a turn of a loop, with what it adds to the turns before."""
-    turn = turns.turn(micro_batches)
+    turn = loop.turn(micro_batches)
 
     def summed(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        before = turns.sum_before(share, turn, dtype)
-        return turns.sum_after(torch.add(before, share), before)
+        before = loop.sum_before(share, turn, dtype)
+        return loop.sum_after(torch.add(before, share), before)
 
     value, aux, gradients = run(turn)
     _in_place(gradients, summed, list(dtypes))
     total = summed(value, value.dtype)
-    stacked = tree.map(lambda x: turns.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
+    stacked = tree.map(lambda x: loop.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
-    again = turns.again(turn)
+    again = loop.again(turn)
     other_value, other_aux = forward(again)
     _check_alike(aux, other_aux)
     first, second = [value, *tree.tensors(aux)], [other_value, *tree.tensors(other_aux)]
-    return turns.compared(total, again, first, second), stacked, gradients
+    return loop.compared(total, again, first, second), stacked, gradients
 
 
 def _check_alike(aux: Any, other: Any) -> None:
     """Check that two micro-batches return the same tree, and in it the same values that are no tensors."""
     (leaves, structure), (others, another) = tree.flatten(aux), tree.flatten(other)
     if structure != another:
-        raise turns.NotScannable("the aux of the second micro-batch is another tree than that of the first")
+        raise loop.NotScannable("the aux of the second micro-batch is another tree than that of the first")
     for a, b in zip(leaves, others, strict=True):
         tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
         if tensors != (True, True) and (any(tensors) or not _equal(a, b)):
-            raise turns.NotScannable(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
+            raise loop.NotScannable(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -174,7 +173,7 @@ class MicroBatches:
             if not isinstance(x, torch.Tensor):
                 return x
             if isinstance(j, torch.Tensor):
-                return turns.part(x, j, 0, self.size)
+                return loop.part(x, j, 0, self.size)
             return x.narrow(0, j * self.size, self.size)
 
         return tree.map(narrowed, arg) if i in self.argnums else arg

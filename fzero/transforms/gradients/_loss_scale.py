@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero._torch import allow_in_graph
-from fzero.axes.scope import scaled_by
+from fzero.axes import scaled_by
 from fzero.transforms.gradients._value_and_grad import value_and_grad
 
 __all__ = ["scaled_value_and_grad"]

@@ -11,19 +11,26 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.axes.axis import Axis
-from fzero.axes.replicated import check_inputs_replicated
-from fzero.axes.rules import LayoutRules
-from fzero.axes.scope import axis_names, joint, rules_here
-from fzero.collectives.invariant import one_of_copies
-from fzero.collectives.table import Whole, apply_along
-from fzero.layout.boxes import PerRank, Shard, Slot, is_box
-from fzero.layout.gathering import gather_unit
-from fzero.layout.pieces import lifted
-from fzero.layout.rows import apply_over_unit_axes, apply_to_unit
-from fzero.layout.spec import facts, unit_axes, with_cast
-from fzero.layout.units import CutUnit, assign, cut_units, put
-from fzero.precision import Precision
+from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, joint, rules_here
+from fzero.collectives import Whole, apply_along, one_of_copies
+from fzero.optim import Precision
+from fzero.sharding import (
+    CutUnit,
+    PerRank,
+    Shard,
+    Slot,
+    apply_over_unit_axes,
+    apply_to_unit,
+    assign,
+    cut_units,
+    facts,
+    gather_unit,
+    is_box,
+    lifted,
+    put,
+    unit_axes,
+    with_cast,
+)
 
 __all__ = ["Argument", "OwnPrimal", "Primal", "as_one_value", "open_argument"]
 

@@ -8,25 +8,116 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
+from fzero import tree
 from fzero._notice import notice
-from fzero._torch import is_tracing
+from fzero._torch import is_tracing, raise_priority
 from fzero._torch.levels import differentiates_now, is_differentiated, written
 from fzero._tracebacks import api_boundary
-from fzero.axes.axis import Axis, AxisName
-from fzero.axes.scope import OneLoss, as_one_loss, bound, in_loss, joint, resolve
-from fzero.collectives._copies import check_copies
-from fzero.collectives.invariant import one_of_copies
-from fzero.collectives.sums import psum
-from fzero.graph import turns
-from fzero.layout.boxes import own_values
-from fzero.precision import Precision
+from fzero.axes import Axis, AxisName, OneLoss, as_one_loss, bound, in_loss, joint, resolve
+from fzero.collectives import check_copies, one_of_copies, psum
+from fzero.graph import loop
+from fzero.optim import Precision
+from fzero.sharding import own_values
 from fzero.transforms._gather import gather as gathered
 from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
-from fzero.transforms.gradients._fence import fence
 from fzero.transforms.gradients._primals import Argument, OwnPrimal, as_one_value, open_argument
-from fzero.transforms.gradients._returned import loss_and_aux_of, total_and_aux, weighted_mean
 
-__all__ = ["value_and_grad"]
+__all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
+
+# A fence between units: gradients are reduced in one order on all ranks, each unit exactly once.
+#
+# Eager autograd never runs the reduce_scatter of a unit that the loss did not use, and runs the others in the order
+# in which the loss happened to use them. Ranks whose data take different branches (an expert that only one of them
+# chose) would then meet in different collectives: a hang, or gradients of the wrong unit. Fences chain the units, in
+# the backward pass from the last of the tree to the first, so list parameters in the order of their use.
+
+
+class _Fence(torch.autograd.Function):
+    """The identity on leaves; its backward waits for the fence after it, even if no leaf was used."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(anchor: torch.Tensor, *leaves: torch.Tensor) -> Any:
+        return (anchor.new_zeros(0), *[x.view_as(x) for x in leaves])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents
+
+
+def fence(leaves: Sequence[torch.Tensor], anchor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Pass a unit's leaves on, ordered after the fence that made `anchor` (an empty tensor), and give the next."""
+    following, *out = _Fence.apply(anchor, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
+    # below a gather's own priority: the reduce_scatter after this fence runs before the next fence opens
+    raise_priority(following, by=0)
+    return tuple(out), following
+
+
+# What a loss function returns, as (value, aux); and the mean of totals that have unequal weights.
+
+
+ADVICE = 'for (loss, aux) say has_aux=True, and for (total, weight) reduce="weighted"'
+
+
+def loss_and_aux_of(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Turn a function that returns `loss`, or `(loss, aux)`, into one that returns `(loss, aux)`, checked."""
+
+    def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        loss, aux = _pair(f(*args, **kwargs), "(loss, aux)") if has_aux else (f(*args, **kwargs), None)
+        return _zero_dimensional(loss, "loss"), aux
+
+    return loss_and_aux
+
+
+def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Turn a function of `(total, weight)`, or `((total, weight), aux)`, into one of `(total, (weight, aux))`."""
+
+    def total_and_weight(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        out = f(*args, **kwargs)
+        pair, aux = _pair(out, "((total, weight), aux)") if has_aux else (out, None)
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(
+                'reduce="weighted": f must return (total, weight), the sum of its losses and of their weights, such as '
+                f"the number of tokens; it returned {type(pair).__name__}"
+            )
+        weight = torch.as_tensor(pair[1])
+        if weight.ndim:
+            raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: its sum')
+        return _zero_dimensional(pair[0], "total"), (weight.detach(), aux)
+
+    return total_and_weight
+
+
+def weighted_mean(total: torch.Tensor, aux: Any, grads: Any, axis: AxisName) -> tuple[torch.Tensor, Any, Any]:
+    """Divide the sum of totals and its gradients by the sum of the weights, which `total_and_aux` put into aux."""
+    weights, aux = aux
+    weight = psum(weights.to(torch.promote_types(total.dtype, torch.float32)).sum(), axis)
+    weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no token at all: a loss of 0
+    return (total / weight).to(total.dtype), aux, tree.map(lambda g: (g / weight).to(g.dtype), grads)
+
+
+def _pair(out: Any, expected: str) -> tuple[Any, Any]:
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"has_aux=True: f must return {expected}, and returned {type(out).__name__}")
+    return out
+
+
+def _zero_dimensional(loss: Any, name: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+        given = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else ADVICE
+        raise TypeError(f"f must return a 0-d floating-point {name}, and returned {given}; {advice}")
+    return loss
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +286,7 @@ def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
     Not where a derivative is taken around it, as in another loss. Nor where a batch is differentiated, each part of
     whose gradient is another micro-batch's.
     """
-    apart = batch.count > 2 and turns.are_recorded() and not set(nums) & set(batch.argnums)
+    apart = batch.count > 2 and loop.are_recorded() and not set(nums) & set(batch.argnums)
     return apart and not differentiates_now()
 
 

@@ -8,8 +8,9 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.collectives import moves
-from fzero.graph.run import _arrivals, _lower
+from fzero.collectives import _moves as moves
+from fzero.graph.run import _backends as _lower
+from fzero.graph.run import _program as _arrivals
 from tests.checkpoint.states import same_bits
 from tests.optim.offloading import BF16, Row, Way, small_params, trained
 

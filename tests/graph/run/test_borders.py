@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 import fzero
-import fzero.graph.run._pieces as pieces
+import fzero.graph.run._compiled as pieces
 import fzero.graph.run._program as programs
 from fzero import _torch, optim
-from fzero.graph.ir import is_input, results
-from fzero.graph.run._borders import within_borders
+from fzero.graph._ir import is_input, results
+from fzero.graph.run._backends import Demand, lower
 from fzero.graph.run._compile import compile_graph
-from fzero.graph.run._cut import is_alias
-from fzero.graph.run._lower import Demand, lower
-from fzero.graph.run._pieces import Executable, one_by_one
+from fzero.graph.run._compiled import Executable, one_by_one, within_borders
+from fzero.graph.run._groups import is_alias
 from tests.graph.test_compile import needs_compiler
 from tests.helpers import examples, train_step_for
 

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 import fzero
 from fzero import optim, tree
-from fzero.graph.ir import aten
-from fzero.graph.run._cut import cut
+from fzero.graph._ir import aten
+from fzero.graph.run._groups import cut
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.optim import schedules

@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 import fzero
+import fzero.graph.run._backends as lowering
 import fzero.graph.run._compile as compiling
-import fzero.graph.run._lower as lowering
 from fzero import optim
 from fzero._notice import notice
 from fzero.graph.run._compile import Code, CompileError, first_line
@@ -152,7 +152,7 @@ def test_the_whole_step_falls_back_too(monkeypatch, caplog):
 
 
 def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
-    import fzero.graph.run._auto as auto
+    import fzero.graph.run._backends as auto
 
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
     monkeypatch.setattr(auto, "is_compiled", lambda code: True)

@@ -13,11 +13,11 @@ from torch.fx import GraphModule
 import fzero
 import fzero.graph.run._compile as compiling
 import fzero.graph.run._lengths as lengths_of
-import fzero.graph.run._templates as templates
+import fzero.graph.run._segment as templates
 from fzero import _torch, optim
-from fzero._torch import compiled
-from fzero.graph._knobs import Knobs
-from fzero.graph.polynomials import Polynomial, fit
+from fzero._torch import compiler as compiled
+from fzero.graph._pass_manager import Knobs
+from fzero.graph._polynomials import Polynomial, fit
 from fzero.graph.run._compile import Code, name_of_code
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _key
@@ -127,7 +127,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
 
     graph = traced(f, args)
     fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    made = [n.meta["val"] for n in fzero.graph.ir.results(graph)]
+    made = [n.meta["val"] for n in fzero.graph._ir.results(graph)]
     return Code(graph, fakes, made, name_of_code(_key(graph))), args
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fzero.collectives import gloo
-from fzero.graph.run import _loop
+from fzero.graph.loop import _run as _loop
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])

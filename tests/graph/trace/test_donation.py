@@ -70,7 +70,9 @@ def gone() -> torch.Tensor:
 @pytest.mark.parametrize("name", USES)
 def test_a_donated_tensor_says_so_whatever_is_done_with_it(name):
     x = gone()
-    with pytest.raises(fzero.DonatedError, match=r"^argument 0 was donated to jit\(<lambda>\): its memory holds"):
+    with pytest.raises(
+        fzero.errors.DonatedError, match=r"^argument 0 was donated to jit\(<lambda>\): its memory holds"
+    ):
         USES[name](x)
 
 
@@ -101,7 +103,7 @@ def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
         best, best_state = params, state
         params, state, _ = step(params, state, step.mesh.split(mlp_batch(4)))
         for tree in (best, best_state):
-            with pytest.raises(fzero.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
+            with pytest.raises(fzero.errors.DonatedError, match=r"argument [01].* was donated to jit\(train_step\)"):
                 torch.save(tree, io.BytesIO())
     torch.save(step.gather(params), io.BytesIO())
 
@@ -114,7 +116,7 @@ def test_a_donated_unit_prints_so_at_each_of_its_leaves():
     new, _, _ = step(params, state, step.mesh.split(mlp_batch(4)))
     assert "Slot('blocks.0', 1, donated)" in repr(params) and "float64" not in repr(params)
     assert "donated" not in repr(new)
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         params["blocks"][0]["b"].numel()
 
 
@@ -124,7 +126,7 @@ def test_a_parameter_and_tied_leaves_die_too():
     with torch.no_grad():
         new = f({"a": w, "b": [w]})
     assert new["a"] is new["b"][0] and new["a"].tolist() == [2, 2, 2] and type(new["a"]) is torch.Tensor
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         torch.optim.SGD([w], 0.1)
 
 
@@ -181,7 +183,7 @@ def test_what_is_handed_on_as_it_came_may_be_shared(name, held, backend):
     expected = {name: x.clone() for name, x in expected.items()}
     new = f(params)
     assert all(torch.equal(new[name], x) for name, x in expected.items()) and torch.equal(owner, before)
-    with pytest.raises(fzero.DonatedError):
+    with pytest.raises(fzero.errors.DonatedError):
         params[held].sum()
     if new[held].data_ptr() == owner.data_ptr():
         f(new)  # again, and still nothing is written
@@ -257,7 +259,7 @@ def test_a_captured_tensor_is_not_overwritten_nor_read_when_it_is_gone():
     assert [y.tolist() for y in f(torch.zeros(3))] == [[1, 1, 1], [3, 3, 3]]
     fzero.jit(lambda p: p + 1, donate=0, backend="fx")(x)
     mine = torch.zeros(3)
-    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
+    with pytest.raises(fzero.errors.DonatedError, match="argument 0 was donated"):
         f(mine)
     assert mine.tolist() == [0, 0, 0]  # refused before anything was lost
 
@@ -270,7 +272,7 @@ def test_compiled_code_is_not_given_a_captured_tensor_that_is_gone():
     (entry,) = f._entries.values()
     entry.executable = lambda args: [torch.zeros(3)]
     fzero.jit(lambda p: p + 1, donate=0, backend="fx")(x)
-    with pytest.raises(fzero.DonatedError, match="argument 0 was donated"):
+    with pytest.raises(fzero.errors.DonatedError, match="argument 0 was donated"):
         f(torch.zeros(3))
 
 
@@ -297,7 +299,7 @@ def test_the_log_lists_what_is_donated(caplog):
     with caplog.at_level(logging.INFO, "fzero.jit"):
         fzero.jit(step, backend="fx")(params, state, step.mesh.split(mlp_batch(4)), averages)
     assert "the results take over the memory of argument 0 (parameters), argument 1, argument 3" in caplog.text
-    with pytest.raises(fzero.DonatedError, match="argument 3, leaf 'mean' was donated"):
+    with pytest.raises(fzero.errors.DonatedError, match="argument 3, leaf 'mean' was donated"):
         averages["mean"].sum()
 
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import _torch
-from fzero.graph.trace._in_place import without_writes
-from fzero.graph.trace._writes import writes
+from fzero.graph.trace._writes import without_writes, writes
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 

@@ -1,0 +1,325 @@
+"""What a running rank program sees: the axes that are bound, the rules that cut trees, and the micro-batch it is at.
+
+Each rank program runs within a `Scope`. The scopes of nested programs form a stack, one a thread; the functions here
+answer from its top, and outside any program as if there were no axis.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.axes._axis import Axis, AxisName, joined
+from fzero.axes._rules import DEFAULT_RULES, LayoutRules
+
+__all__ = [
+    "Axes",
+    "Noted",
+    "OneLoss",
+    "OwnMemory",
+    "Scope",
+    "as_one_loss",
+    "averaged_axes",
+    "axis_index",
+    "axis_names",
+    "axis_size",
+    "bound",
+    "data_axes",
+    "differs_along",
+    "in_loss",
+    "in_micro_batch",
+    "joint",
+    "lookup",
+    "loss_scale_here",
+    "micro_batch",
+    "one_loss_here",
+    "resolve",
+    "rules_here",
+    "scaled_by",
+    "scope_here",
+    "where_bound",
+    "within",
+]
+
+
+class Axes(NamedTuple):
+    """The axes of a running rank program.
+
+    Attributes:
+        each: the bound axes, in the mesh's order.
+        joint: axes that stand for several: groups of the product of some bound axes.
+        default: the names that `axis=None` means; None for the only one.
+    """
+
+    each: tuple[Axis, ...] = ()
+    joint: tuple[Axis, ...] = ()
+    default: tuple[str, ...] | None = None
+
+
+class OwnMemory(NamedTuple):
+    """Memory that an argument in a `PerRank` box lies in, and the axes along which it differs by rank."""
+
+    storage: int
+    axes: tuple[str, ...]
+
+
+class Noted(NamedTuple):
+    """A collective in a loss whose result each rank has a copy of.
+
+    Attributes:
+        name: the function that was called.
+        axes: those along which the loss is one value.
+        line: the user's line, "file:line".
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    line: str
+
+
+class OneLoss:
+    """What is known of a loss that is one value along some axes, of which each rank has a part of the work.
+
+    Attributes:
+        axes: these axes.
+        noted: the collectives over them that were called on what is differentiated.
+        hidden: whether others were called: on constants, or in a block that is rematerialised.
+    """
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.axes = axes
+        self.noted: list[Noted] = []
+        self.hidden = False
+
+
+class Scope(NamedTuple):
+    """What a running rank program sees.
+
+    Attributes:
+        axes: the axes that are bound.
+        rules: how trees are cut.
+        micro_batch: which micro-batch of the step is being differentiated; a 0-d tensor in a loop that is traced.
+        in_loss: whether this is the loss function of a `value_and_grad`.
+        own: what of a process's memory is its rank's own; none in a simulation, which knows better.
+        one_loss: what is known of the loss that is being computed, if it is one value along some axes.
+        loss_scale: by which its gradients are scaled, for half precision.
+    """
+
+    axes: Axes = Axes()
+    rules: LayoutRules = DEFAULT_RULES
+    micro_batch: int | torch.Tensor = 0
+    in_loss: bool = False
+    own: tuple[OwnMemory, ...] = ()
+    one_loss: OneLoss | None = None
+    loss_scale: torch.Tensor | None = None
+
+
+class _Scopes(threading.local):
+    """The scopes of this thread's running rank programs. Not a ContextVar, which Dynamo cannot trace."""
+
+    def __init__(self) -> None:
+        self.stack: list[Scope] = []
+
+
+_SCOPES = _Scopes()
+_NO_AXES = Scope(Axes(default=()))
+
+
+def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
+    """Call `f(*args)` with the axes of `scope` bound, and unbind them whatever happens.
+
+    A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
+    """
+    _SCOPES.stack.append(scope)
+    try:
+        return f(*args)
+    finally:
+        _SCOPES.stack.pop()
+
+
+def scope_here() -> Scope | None:
+    """Return what the running rank program sees; None outside any."""
+    return _SCOPES.stack[-1] if _SCOPES.stack else None
+
+
+def rules_here() -> LayoutRules:
+    """Return the rules given to `fzero.shard`, if its step is running."""
+    return _SCOPES.stack[-1].rules if _SCOPES.stack else DEFAULT_RULES
+
+
+def in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
+    """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
+    first = isinstance(index, int) and not index
+    if not _SCOPES.stack and first:
+        return f(*args)
+    scope = _SCOPES.stack[-1] if _SCOPES.stack else _NO_AXES
+    return within(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
+
+
+def differs_along(storage: int) -> tuple[str, ...]:
+    """List the axes along which what lies in this memory is known to differ by rank, in a process."""
+    own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
+    return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
+
+
+def in_loss() -> bool:
+    """Return whether this is the loss function of a `value_and_grad`, which differentiates what is done in it."""
+    return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
+
+
+def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss that is one value along some axes, and have `one_loss` note what it does."""
+    scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
+    return within(scope, lambda: f(*args, **kwargs))
+
+
+def one_loss_here() -> OneLoss | None:
+    """Return what is known of the loss that is being computed; None if it is one value along no axis."""
+    return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
+
+
+def scaled_by(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `f` as a loss whose gradients are scaled: a pipeline makes its gradients before it is differentiated."""
+    if not _SCOPES.stack:
+        return f(*args, **kwargs)
+    return within(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
+
+
+def loss_scale_here() -> torch.Tensor | None:
+    """Return the scale of the gradients of the loss that is being computed; None if there is none."""
+    return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
+
+
+def micro_batch() -> int | torch.Tensor:
+    """Return which micro-batch of the step is being differentiated; 0 where there is none."""
+    return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
+
+
+# ---------------------------------------------------------------- axes
+
+
+def bound() -> tuple[Axis, ...]:
+    """List the axes that are bound here; none outside a rank program."""
+    return _SCOPES.stack[-1].axes.each if _SCOPES.stack else ()
+
+
+def lookup(name: str) -> Axis:
+    """Return the axis bound to `name`.
+
+    Raises:
+        ValueError: if no axis of that name is bound here.
+    """
+    for axis in bound():
+        if axis.name == name:
+            return axis
+    names = ", ".join([repr(axis.name) for axis in bound()])
+    raise ValueError(
+        f"axis {name!r} is not bound here: "
+        + (f"the bound axes are {names}" if names else "no rank program is running, see mesh.spmd and fzero.shard")
+    )
+
+
+def resolve(axis: AxisName) -> tuple[Axis, ...]:
+    """Return the bound axes that `axis` means.
+
+    `None` means the axes given to `fzero.shard`, else the only bound axis; outside any mesh it means no axis, so
+    that a train step runs unsharded as it stands. `()` means no axis.
+
+    Raises:
+        ValueError: if an axis is not bound, or if `None` is ambiguous.
+    """
+    if axis is not None:
+        return tuple([lookup(name) for name in ((axis,) if isinstance(axis, str) else axis)])
+    if not _SCOPES.stack:
+        return ()
+    axes = _SCOPES.stack[-1].axes
+    if axes.default is not None:
+        return tuple([lookup(name) for name in axes.default])
+    if len(axes.each) > 1:
+        names = [a.name for a in axes.each]
+        raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis")
+    return axes.each
+
+
+def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that a collective over `axes` runs over: one, if there is a group of their product."""
+    return joined(axes, _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ())
+
+
+def axis_names() -> tuple[str, ...]:
+    """List the axes that are bound here; none outside a rank program.
+
+    For models that run with and without an axis: a collective over `()` is the identity.
+
+    Example:
+        >>> import fzero, torch
+        >>> def total(x):
+        ...     return fzero.collectives.psum_invariant(x.sum(), "tp" if "tp" in fzero.axes.axis_names() else ())
+        >>> total(torch.ones(4))
+        tensor(4.)
+        >>> mesh = fzero.mesh(tp=2)
+        >>> mesh.spmd(total)(mesh.split(torch.ones(4)))
+        tensor(4.)
+    """
+    return tuple([axis.name for axis in bound()])
+
+
+def where_bound(axis: str) -> tuple[str, ...]:
+    """Return the axis of this name where it is bound; else no axis, along which nothing is sent.
+
+    Raises:
+        TypeError: if it is no name.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
+    return (axis,) if axis in axis_names() else ()
+
+
+def data_axes() -> tuple[Axis, ...]:
+    """List the axes along which data differs, as far as is known: those of the running step, else all."""
+    axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
+    return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """List the axes that the running step averages over, if it says so: those given to `fzero.shard`."""
+    return (_SCOPES.stack[-1].axes.default or ()) if _SCOPES.stack else ()
+
+
+def axis_index(axis: AxisName = None) -> torch.Tensor:
+    """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
+
+    For a tuple of axes the first is the slowest, as in JAX.
+
+    Args:
+        axis: an axis name or a tuple of names; `None` for the axes of the running step.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> import fzero
+        >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
+        tensor([0, 1, 2])
+    """
+    index = torch.zeros((), dtype=torch.int64)
+    for a in resolve(axis):
+        index = index * a.size + a.token
+    return index
+
+
+def axis_size(axis: AxisName = None) -> int:
+    """Return the number of ranks along `axis` (a tuple: their product); 1 outside any mesh.
+
+    Raises:
+        ValueError: if an axis is not bound.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    size = 1
+    for a in resolve(axis):
+        size *= a.size
+    return size

@@ -1,0 +1,437 @@
+"""Saving and loading through torch.distributed.checkpoint: what is checked before, and what its errors become."""
+
+import os
+import pickle
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from fzero import tree
+from fzero._torch import pytree, unpickled_metadata
+from fzero._tracebacks import api_boundary
+from fzero.checkpoint._agree import agree, all_or_none, check_same
+from fzero.checkpoint._blocks import made_of, rectangles
+from fzero.checkpoint._cut import Leaf, ShardedTree
+from fzero.checkpoint._error import CheckpointError
+from fzero.checkpoint._holdings import Holdings, LeafSource, Lying, holdings, is_whole
+from fzero.checkpoint._manifest import MANIFEST, Manifest
+from fzero.checkpoint._save import TIMEOUT
+from fzero.ranks import Mesh
+from fzero.sharding import elements
+
+__all__ = ["load", "save"]
+
+# Names: what torch.distributed.checkpoint calls the leaves of a tree, and the parts of its other values.
+
+
+Name = Callable[[str], str]
+Keys = tuple[str | int, ...]
+
+
+def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
+    """Return the keys that lead to each leaf of a tree, by its path: what DCP needs to build the tree again."""
+    try:
+        pairs, _ = pytree.tree_flatten_with_path(values, is_whole)
+    except ValueError:  # a node registered without names for its children
+        return {}
+    paths, _, _ = tree.flatten_with_paths(values, is_whole)
+    found = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
+
+
+def _of_item(keys: Keys, origin: LeafSource) -> Keys:
+    """Return the keys that lead to a leaf in the whole list, given those in a stacked one."""
+    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == origin.list), None)
+    return keys if at is None else (*keys[:at], origin.number, *keys[at + 1 :])
+
+
+def _key(key: Any) -> str | int:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
+
+
+def names_of(cut: ShardedTree, name: Name | None) -> dict[str, str]:
+    """Return the name of each leaf and value, by its path.
+
+    Raises:
+        ValueError: if two have one name.
+    """
+    names = {path: path if name is None else name(path) for path in [*cut.number, *cut.values]}
+    used = [(names[path], path) for path in cut.number]
+    used += [(part, path) for path, value in cut.values.items() for part, _, _ in flat(names[path], (), value)]
+    first: dict[str, str] = {}
+    for n, path in used:
+        if n in first:
+            raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected one for each")
+        first[n] = path
+    return names
+
+
+def flat(name: str, keys: Keys, value: Any) -> Iterator[tuple[str, Keys, Any]]:
+    """List the parts of a JSON value that DCP gives names to: dicts are opened, and lists that hold dicts."""
+    parts: Sequence[tuple[str | int, Any]] = []
+    if isinstance(value, dict):
+        parts = list(value.items())
+    elif _holds_dicts(value):
+        parts = list(enumerate(value))
+    if not parts:
+        yield name, keys, value
+    for key, part in parts:
+        yield from flat(f"{name}.{key}" if name else str(key), (*keys, key), part)
+
+
+def _holds_dicts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(x, dict) or _holds_dicts(x) for x in value)
+
+
+def nested(parts: dict[Keys, Any]) -> Any:
+    """Build a value of its parts: the inverse of `flat`."""
+    if () in parts:
+        return parts[()]
+    below: dict[str | int, dict[Keys, Any]] = {}
+    for keys, x in parts.items():
+        below.setdefault(keys[0], {})[keys[1:]] = x
+    built = {key: nested(below[key]) for key in below}
+    return [built[i] for i in sorted(built, key=int)] if all(isinstance(key, int) for key in built) else built
+
+
+def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
+    """List the names under which a checkpoint has a value, or its parts, with the keys that lead to each part."""
+    there = metadata.state_dict_metadata
+    if name in there:
+        return {name: ()}
+    found: dict[str, Keys] = {}
+    start = f"{name}." if name else ""
+    for part in there:
+        if part.startswith(start):
+            keys = tuple((metadata.planner_data or {}).get(part, ()))
+            known = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
+            found[part] = keys[known[0] :] if known else tuple(part[len(start) :].split("."))
+    return found
+
+
+def place_of(path: str, name: str, keys: dict[str, Keys]) -> Keys:
+    """Return the keys that lead to a leaf in the nested dict that DCP builds, whose first one is a text."""
+    if name != path:
+        return (name,)
+    first, *rest = keys.get(path) or (path,)
+    return (str(first), *rest)
+
+
+# Planners: they give torch.distributed.checkpoint each flat range of a leaf as at most 2 d - 1 n-d chunks.
+
+
+class _Chunk(NamedTuple):
+    """A box of elements of a leaf, and the memory of this process that it lies in, from `at` on."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    memory: torch.Tensor
+    at: int
+
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(self.offsets, self.sizes)
+
+
+def _chunks(mine: Holdings, lying: Callable[[int], Iterator[Lying]]) -> dict[int, list[_Chunk]]:
+    """List what this process has of each leaf: of pieces of all its ranks, each memory once."""
+    found: dict[int, dict[Any, _Chunk]] = {}
+    for rank in mine.ranks:
+        for piece, x, at in lying(rank):
+            block, start, stop = piece.range
+            for r in rectangles(tuple([size for _, size in block]), start, stop):
+                offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
+                chunk = _Chunk(offsets, torch.Size(r.sizes), x.detach(), at + r.flat - start)
+                key = (offsets, chunk.sizes, x.data_ptr(), chunk.at)
+                found.setdefault(piece.leaf, {}).setdefault(key, chunk)
+    return {leaf: list(chunks.values()) for leaf, chunks in found.items()}
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Gives DCP what this process writes."""
+
+    def __init__(self, mine: Holdings, names: dict[str, str], keys: dict[str, Keys]) -> None:
+        super().__init__()
+        cut = mine.cut
+        self._items: list[WriteItem] = []
+        self._data: dict[MetadataIndex, Any] = {}
+        self._tree: dict[str, Keys] = {}
+        chunks = _chunks(mine, mine.owned)
+        for path, i in cut.number.items():
+            leaf, where = cut.leaves[i], chunks.get(i, [])
+            if not leaf.numel and 0 in mine.ranks:  # nobody has elements of it, and it has a name
+                nothing = torch.empty(leaf.shape, dtype=leaf.dtype)
+                where = [_Chunk(torch.Size([0] * len(leaf.shape)), nothing.shape, nothing, 0)]
+            for chunk in where:
+                data = TensorWriteData(chunk.metadata, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
+                self._add(
+                    WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
+                )
+            self._tree[names[path]] = place_of(path, names[path], keys)
+        for path, value in cut.values.items():
+            for name, place, part in flat(names[path], place_of(path, names[path], keys), value):
+                self._tree[name] = place
+                if 0 in mine.ranks:
+                    self._add(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), part)
+
+    def _add(self, item: WriteItem, data: Any) -> None:
+        self._items.append(item)
+        self._data[item.index] = data
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items, planner_data=self._tree)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        data = self._data[index]
+        if not isinstance(data, _Chunk):
+            return data
+        part = elements(data.memory, data.at, data.at + data.sizes.numel())
+        return part.resolve_conj().resolve_neg().view(data.sizes)
+
+
+class Reader(FileSystemReader):
+    """Reads the files of a checkpoint whose metadata is known."""
+
+    def __init__(self, folder: str, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Lets DCP write into what this process holds."""
+
+    def __init__(self, folder: str, mine: Holdings, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
+        super().__init__()
+        self.metadata: Metadata = metadata
+        there = metadata.state_dict_metadata
+        self._mine, self._names = mine, names
+        self._first = {i: names[path] for path, i in reversed(mine.cut.number.items())}
+        self._parts = {path: parts_of(names[path], metadata) for path in mine.cut.values}
+        self._read: dict[str, Any] = {}
+        theirs = {name: _described(name, x) for name, x in there.items()}
+        ours = {names[path]: str(mine.cut.leaves[i]) for path, i in mine.cut.number.items()}
+        ours |= {part: "a value" for path in mine.cut.values for part in self._parts[path] or [names[path]]}
+        _check_alike(folder, theirs, ours, partial)
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        """Do nothing: all is known."""
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for i, chunks in _chunks(self._mine, self._mine.held).items():
+            name = self._first[i]
+            self._chunks[name] = chunks
+            there: Any = self.metadata.state_dict_metadata[name]
+            found = create_read_items_for_chunk_list(name, there, [c.metadata for c in chunks])
+            if sum(x.lengths.numel() for x in found) != sum(c.sizes.numel() for c in chunks):
+                raise CheckpointError(f"the checkpoint has not all of leaf {name!r}, or some of it twice")
+            items += found
+        nowhere = torch.Size((0,))
+        for name in [name for parts in self._parts.values() for name in parts]:
+            index = MetadataIndex(name)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere))
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self._read[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"value {name!r} is no plain data: {str(error)[:200]}") from None
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).memory, chunk.sizes.numel()
+        if x.ndim != 1 and x.numel() != numel:  # a part of a tensor; what is not contiguous is held whole
+            x = x.view(-1)
+        return (x[chunk.at : chunk.at + numel] if x.ndim == 1 else x).view(chunk.sizes)
+
+    def values(self) -> dict[str, Any]:
+        """Return what is no tensor, by its path in the tree."""
+        return {
+            path: nested({keys: self._read[name] for name, keys in parts.items()})
+            for path, parts in self._parts.items()
+        }
+
+
+def _described(name: str, x: Any) -> str:
+    return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
+
+
+def _check_alike(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
+    found = []
+    for name, what in ours.items():
+        if name not in theirs:
+            found.append(f"it has no leaf {name!r} ({what})")
+        elif theirs[name] != what:
+            found.append(f"leaf {name!r} is {theirs[name]} there, and {what} here")
+    found += [] if partial else [f"the tree has no leaf {n!r} ({what})" for n, what in theirs.items() if n not in ours]
+    if found:
+        more = f"; and {len(found) - 3} more" if found[3:] else ""
+        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in found) else ""
+        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(found[:3]) + more + hint)
+
+
+_METADATA = ".metadata"  # DCP's, which it writes last
+
+
+@api_boundary
+def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None = None) -> None:
+    """Save a tree, in any layout, as torch.distributed.checkpoint does. All ranks of the mesh call it.
+
+    Any program that uses DCP reads the leaves by their paths: `{"model": params}` as `{"model": module.state_dict()}`.
+    Tied leaves are written once for each place. For fzero alone take `fzero.save`, which checks sums.
+
+    Args:
+        path: a folder of a file system, in which there is no checkpoint yet.
+        values: the tree, as `fzero.save` takes it.
+        mesh: the ranks; None for a tree without boxes in one process.
+        name: returns the name that a leaf has there, given its path; the path itself if it is None.
+
+    Raises:
+        CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is a checkpoint in the folder.
+        ValueError: if two leaves have one name, or a box was cut for another mesh. Names the path.
+        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
+        DonatedError: if a leaf was donated.
+
+    Example:
+        >>> import fzero, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> fzero.checkpoint.dcp.save(folder, {"model": {"w": torch.arange(3.0)}, "step": 7})
+        >>> fzero.checkpoint.dcp.load(folder, like={"model": {"w": torch.zeros(3)}, "step": 0})
+        {'model': {'w': tensor([0., 1., 2.])}, 'step': 7}
+    """
+    folder = _folder(path)
+    planners: list[SavePlanner] = []
+
+    def prepare() -> bytes:
+        mine = holdings("the tree", values, mesh)
+        planners.append(SavePlanner(mine, names_of(mine.cut, name), keys_of(values, mine.origins)))
+        there = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
+        if there:  # DCP would overwrite it file by file, and a kill between two leaves a mixture of both
+            raise CheckpointError(
+                f"{folder!r} holds a checkpoint ({there[0]}): save to a folder of its own, or remove it"
+            )
+        return f"{folder}\n".encode() + Manifest("", mine.cut, (), 0.0).text()
+
+    agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
+    writer = FileSystemWriter(folder, overwrite=False)
+    _run(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planners[0])
+
+
+@api_boundary
+def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: Name | None = None) -> Any:
+    """Read what torch.distributed.checkpoint saved into a tree, in any layout. All ranks of the mesh call it.
+
+    Of pickles only DCP's own classes and values of torch.load(weights_only=True) are read: no code of the files runs.
+
+    Args:
+        path: the folder.
+        like: a tree with the names, shapes and dtypes of what was saved, in the layout that the result is to have.
+            Its tensors are overwritten, and become the result's. Of tensors on the meta device memory is made.
+        mesh: the ranks that `like` lies on; None for a tree without boxes in one process.
+        partial: whether the checkpoint may have leaves that `like` has not, such as the optimizer's.
+        name: returns the name that a leaf has there, given its path; the path itself if it is None.
+
+    Returns:
+        The tree. Values that are no tensors are the checkpoint's. Tied leaves are read from the first of their names.
+
+    Raises:
+        CheckpointError: on all ranks, if there is no checkpoint, or it has other leaves; names the first three. Also
+            if its files cannot be read; then `like` may hold parts of it.
+        ValueError: if two leaves have one name, or a box was cut for another mesh. Names the path.
+        DonatedError: if a leaf of `like` was donated.
+
+    Example:
+        >>> import fzero, tempfile, torch
+        >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=2)
+        >>> fzero.checkpoint.dcp.save(folder, {"model": {"w": torch.arange(3.0)}, "step": 7})  # or an FSDP2 program
+        >>> cut = mesh.spmd(fzero.partition)({"weights": torch.empty(3)})
+        >>> renamed = lambda path: path.replace("weights", "model.w")
+        >>> fzero.checkpoint.dcp.load(folder, like=cut, mesh=mesh, partial=True, name=renamed)["weights"].data
+        tensor([[0., 1.],
+                [2., 0.]])
+    """
+    folder = _folder(path)
+    prepared: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
+
+    def prepare() -> None:
+        metadata = _read_metadata(folder)
+        made = made_of(like, mesh)
+        mine = holdings("like", made, mesh)
+        names = names_of(mine.cut, name)
+        prepared.append((made, LoadPlanner(folder, mine, names, metadata, partial), names))
+
+    all_or_none(f"loading {folder!r}", prepare, mesh)
+    made, planner, names = prepared[0]
+    check_same(f"loading {folder!r}", repr(names).encode(), mesh)
+    reader = Reader(folder, planner.metadata)
+    _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
+    paths, entries, structure = tree.flatten_with_paths(made, is_whole)
+    values = planner.values()
+    return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
+
+
+def _folder(path: Any) -> str:
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "://" in text:
+        raise TypeError(f"path={path!r}: expected the path of a folder of a file system")
+    return os.path.abspath(text)
+
+
+def _run(what: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
+    """Call a function of DCP, on all ranks of a mesh or in this process alone.
+
+    Raises:
+        CheckpointError: if it fails on any rank.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            f({}, no_dist=mesh is None or not mesh.distributed, **options)
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
+        text = " ".join(str(first).split())
+        text = text if isinstance(first, CheckpointError) else f"{type(first).__name__}: {text}"
+        raise CheckpointError(f"{what}: rank {rank}: {text}") from error
+
+
+def _read_metadata(folder: str) -> Metadata:
+    try:
+        with open(os.path.join(folder, _METADATA), "rb") as f:
+            return unpickled_metadata(f.read())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder!r} is no checkpoint of DCP: it has no file {_METADATA}") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{folder!r}: {_METADATA} is damaged, or not of DCP: {error}") from None

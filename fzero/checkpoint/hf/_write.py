@@ -1,0 +1,261 @@
+"""Writing: each rank writes its own ranges of the files of Hugging Face, and then rank 0 gives them their names."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._tracebacks import api_boundary
+from fzero.checkpoint._agree import agree, all_or_none
+from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, runs, whole
+from fzero.checkpoint._error import CheckpointError
+from fzero.checkpoint._files import LocalFolder, files_at, locked
+from fzero.checkpoint._holdings import Holdings, holdings
+from fzero.checkpoint._manifest import NAMES
+from fzero.checkpoint.hf._read import INDEX, SINGLE, Named, Stored, named_leaves
+from fzero.ranks import Mesh
+from fzero.sharding import elements
+
+__all__ = ["write"]
+
+CHUNK = 1 << 22  # bytes, of what is cast
+_TIMEOUT = 300.0  # seconds, to hear how another rank's tree differs
+_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors has it
+
+
+class _File(NamedTuple):
+    """A file to write.
+
+    Attributes:
+        name: its last name.
+        head: its header.
+        size: all its bytes.
+        tensors: where each leaf lies in it, by the leaf's number.
+    """
+
+    name: str
+    head: bytes
+    size: int
+    tensors: dict[int, Stored]
+
+
+@api_boundary
+def write(
+    folder: Any,
+    params: Any,
+    mesh: Mesh | None = None,
+    *,
+    name: Callable[[str], str] = lambda path: path,
+    dtype: torch.dtype | None = None,
+    max_file: int = 5_000_000_000,
+) -> None:
+    """Write parameters, in any layout, to a folder that `from_pretrained` reads. All ranks of the mesh call it.
+
+    Each rank writes its own ranges of the files, which are the same bytes from any layout. `config.json` is not
+    written: `model.config.save_pretrained(folder)` does that. An earlier model of the folder is replaced, when all
+    ranks have written; other files stay. A tied leaf is stored once, under its first name.
+
+    Args:
+        folder: a local folder, which all ranks see.
+        params: the tree.
+        mesh: the ranks; None for a tree without boxes in one process.
+        name: what a leaf is called in the folder, from its path.
+        dtype: what floating leaves are cast to, in small parts; by default they keep theirs.
+        max_file: the bytes of tensors that a file has at most, but for one that is larger by itself.
+
+    Raises:
+        CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is no room. Then what was
+            there is there, or no model is; never parts of one.
+        ValueError: if two leaves have one name, a box was cut for another mesh, or `folder` is a URL.
+        TypeError: if a leaf is no tensor, differs by rank, or has a dtype that safetensors has not.
+        DonatedError: if a leaf was donated.
+
+    Example:
+        >>> import fzero, os, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> fzero.checkpoint.hf.write(folder, {"w": torch.ones(2), "b": torch.zeros(2)}, dtype=torch.bfloat16)
+        >>> sorted(os.listdir(folder))
+        ['model.safetensors']
+    """
+    files = _local(folder)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
+        raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
+    if type(max_file) is not int or max_file < 1:
+        raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
+    prepared: list[tuple[Holdings, list[_File]]] = []
+
+    def prepare() -> bytes:
+        held = holdings("params", params, mesh)
+        planned = _planned(named_leaves("params", held, name), dtype, max_file)
+        prepared.append((held, planned))
+        return files.path.encode() + b"".join([f.head for f in planned])
+
+    what = f"writing {files.path!r}"
+    nonce = agree(what, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
+    held, planned = prepared[0]
+    leads = mesh is None or mesh.rank == 0
+    with contextlib.ExitStack() as stack:
+        all_or_none(what, lambda: _reserve(files, planned, nonce, stack) if leads else None, mesh)
+        all_or_none(what, lambda: _write_own(files, planned, nonce, held), mesh)
+        all_or_none(what, lambda: _commit(files, planned, nonce) if leads else None, mesh)
+
+
+def _local(folder: Any) -> LocalFolder:
+    """Return the files of a local folder, before a library for a URL is asked for."""
+    scheme, separator, _ = str(folder).partition("://")
+    files = None if separator and scheme not in ("file", "local") else files_at(folder)
+    if not isinstance(files, LocalFolder):
+        raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy it from there when it is written")
+    return files
+
+
+def _planned(leaves: Sequence[Named], dtype: torch.dtype | None, max_file: int) -> list[_File]:
+    """Decide which file each leaf goes to, and where it lies there.
+
+    Raises:
+        ValueError: if two leaves have one name.
+        TypeError: if safetensors has not a leaf's dtype.
+    """
+    parts: list[list[tuple[Named, torch.dtype]]] = [[]]
+    size, seen = 0, dict[str, str]()
+    for leaf in leaves:
+        path, name = leaf.paths[0], leaf.names[0]
+        if seen.setdefault(name, path) != path:
+            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: give each its own")
+        kind = dtype if dtype is not None and leaf.leaf.dtype.is_floating_point else leaf.leaf.dtype
+        if kind == torch.complex128:
+            raise TypeError(f"params leaf {path!r} is of {kind}, which safetensors has not: give it as real pairs")
+        nbytes = leaf.leaf.numel * kind.itemsize
+        if parts[-1] and size + nbytes > max_file:
+            parts.append([])
+            size = 0
+        parts[-1].append((leaf, kind))
+        size += nbytes
+    n = len(parts)
+    return [_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)]
+
+
+def _file(name: str, leaves: Sequence[tuple[Named, torch.dtype]]) -> _File:
+    """Lay out a file: the larger elements first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    found, at = list[tuple[int, Stored]](), 0
+    for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
+        end = at + leaf.leaf.numel * kind.itemsize
+        shape = leaf.leaf.shape
+        entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
+        found.append((leaf.number, Stored(name, NAMES[kind], shape, at)))
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in found}
+    return _File(name, head, len(head) + at, tensors)
+
+
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_TMP = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors\.[0-9a-f]{16}\.tmp")
+
+
+def _unfinished(name: str, nonce: str) -> str:
+    return f".{name}.{nonce}.tmp"
+
+
+def _reserve(files: LocalFolder, planned: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
+    """Make the files under other names, with their headers, as large as they will be; until the end, for nobody else.
+
+    Raises:
+        CheckpointError: if another process writes there, or there is no room.
+    """
+    files.make()
+    fd = os.open(files.path, os.O_RDONLY)
+    stack.callback(os.close, fd)
+    stack.enter_context(locked(fd, files.path))
+    stack.callback(files.remove, [_unfinished(f.name, nonce) for f in planned])
+    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # of a write that was killed
+    free, needed = files.free(), sum(f.size for f in planned)
+    if free is not None and free < needed:
+        raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
+    for file in planned:
+        with open(os.path.join(files.path, _unfinished(file.name, nonce)), "xb") as f:
+            f.write(file.head)
+            f.truncate(file.size)
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def _write_own(files: LocalFolder, planned: Sequence[_File], nonce: str, held: Holdings) -> None:
+    """Write what this process writes of all files; it is durable on return."""
+    home = {number: i for i, file in enumerate(planned) for number in file.tensors}
+    opened: dict[int, int] = {}
+    try:
+        for rank in held.ranks:
+            for piece, x, start in held.owned(rank):
+                i, leaf = home[piece.leaf], held.cut.leaves[piece.leaf]
+                if i not in opened:
+                    opened[i] = os.open(os.path.join(files.path, _unfinished(planned[i].name, nonce)), os.O_WRONLY)
+                for run in runs(piece.range, BlockRange(whole(leaf.shape), 0, leaf.numel)):
+                    _write_run(opened[i], planned[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
+        for fd in opened.values():
+            os.fsync(fd)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def _write_run(fd: int, to: Stored, first: int, x: torch.Tensor, start: int, numel: int) -> None:
+    """Write elements of a tensor to their place in a file; those of another dtype in small parts."""
+    assert to.dtype is not None
+    at = to.at + first * to.dtype.itemsize
+    if to.dtype == x.dtype:
+        for view in chunks(x, start, start + numel):
+            at = _write_at(fd, view, at)
+        return
+    step = max(CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
+    for i in range(start, start + numel, step):
+        part = elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
+        at = _write_at(fd, bytes_of(part), at)
+
+
+def _write_at(fd: int, view: memoryview, at: int) -> int:
+    """Write bytes to a place in a file, which the system may do in parts; return where they end."""
+    while len(view):
+        done = os.pwrite(fd, view, at)
+        view, at = view[done:], at + done
+    return at
+
+
+def _commit(files: LocalFolder, planned: Sequence[_File], nonce: str) -> None:
+    """Give the files their names, such that whoever reads meanwhile finds the old model, the new one, or none.
+
+    A single file comes before an index. So it takes over as it gets its name, and gives way as it is removed.
+    """
+    names = [f.name for f in planned]
+    there = files.names()
+    old = [n for n in there if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
+    if len(names) > 1 and set(names) & set(there):  # an old index would lead to files of both
+        files.remove([INDEX])
+        files.sync()
+    for name in names:
+        os.rename(os.path.join(files.path, _unfinished(name, nonce)), os.path.join(files.path, name))
+    files.sync()
+    if len(names) > 1:
+        files.put(INDEX, _index(planned))
+    else:
+        files.remove([INDEX])
+    files.remove(old)
+    files.sync()
+
+
+def _index(planned: Sequence[_File]) -> bytes:
+    """Write down which file each tensor is in, and how large all are."""
+    weights: dict[str, str] = {}
+    for file in planned:
+        entries = json.loads(file.head[8:])
+        weights |= {name: file.name for name in entries if name != "__metadata__"}
+    total = sum(f.size - len(f.head) for f in planned)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode() + b"\n"

@@ -1,0 +1,235 @@
+"""Collectives that move tensors from rank to rank without adding them up: all_to_all, ppermute, broadcast."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import c10d
+from fzero.axes import AxisName, Binding, axis_size, joint, resolve
+from fzero.collectives._copies import noted
+from fzero.collectives._sums import dimension, group_psum, tensor
+from fzero.collectives._table import Along, LinearMap, Pairs, Source, Tensors, add_row, apply, apply_along
+from fzero.tree import Tree
+
+__all__ = ["all_to_all", "broadcast", "ppermute"]
+
+
+def _stacked_ppermute(n: int, options: Pairs, xs: Tensors) -> Tensors:
+    source = {to: sender for sender, to in options.pairs}
+    return [torch.stack([xs[0][source[r]] if r in source else torch.zeros_like(xs[0][0]) for r in range(n)])]
+
+
+def _group_ppermute(binding: Binding, options: Pairs, xs: Tensors) -> Tensors:
+    """Send and receive at most one tensor: an all_to_all with empty parts."""
+    (x,), rank = xs, binding.rank
+    sent = [int((rank, r) in options.pairs) for r in range(binding.size)]
+    received = [int((r, rank) in options.pairs) for r in range(binding.size)]
+    if x.numel() == 0:
+        return [x.clone()]
+    parts = x.unsqueeze(0).contiguous() if sum(sent) else x.new_empty((0, *x.shape))
+    y = c10d.wait_tensor(c10d.all_to_all_single(parts, received, sent, binding.group))
+    return [y.squeeze(0) if sum(received) else torch.zeros_like(x)]
+
+
+add_row(
+    LinearMap(
+        name="ppermute",
+        wire="ppermute",
+        stacked=_stacked_ppermute,
+        local=_group_ppermute,
+        transpose="ppermute",
+        replicated=False,
+        dual=lambda options: Pairs(tuple([(to, sender) for sender, to in options.pairs])),  # the way back
+        detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
+    )
+)
+
+
+def _group_all_to_all(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    x = xs[0].movedim(options.dim, 0).contiguous()
+    if x.numel() == 0:
+        return [xs[0].clone()]
+    ones = [1] * binding.size
+    return [c10d.wait_tensor(c10d.all_to_all_single(x, ones, ones, binding.group)).movedim(0, options.dim)]
+
+
+add_row(
+    LinearMap(
+        name="all_to_all",
+        wire="all_to_all",
+        stacked=lambda n, options, xs: [xs[0].transpose(0, options.dim)],  # [from, .., to, ..] -> [to, .., from, ..]
+        local=_group_all_to_all,
+        transpose="all_to_all",
+        replicated=False,
+        detail=lambda options, xs: f"({options.dim % xs[0].ndim})",
+    )
+)
+
+
+def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
+    """Return zeros for all ranks but one, which has the sum."""
+    rank = torch.arange(len(xs), device=xs.device).reshape(-1, *[1] * (xs.ndim - 1))
+    total = xs.sum(0, dtype=xs.dtype)
+    return torch.where(rank == source, total, torch.zeros_like(total))
+
+
+def _group_broadcast(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+    (x,) = xs
+    if not x.numel():
+        return [x.clone()]
+    return [c10d.wait_tensor(c10d.broadcast(x.contiguous(), options.rank, binding.group))]
+
+
+def _group_psum_to_one(binding: Binding, options: Source, xs: Tensors) -> Tensors:
+    total = group_psum(xs[0], binding)
+    return [total if binding.rank == options.rank else torch.zeros_like(total)]
+
+
+add_row(
+    LinearMap(
+        name="broadcast",
+        wire="broadcast",
+        stacked=lambda n, options, xs: [xs[0][options.rank]],
+        local=_group_broadcast,
+        transpose="psum_to_one",
+        replicated=True,
+        detail=lambda options, xs: f"({options.rank})",
+    )
+)
+add_row(
+    LinearMap(
+        name="psum_to_one",
+        wire="all_reduce",
+        stacked=lambda n, options, xs: [_only(xs[0], options.rank)],
+        local=_group_psum_to_one,
+        transpose="broadcast",
+        replicated=False,
+        detail=lambda options, xs: f"({options.rank})",
+    )
+)
+
+
+# ---------------------------------------------------------------- the public face
+
+
+def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+    """Cut a tensor in n equal parts along `split_dim`, send part r to rank r, and concatenate what arrives.
+
+    What expert parallelism dispatches tokens with (arXiv:2006.16668). JAX's `all_to_all(tiled=True)`.
+
+    Args:
+        x: a tensor `[.., n k, ..]`, of one shape on every rank.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+        split_dim: the dimension of size n k.
+        concat_dim: the dimension along which the received parts are concatenated, in rank order.
+
+    Returns:
+        A tensor whose `split_dim` is n times smaller and whose `concat_dim` n times larger. The transpose is
+        all_to_all with the two exchanged.
+
+    Raises:
+        ValueError: if an axis is not bound, a dimension does not exist, or its size does not divide by n.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([[1, 2], [3, 4]]))
+        >>> fzero.mesh(dp=2).spmd(lambda x: fzero.PerRank(fzero.collectives.all_to_all(x)))(x).value
+        tensor([[1, 3],
+                [2, 4]])
+    """
+    axes = joint(resolve(axis))
+    split, concat = dimension("all_to_all", x, split_dim), dimension("all_to_all", x, concat_dim)
+    sizes = [a.size for a in axes]
+    n = math.prod(sizes)
+    if x.shape[split] % n:
+        raise ValueError(
+            f"all_to_all cuts dimension {split} of a tensor {list(x.shape)} into {n} equal parts, "
+            f"and {x.shape[split]} does not divide by {n}; pad it"
+        )
+    if not axes:
+        return x
+    # [.., n k, ..] -> [to.., .., k, ..]: one dimension an axis, each exchanged on its own
+    y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
+    for i, a in enumerate(axes):
+        (y,) = apply(a.token, "all_to_all", a.binding, Along(i - y.ndim), y)
+    return y.flatten(0, len(sizes) - 1).movedim(0, concat).flatten(concat, concat + 1)
+
+
+def _front(first: int, count: int) -> tuple[list[int], list[int]]:
+    """What movedim takes to put some dimensions first."""
+    return list(range(first, first + count)), list(range(count))
+
+
+def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send a tensor from rank to rank: the boundary of a pipeline stage, the step of a ring.
+
+    Args:
+        x: a tensor of one shape on every rank.
+        axis: the name of one axis; `None` for the axis of the running step.
+        perm: pairs `(from, to)` of ranks along the axis. No rank sends twice, and none receives twice.
+
+    Returns:
+        What was sent to this rank, or zeros. The transpose sends back.
+
+    Raises:
+        ValueError: if the axis is not bound, or not one, or `perm` names a rank twice or one that is not there.
+
+    Example:
+        >>> import fzero, torch
+        >>> ring = [(0, 1), (1, 2), (2, 0)]
+        >>> f = lambda x: fzero.PerRank(fzero.collectives.ppermute(x, "dp", perm=ring))
+        >>> fzero.mesh(dp=3).spmd(f)(fzero.PerRank(torch.tensor([10, 11, 12]))).value
+        tensor([12, 10, 11])
+    """
+    dimension("ppermute", x, 0, least=0)
+    axes = resolve(axis)
+    if len(axes) > 1:
+        raise ValueError(f"ppermute runs over one axis, and axis={axis!r} means {[a.name for a in axes]}: name one")
+    n = axis_size(axis)
+    for what, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
+        if len(set(ranks)) != len(ranks) or any(not 0 <= r < n for r in ranks):
+            raise ValueError(
+                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {what} twice"
+            )
+    if not axes:
+        return x if perm else torch.zeros_like(x)
+    return apply_along("ppermute", x, axes, Pairs(tuple([(sender, to) for sender, to in perm])))
+
+
+def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
+    """Give every rank one rank's tensor, or tree of tensors.
+
+    Args:
+        x: a tree of tensors, of one shape and dtype on every rank.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+        source: the rank along the axis (of a tuple: in its order, the first slowest) whose values all get.
+
+    Returns:
+        A tree of tensors, equal on all ranks. The transpose sums to the source, and gives the others zeros.
+
+    Raises:
+        ValueError: if an axis is not bound, or there is no rank `source`.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([5, 6, 7]))
+        >>> fzero.mesh(dp=3).spmd(lambda x: fzero.collectives.broadcast(x, source=1))(x)
+        tensor(6)
+    """
+    n, axes = axis_size(axis), joint(resolve(axis))
+    if not 0 <= source < n:
+        raise ValueError(f"source={source}: expected a rank, 0 to {n - 1}")
+
+    def one(path: str, x: Any) -> torch.Tensor:
+        x, rank = tensor(path, x), source
+        for a in reversed(axes):
+            rank, i = divmod(rank, a.size)
+            (x,) = apply(a.token, "broadcast", a.binding, Source(i), x)
+        return noted("broadcast", axes, x)
+
+    return tree.map_with_path(one, x, tree.is_box)

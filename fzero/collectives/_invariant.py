@@ -1,0 +1,232 @@
+"""Collectives of values that are known to be equal on all ranks: what tensor parallelism is made of.
+
+The transposes in `collectives/_sums.py` are those of the joint map, in which each rank's copy of a replicated value is
+an input of its own. Where ranks compute one loss together, each from its part of the weights, a replicated value is
+one value. The transpose of using it on every rank is the sum: `pvary`, Megatron's f (arXiv:1909.08053). The transpose
+of the sum of partial results is using it: `psum_invariant`, Megatron's g. With the first family the gradients
+would come out n times too large. JAX's `shard_map(check_vma=True)` tells the two by type; here they have names, and a
+simulation checks that what should be equal on all ranks is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fzero import tree
+from fzero.axes import Axis, AxisName, Binding, joint, resolve
+from fzero.collectives._sums import along, group_all_gather, group_psum, number, stacked_gather, tensor
+from fzero.collectives._table import Along, LinearMap, Tensors, Whole, add_row, apply_along
+from fzero.tree import Tree
+
+__all__ = ["all_gather_invariant", "one_of_copies", "own_part", "psum_invariant", "pvary"]
+
+
+def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """View `[.., n k, ..]` as `[n, .., k, ..]`; `dim` is counted from the end."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
+
+
+def _diagonal(n: int, options: Along, xs: Tensors) -> Tensors:
+    parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
+    return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
+
+
+def _own(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    k = xs[0].shape[options.dim] // binding.size
+    return [xs[0].narrow(options.dim, binding.rank * k, k).clone()]
+
+
+def _pad(binding: Binding, options: Along, xs: Tensors) -> Tensors:
+    (x,), (dim,) = xs, options
+    shape = list(x.shape)
+    shape[dim] *= binding.size
+    whole = x.new_zeros(shape)
+    whole.narrow(dim, binding.rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return [whole]
+
+
+def _stacked_pad(n: int, options: Along, xs: Tensors) -> Tensors:
+    parts, dim = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=1), options.dim  # [n ranks, n parts, .., k, ..]
+    return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
+
+
+add_row(
+    LinearMap(
+        name="pvary",
+        wire="",
+        stacked=lambda n, options, xs: [xs[0]],
+        uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
+        local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
+        transpose="psum_invariant",
+        replicated=False,
+        invariant=True,
+    )
+)
+add_row(
+    LinearMap(
+        name="psum_invariant",
+        wire="all_reduce",
+        stacked=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
+        local=lambda binding, options, xs: [group_psum(xs[0], binding)],
+        transpose="pvary",
+        replicated=True,
+        one=True,
+    )
+)
+add_row(
+    LinearMap(
+        name="all_gather_invariant",
+        wire="all_gather",
+        stacked=stacked_gather,
+        local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
+        transpose="own_part_invariant",
+        replicated=True,
+        one=True,
+    )
+)
+add_row(
+    LinearMap(
+        name="own_part_invariant",
+        wire="",
+        stacked=_diagonal,
+        uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
+        local=_own,
+        transpose="all_gather_invariant",
+        replicated=False,
+        invariant=True,
+    )
+)
+# from the joint map to one value: copies that are equal are one, whose gradient they share
+add_row(
+    LinearMap(
+        name="one_of_copies",
+        wire="",
+        stacked=lambda n, options, xs: [xs[0][0]],
+        uniform=lambda n, options, xs: [xs[0]],
+        local=lambda binding, options, xs: [xs[0].view_as(xs[0])],
+        transpose="share_of_copy",
+        replicated=True,
+        one=True,
+        invariant=True,
+    )
+)
+add_row(
+    LinearMap(
+        name="share_of_copy",
+        wire="",
+        stacked=lambda n, options, xs: [xs[0][0] / n],
+        uniform=lambda n, options, xs: [xs[0] / n],
+        local=lambda binding, options, xs: [xs[0] / binding.size],
+        transpose="one_of_copies",
+        replicated=True,
+        one=True,
+        invariant=True,
+    )
+)
+# the same cut as part of the joint map: no rank's value need be another's
+add_row(
+    LinearMap(
+        name="own_part",
+        wire="",
+        stacked=_diagonal,
+        uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
+        local=_own,
+        transpose="own_part_padded",
+        replicated=False,
+    )
+)
+add_row(
+    LinearMap(
+        name="own_part_padded",
+        wire="",
+        stacked=_stacked_pad,
+        local=_pad,
+        transpose="own_part",
+        replicated=False,
+    )
+)
+
+
+def pvary(x: Tree, axis: AxisName = None) -> Tree:
+    """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
+
+    The identity; its transpose sums the ranks' gradients, so that the gradient is replicated too.
+
+    Args:
+        x: a tree of tensors, equal on all ranks of `axis`.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The tree, to be combined with what differs by rank.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation also if `x` differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x, w: fzero.collectives.psum_invariant((fzero.collectives.pvary(x, "tp") * w).sum(), "tp")
+        >>> x, w = torch.ones(2), fzero.PerRank(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
+        tensor([4., 6.])
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("pvary", tensor(path, leaf), axes, Whole()), x, tree.is_box
+    )
+
+
+def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
+    """Sum a tensor, or each tensor of a tree, over ranks that make one result together: Megatron's g.
+
+    Like `psum`, but the transpose is `pvary`: the result is one value, whose gradient every rank has.
+
+    Args:
+        x: a tree of tensors, each rank's part of the sum.
+        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
+            makes this the identity.
+
+    Returns:
+        The sums, equal on all ranks.
+
+    Raises:
+        ValueError: if an axis is not bound; in a simulation, when differentiated, if the gradient of the result
+            differs by rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> x = fzero.PerRank(torch.tensor([1.0, 2.0]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.collectives.psum_invariant(x, "tp"))(x)
+        tensor(3.)
+    """
+    axes = joint(resolve(axis))
+    return tree.map_with_path(
+        lambda path, leaf: apply_along("psum_invariant", number(path, leaf), axes, Whole()), x, tree.is_box
+    )
+
+
+def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
+    """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
+
+    Like `all_gather`, but the transpose takes this rank's part of the gradient, which is equal on all ranks, and
+    communicates nothing. See `all_gather` for arguments and errors.
+
+    Example:
+        >>> import fzero, torch
+        >>> f = lambda x: fzero.collectives.all_gather_invariant(x, "tp").square().sum()
+        >>> x = fzero.PerRank(torch.tensor([[1.0], [2.0]]))
+        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(torch.func.grad(f)(x)))(x).value
+        tensor([[2.],
+                [4.]])
+    """
+    return apply_along("all_gather_invariant", x, joint(resolve(axis))[::-1], along("all_gather_invariant", x, dim))
+
+
+def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
+    """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`."""
+    return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
+
+
+def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    """Hand out a tensor of which each rank of `axes` has a copy as one value: its gradient is one value's, too."""
+    return apply_along("one_of_copies", x, axes, Whole())

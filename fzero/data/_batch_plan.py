@@ -1,0 +1,115 @@
+"""Batch arithmetic: global batch = micro-batch x accumulation x data-parallel ranks."""
+
+import math
+from typing import Any, NamedTuple
+
+from fzero.axes import AxisName
+from fzero.ranks import Mesh
+
+__all__ = ["BatchPlan", "batch_plan"]
+
+
+class BatchPlan(NamedTuple):
+    """The sizes of a batch, in samples: `global_batch == micro_batch * accumulation * ranks`.
+
+    Attributes:
+        global_batch: samples of one step, over all ranks.
+        micro_batch: samples that a rank differentiates at once.
+        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of a pipeline.
+        ranks: data-parallel ranks: those that have batches of their own.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    ranks: int
+
+    @property
+    def local_batch(self) -> int:
+        """Samples of one step that a rank has: what it loads for `mesh.local`."""
+        return self.micro_batch * self.accumulation
+
+
+def batch_plan(
+    *,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
+    mesh: Mesh,
+    axis: AxisName = None,
+    apart: AxisName = None,
+) -> BatchPlan:
+    """Derive the third of global batch, micro-batch and accumulation from the other two.
+
+    Ranks along an axis of tensor parallelism, or of a pipeline, share a batch. So the batch grows with the
+    data-parallel ranks, and not with the world.
+
+    Args:
+        global_batch: samples of one step, over all ranks.
+        micro_batch: samples that a rank differentiates at once.
+        accumulation: micro-batches of a rank in one step.
+        mesh: the ranks.
+        axis: the data-parallel axes, as `fzero.shard` takes them, with a pipeline's or without. Needed if the mesh has
+            several besides those of `apart`.
+        apart: the axes whose ranks share a batch; by default "pp", and "tp" unless `axis` names it.
+
+    Returns:
+        A `BatchPlan`.
+
+    Raises:
+        ValueError: if fewer than two are given, one is not a positive int, they contradict one another, or nothing
+            divides. Names all the numbers. Also if it is not clear which axes are data-parallel.
+
+    Example:
+        >>> import fzero
+        >>> fzero.data.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8))
+        BatchPlan(global_batch=512, micro_batch=4, accumulation=16, ranks=8)
+        >>> fzero.data.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8, pp=4, tp=2)).accumulation
+        16
+    """
+    given = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
+    sizes = dict(mesh.shape)
+    ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, apart)])
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}={value!r}: expected an int, at least 1")
+    known = {name: value for name, value in given.items() if value is not None}
+    if len(known) < 2:
+        raise ValueError(f"given {known or 'nothing'} and {ranks} ranks: expected two of {', '.join(given)}")
+    return _solved(known, ranks)
+
+
+def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
+    """List the axes whose ranks have batches of their own."""
+    names, shared = mesh.names(axis), ["pp", *(["tp"] if axis is None else [])]
+    shared = shared if apart is None else [] if apart == () else list(mesh.names(apart))
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis={axis!r}: an axis stands twice")
+    found = [name for name in names if name not in shared]
+    if axis is None and len(found) > 1:
+        raise ValueError(
+            f"the mesh has the axes {tuple(found)}: say which are data-parallel, axis={found[0]!r} or {tuple(found)}"
+        )
+    return found
+
+
+def _solved(known: dict[str, Any], ranks: int) -> BatchPlan:
+    shown = ", ".join([f"{name}={value}" for name, value in known.items()])
+    if "global_batch" not in known:
+        m, k = known["micro_batch"], known["accumulation"]
+        return BatchPlan(m * k * ranks, m, k, ranks)
+    total = known["global_batch"]
+    rest = known.get("micro_batch", 1) * known.get("accumulation", 1) * ranks
+    if len(known) == 3 and total != rest:
+        raise ValueError(
+            f"{shown} and {ranks} data-parallel ranks contradict one another: {known['micro_batch']} x "
+            f"{known['accumulation']} x {ranks} = {rest}, not {total}; leave one out to have it derived"
+        )
+    if total % rest:
+        missing = "accumulation" if "micro_batch" in known else "micro_batch"
+        raise ValueError(
+            f"{shown} and {ranks} data-parallel ranks: {total} is no multiple of {rest}, so there is no {missing}; the "
+            f"nearest global batches are {total // rest * rest or rest} and {(total // rest + 1) * rest}"
+        )
+    derived = total // rest
+    return BatchPlan(total, known.get("micro_batch", derived), known.get("accumulation", derived), ranks)

@@ -1,0 +1,265 @@
+"""Operations: all that is known of them, in one table; a row is an operation of aten, a column is a `OperationTraits`.
+
+The rows are named without namespace and overload. Torch is asked whether an operation is pointwise, a view or random,
+and how many FLOPs it takes: there are no columns for that.
+"""
+
+import enum
+import functools
+import operator
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fzero._torch import OneNode, OpOverload
+
+__all__ = [
+    "OPERATIONS",
+    "OperationTraits",
+    "copies",
+    "differs_by_rank",
+    "is_factory",
+    "is_known_cheap",
+    "is_linear",
+    "is_pointwise",
+    "is_random",
+    "is_view",
+    "is_viewing",
+    "lays_out",
+    "leaves_memory_as_it_is",
+    "name_of",
+    "title_of",
+]
+
+
+class OperationTraits(enum.Flag):
+    """What may be known of an operation.
+
+    Attributes:
+        CHEAP: it takes time in proportion to its bytes, so it may run wherever that suits memory.
+        FACTORY: it makes its result of sizes and numbers, or only casts, so it runs right before it is used.
+        BY_RANK: ranks that run one step may run it differently, as each cuts out, pads and copies its own shard.
+        LAYOUT: it only lays out or casts what it is given.
+        LINEAR: it lays out, scales or adds: of gradients it makes gradients.
+        EMPTY: it leaves its memory as it finds it, so another run gives other bytes.
+        VIEW: its result lies in its operand's memory, though torch does not call it a view.
+        COPIES: it only moves or fills memory; `fzero.profile` counts it as a copy.
+    """
+
+    NOTHING = 0
+    CHEAP = enum.auto()
+    FACTORY = enum.auto()
+    BY_RANK = enum.auto()
+    LAYOUT = enum.auto()
+    LINEAR = enum.auto()
+    EMPTY = enum.auto()
+    VIEW = enum.auto()
+    COPIES = enum.auto()
+
+
+CHEAP, FACTORY, BY_RANK, LAYOUT = (
+    OperationTraits.CHEAP,
+    OperationTraits.FACTORY,
+    OperationTraits.BY_RANK,
+    OperationTraits.LAYOUT,
+)
+LINEAR, EMPTY, VIEW, COPIES = (
+    OperationTraits.LINEAR,
+    OperationTraits.EMPTY,
+    OperationTraits.VIEW,
+    OperationTraits.COPIES,
+)
+
+OPERATIONS: dict[str, OperationTraits] = {
+    # constants
+    "full": CHEAP | FACTORY | BY_RANK | COPIES,
+    "full_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_full": CHEAP | FACTORY | BY_RANK | COPIES,
+    "zeros": CHEAP | FACTORY | BY_RANK | COPIES,
+    "zeros_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_zeros": CHEAP | FACTORY | BY_RANK | COPIES,
+    "ones": CHEAP | FACTORY | BY_RANK | COPIES,
+    "ones_like": CHEAP | FACTORY | BY_RANK | COPIES,
+    "new_ones": CHEAP | FACTORY | BY_RANK,
+    "arange": CHEAP | FACTORY | BY_RANK,
+    "eye": CHEAP | FACTORY | BY_RANK,
+    "scalar_tensor": CHEAP | FACTORY | BY_RANK,
+    "lift_fresh": CHEAP | FACTORY | BY_RANK,
+    "lift_fresh_copy": CHEAP | FACTORY | BY_RANK,
+    "empty": CHEAP | FACTORY | BY_RANK | EMPTY,
+    "empty_like": CHEAP | EMPTY,
+    "new_empty": CHEAP | BY_RANK | EMPTY,
+    # another dtype, another layout
+    "_to_copy": CHEAP | FACTORY | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "convert_element_type": CHEAP | FACTORY | BY_RANK | LAYOUT,
+    "clone": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "constant_pad_nd": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "contiguous": CHEAP | COPIES,
+    "_unsafe_view": VIEW,
+    "_reshape_alias": VIEW,
+    # from one memory to the other
+    "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
+    # cut and joined
+    "cat": CHEAP | BY_RANK | LINEAR | COPIES,
+    "stack": CHEAP | COPIES,
+    "slice": BY_RANK,
+    "packed": CHEAP | BY_RANK | LINEAR | COPIES,  # these two are fzero's (sharding/_flat.py)
+    "unpacked": VIEW,
+    "slice_scatter": CHEAP | COPIES,
+    "slice_backward": CHEAP,
+    "select_scatter": CHEAP,
+    "select_backward": CHEAP,
+    "diagonal_copy": CHEAP,
+    "tril": CHEAP,
+    "triu": CHEAP,
+    # looked up
+    "index": CHEAP,
+    "gather": CHEAP,
+    "embedding": CHEAP,
+    "bucketize": CHEAP,
+    "where": CHEAP,
+    # arithmetic; what torch tags as pointwise is cheap without a row
+    "add": LINEAR,
+    "div": LINEAR,
+    "mul": LINEAR,
+    "fill": CHEAP,
+    "gelu_backward": CHEAP,
+    # sums over dimensions, and what is made of them
+    "sum": CHEAP,
+    "mean": CHEAP,
+    "var": CHEAP,
+    "var_mean": CHEAP,
+    "amax": CHEAP,
+    "amin": CHEAP,
+    "argmax": CHEAP,
+    "any": CHEAP,
+    "all": CHEAP,
+    "linalg_vector_norm": CHEAP,
+    "_softmax": CHEAP,
+    "_log_softmax": CHEAP,
+    "_log_softmax_backward_data": CHEAP,
+    "native_layer_norm": CHEAP,
+    "native_layer_norm_backward": CHEAP,
+    "nll_loss_forward": CHEAP,
+    "nll_loss_backward": CHEAP,
+    # writes: in a graph only `copy_`, which donation adds; a profiler sees the others
+    "copy_": CHEAP | BY_RANK | COPIES,
+    "fill_": COPIES,
+    "zero_": COPIES,
+    "index_copy_": COPIES,
+    "_foreach_copy_": COPIES,
+    # copies of views: a profiler sees them
+    "view_copy": COPIES,
+    "expand_copy": COPIES,
+    "slice_copy": COPIES,
+    "as_strided_copy": COPIES,
+    "split_with_sizes_copy": COPIES,
+}
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
+    return _name(node.target)
+
+
+def title_of(node: Node) -> str:
+    """Return what a reader may call a node's operation: "aten.mm.default", "getitem", a function's name."""
+    target = node.target
+    return getattr(target, "__name__", "") if isinstance(target, FunctionType | BuiltinFunctionType) else str(target)
+
+
+def _name(operation: Any) -> str:
+    if isinstance(operation, OpOverload):
+        return operation.overloadpacket.__name__
+    return operation.__name__ if isinstance(operation, OneNode) else ""
+
+
+def _known(name: str) -> OperationTraits:
+    return OPERATIONS.get(name, OperationTraits.NOTHING)
+
+
+def _row(node: Node) -> OperationTraits:
+    return _row_of(node.target)
+
+
+def is_known_cheap(operation: OpOverload | OneNode) -> bool:
+    """Return whether the table calls an operation cheap, or torch calls it pointwise."""
+    if OperationTraits.CHEAP in _row_of(operation):
+        return True
+    return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
+
+
+def is_factory(node: Node) -> bool:
+    """Return whether a node makes its result of sizes and numbers, or only casts."""
+    return OperationTraits.FACTORY in _row(node)
+
+
+def differs_by_rank(node: Node) -> bool:
+    """Return whether ranks that run one step may differ in a node: a view, or a move of their own shards."""
+    return is_view(node) or OperationTraits.BY_RANK in _row(node)
+
+
+def lays_out(node: Node) -> bool:
+    """Return whether a node only lays out or casts what it is given."""
+    return is_view(node) or OperationTraits.LAYOUT in _row(node)
+
+
+def is_linear(node: Node) -> bool:
+    """Return whether a node only lays out, scales or adds what it is given."""
+    return is_view(node) or OperationTraits.LINEAR in _row(node)
+
+
+def leaves_memory_as_it_is(node: Node) -> bool:
+    """Return whether a node's result holds whatever its memory held before."""
+    return OperationTraits.EMPTY in _row(node)
+
+
+def copies(name: str) -> bool:
+    """Return whether an operation of this name only moves or fills memory."""
+    return OperationTraits.COPIES in _known(name)
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node computes nothing but a view, or takes an item of a tuple."""
+    return is_viewing(node.target)
+
+
+def is_viewing(operation: Any) -> bool:
+    """Return whether an operation computes nothing but a view, or takes an item of a tuple."""
+    return operation is operator.getitem or _makes_view(operation)
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
+    return isinstance(node.target, OpOverload) and _draws(node.target)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Return whether torch calls a node's operation pointwise."""
+    return isinstance(node.target, OpOverload) and _works_by_element(node.target)
+
+
+# Passes ask these of every node, time and again, and of operations there are few.
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_view(operation: Any) -> bool:
+    return (isinstance(operation, OpOverload) and operation.is_view) or OperationTraits.VIEW in _row_of(operation)
+
+
+@functools.lru_cache(maxsize=4096)
+def _draws(operation: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+@functools.lru_cache(maxsize=4096)
+def _works_by_element(operation: OpOverload) -> bool:
+    return torch.Tag.pointwise in operation.tags
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_of(operation: Any) -> OperationTraits:
+    return _known(_name(operation))

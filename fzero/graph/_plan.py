@@ -1,0 +1,125 @@
+"""plan: one rank's plan of a step, in a world of any size that need not be at hand."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fzero._tracebacks import api_boundary
+from fzero.graph._jit import Jitted, jit
+from fzero.graph._one_rank import Shape, absent, as_one_rank_holds
+from fzero.graph._step import step_of
+from fzero.graph.planning._cost import DEVICES, Device
+from fzero.graph.planning._plan import Plan
+from fzero.ranks import Mesh
+
+__all__ = ["plan"]
+
+
+@api_boundary
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    world_size: int | Mapping[str, int] | None = None,
+    device: str | Device | None = None,
+    rank: int | Mapping[str, int] = 0,
+    **kwargs: Any,
+) -> Plan:
+    """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
+
+    Args:
+        step: a sharded step, jitted or not, or any function that `fzero.jit` takes.
+        *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
+        world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
+            are cut anew for it, and so are leaves that an axis splits, such as experts. A rank's part of the batch
+            stays as large as it is.
+        device: "cuda" plans for a GPU that need not be at hand: without the buffers of a CPU's collectives, and by
+            the seconds of a data-centre GPU. By default the arguments' own; meta tensors are taken for a CPU's.
+        rank: whose plan it is: a rank of that world, or its places along axes, `{"pp": 3}`; 0 along those left out.
+            Ranks differ along the axis of a pipeline.
+        **kwargs: the step's arguments by name.
+
+    Returns:
+        A `Plan`: `print` it, `plot` it.
+
+    Raises:
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or is given for a function that has no mesh.
+            If an axis that splits leaves does not divide them. If `device` is unknown, or the world has no such rank.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(1e-3)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=4)
+        >>> step = fzero.shard(train_step, stage=3, mesh=mesh)
+        >>> with torch.device("meta"):
+        ...     params, batch = {"w": torch.zeros(4096, 4096)}, torch.zeros(16, 4096)
+        >>> params, opt_state = step.init(params, opt)
+        >>> plan = fzero.plan(step, params, opt_state, mesh.split(batch), world_size=1024)
+        >>> [(c.kind, c.bytes) for c in plan.collectives][:2]
+        [('all_gather', 67108864), ('all_reduce', 8)]
+        >>> plan.argument_bytes  # 3 x 64 MiB / 1024, a count, a quarter of the batch
+        262152
+    """
+    jitted = step if isinstance(step, Jitted) else jit(step)
+    jitted = jitted.untraced(device=_device_of(device)) if device is not None else jitted
+    asked = step_of(jitted.step)
+    mesh = asked.mesh
+    if mesh is None:
+        for name, given in (("world_size", world_size), ("rank", rank or None)):
+            if given is not None:
+                raise ValueError(f"{name}={given}: {jitted} has no mesh; shard it with fzero.shard first")
+        return jitted.plan(*args, **kwargs)
+    shape = _shape_of(mesh, world_size)
+    if jitted.device is not None:
+        jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
+    args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
+    return jitted.untraced(step=asked._on(absent(shape, _places(rank, shape)))).plan(*args, **kwargs)
+
+
+def _device_of(device: str | Device) -> Device:
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r}: expected one of {', '.join(map(repr, DEVICES))}")
+    return DEVICES[device]
+
+
+def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
+    if isinstance(world_size, int) and len(mesh.shape) > 1:
+        raise ValueError(
+            f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"{mesh.axis_names[0]}": 512}}'
+        )
+    if world_size is None:
+        return mesh.shape
+    asked = world_size if isinstance(world_size, Mapping) else {mesh.axis_names[0]: world_size}
+    sizes = {**dict(mesh.shape), **asked}
+    for name, size in sizes.items():
+        if name not in mesh.axis_names or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
+    return tuple(sizes.items())
+
+
+def _places(rank: int | Mapping[str, int], shape: Shape) -> Shape:
+    """Return the place of a rank along each axis of a world.
+
+    Raises:
+        ValueError: if the world has no such rank.
+    """
+    places = rank if isinstance(rank, Mapping) else _coordinates(rank, shape)
+    sizes = dict(shape)
+    for name, place in places.items():
+        if name not in sizes or not isinstance(place, int) or not 0 <= place < sizes[name]:
+            world = ", ".join([f"{n}={size}" for n, size in shape])
+            raise ValueError(f"rank={rank!r}: expected a rank of {world}, or places along these axes, counted from 0")
+    return tuple(places.items())
+
+
+def _coordinates(rank: int, shape: Shape) -> dict[str, int]:
+    places: dict[str, int] = {}
+    for name, size in reversed(shape):
+        rank, places[name] = divmod(rank, size)
+    first = shape[0][0]
+    return {**places, first: places[first] + rank * shape[0][1]}  # out of range where the rank is

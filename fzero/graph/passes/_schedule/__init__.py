@@ -1,1 +1,0 @@
-"""schedule: the order in which a graph runs, so that little is alive at any time."""

@@ -1,6 +1,0 @@
-"""Hugging Face: a folder of safetensors is read into any layout, and written from any, by ranges of bytes."""
-
-from fzero.hf._read import read
-from fzero.hf._write import write
-
-__all__ = ["read", "write"]

@@ -1,1 +1,0 @@
-"""A tree of parameters, made leaf by leaf."""

@@ -1,0 +1,23 @@
+"""What a run does: metrics, the time of a step by source line, and where a value stopped being finite."""
+
+from fzero.observe._lines import LineCost, Span
+from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard
+from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite
+from fzero.observe._profile import Cost, Profile, profile
+
+__all__ = [
+    "Cost",
+    "LineCost",
+    "MetricsLog",
+    "Nonfinite",
+    "Origin",
+    "Profile",
+    "Rows",
+    "Span",
+    "jsonl",
+    "log",
+    "nonfinite",
+    "profile",
+    "progress",
+    "tensorboard",
+]

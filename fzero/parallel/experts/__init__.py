@@ -1,0 +1,34 @@
+"""Mixtures of experts, as pure functions: the numbers do not depend on the mesh."""
+
+from fzero.parallel.experts import transformers
+from fzero.parallel.experts._dispatch import Order, Seats, combine, dispatch, seats, sort_rows, unsort_rows
+from fzero.parallel.experts._grouped import grouped_mm, grouped_outer
+from fzero.parallel.experts._layer import Linear, layer, split
+from fzero.parallel.experts._losses import balance_bias, balance_loss, load, stats, z_loss
+from fzero.parallel.experts._route import Routing, jitter, route
+from fzero.parallel.experts.transformers import use_differentiable
+
+__all__ = [
+    "Linear",
+    "Order",
+    "Routing",
+    "Seats",
+    "balance_bias",
+    "balance_loss",
+    "combine",
+    "dispatch",
+    "grouped_mm",
+    "grouped_outer",
+    "jitter",
+    "layer",
+    "load",
+    "route",
+    "seats",
+    "sort_rows",
+    "split",
+    "stats",
+    "transformers",
+    "unsort_rows",
+    "use_differentiable",
+    "z_loss",
+]

@@ -1,0 +1,241 @@
+"""Grouped products: rows that are sorted by expert, each expert's times its own matrix; and the transposes of that.
+
+An operation of our own, since torch's `grouped_mm` refuses float64, under stand-ins all dtypes but bfloat16, and maps
+over no offsets that differ by rank. Where torch's kernel serves, it is what the operation runs.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fzero._torch import allow_in_graph
+
+__all__ = ["grouped_mm", "grouped_outer"]
+
+# ---------------------------------------------------------------- the operations
+
+
+@torch.library.custom_op("fzero::grouped_mm", mutates_args=())
+def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    if _has_kernel(x, w):
+        y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=ends.to(torch.int32))
+        real = torch.arange(x.shape[0], device=x.device) < ends[-1]
+        return torch.where(real.unsqueeze(-1), y, 0)  # the kernel writes nothing behind the last end
+    y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], w[e], out=y[start:end])
+        start = end
+    return y
+
+
+@torch.library.custom_op("fzero::grouped_outer", mutates_args=())
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    if _has_kernel(x, y):
+        return torch.nn.functional.grouped_mm(_aligned(x).mT, _aligned(y), offs=ends.to(torch.int32))
+    out, start = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end].mT, y[start:end], out=out[e])
+        start = end
+    return out
+
+
+def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether torch's grouped kernel takes these: bfloat16, in rows of whole 16 bytes, and not empty."""
+    sizes = (x.shape[-1], y.shape[-1])
+    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size and size % 8 == 0 for size in sizes)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Copy what does not lie as the kernel wants it: in rows or columns that begin at whole 16 bytes.
+
+    A leaf of a gathered unit is a view into the unit's buffer, and may begin anywhere.
+    """
+    *outer, rows, columns = x.stride()
+    tight = (columns == 1 and rows >= x.shape[-1]) or (rows == 1 and columns >= x.shape[-2] and x.ndim == 3)
+    whole = all(stride % 8 == 0 for stride in (*outer, max(rows, columns))) and x.data_ptr() % 16 == 0
+    return x if tight and whole else x.clone(memory_format=torch.contiguous_format)
+
+
+@_mm.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@_outer.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
+@register_flop_formula([torch.ops.fzero.grouped_mm, torch.ops.fzero.grouped_outer])
+def _flops(x: Any, y: Any, ends: Any, likely: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count the products and additions of so many rows as there are likely to be: the others take no time."""
+    return 2 * likely * x[1] * y[-1]
+
+
+# ---------------------------------------------------------------- differentiable, and mapped
+
+
+class _GroupedMM(torch.autograd.Function):
+    """rows [r, d], weights [e, d, f], ends [e] -> [r, f]."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+        return _mm(x, w, ends, likely)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.likely = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w, ends = ctx.saved_tensors
+        likely = ctx.likely
+        return apply_mm(grad, w.mT, ends, likely), apply_outer(x, grad, ends, likely), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any, dw: Any, *others: Any) -> Any:
+        x, w, ends = ctx.saved_tensors
+        return _sum(apply_mm, x, w, dx, dw, ends, ctx.likely)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(apply_mm, info.batch_size, in_dims, args)
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """rows [r, d], rows [r, f], ends [e] -> [e, d, f]."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+        return _outer(x, y, ends, likely)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.likely = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y, ends = ctx.saved_tensors
+        likely = ctx.likely
+        return apply_mm(y, grad.mT, ends, likely), apply_mm(x, grad, ends, likely), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any, dy: Any, *others: Any) -> Any:
+        x, y, ends = ctx.saved_tensors
+        return _sum(apply_outer, x, y, dx, dy, ends, ctx.likely)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(apply_outer, info.batch_size, in_dims, args)
+
+
+def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, *rest: Any) -> torch.Tensor:
+    """Return the tangent of a bilinear map."""
+    if dx is None or dy is None:
+        return f(x, dy, *rest) if dx is None else f(dx, y, *rest)
+    return f(dx, y, *rest) + f(x, dy, *rest)
+
+
+def _one_by_one(f: Any, n: int, dims: Any, args: tuple[Any, ...]) -> Any:
+    """Map over n samples, such as simulated ranks: each has ends of its own."""
+    rows = [[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)] for i in range(n)]
+    return torch.stack([f(*row) for row in rows]), 0
+
+
+@allow_in_graph  # as collectives/_table.py has it
+def apply_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    """Do what `grouped_mm` does; a plan counts the work of `likely` rows."""
+    return _GroupedMM.apply(x, w, ends, likely)
+
+
+@allow_in_graph
+def apply_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
+    """Do what `grouped_outer` does; a plan counts the work of `likely` rows."""
+    return _GroupedOuter.apply(x, y, ends, likely)
+
+
+def grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, likely: int | None = None
+) -> torch.Tensor:
+    """Multiply rows that are sorted by expert by their expert's matrix.
+
+    Under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU bfloat16 has torch's kernel, which waits for
+    nothing. The other dtypes wait there for `ends`, so that they are for tests.
+
+    Args:
+        rows: `[r, d]`.
+        weights: `[e, d, f]`, of the rows' dtype.
+        ends: int64 `[e]`: where each expert's rows end; they begin where the expert's before end.
+        likely: how many rows there are before the last end if routing is even: a plan counts their work. By default r.
+
+    Returns:
+        `[r, f]`; zeros behind the last end. Its transposes are itself, of transposed matrices, and `grouped_outer`.
+
+    Raises:
+        TypeError: if the dtypes do not fit.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> rows, weights = torch.ones(3, 1), torch.tensor([[[10.0]], [[20.0]]])
+        >>> grouped_mm(rows, weights, torch.tensor([1, 3])).flatten()
+        tensor([10., 20., 20.])
+    """
+    _check_rows("rows", rows, ends)
+    shape = (len(ends), rows.shape[1])
+    if weights.ndim != 3 or weights.shape[:2] != shape:
+        raise ValueError(
+            f"weights has the shape {list(weights.shape)}: expected [{shape[0]}, {shape[1]}, columns], "
+            f"a matrix for each of the {shape[0]} experts that end in `ends`"
+        )
+    _check_dtypes("weights", weights, rows)
+    return apply_mm(rows, weights, ends, rows.shape[0] if likely is None else likely)
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sum, expert by expert, the outer products of rows: the gradient of `grouped_mm` by its matrices.
+
+    Args:
+        x: `[r, d]`, sorted by expert.
+        y: `[r, f]`, of the same dtype.
+        ends: int64 `[e]`: where each expert's rows end.
+
+    Returns:
+        `[e, d, f]`; zeros for an expert without rows.
+
+    Raises:
+        TypeError: if the dtypes do not fit.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 1)
+        >>> grouped_outer(x, y, torch.tensor([1, 3])).flatten()
+        tensor([1., 5.])
+    """
+    _check_rows("x", x, ends)
+    if y.ndim != 2 or y.shape[0] != x.shape[0]:
+        raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each of x's")
+    _check_dtypes("y", y, x)
+    return apply_outer(x, y, ends, x.shape[0])
+
+
+def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:
+    if rows.ndim != 2:
+        raise ValueError(f"{name} has the shape {list(rows.shape)}: expected [rows, columns]")
+    if not rows.is_floating_point():
+        raise TypeError(f"{name} is {rows.dtype}: expected a floating-point tensor")
+    if ends.ndim != 1 or not len(ends):
+        raise ValueError(f"ends has the shape {list(ends.shape)}: expected [experts], where each expert's rows end")
+    if ends.dtype != torch.int64:
+        raise TypeError(f"ends is {ends.dtype}: expected int64")
+
+
+def _check_dtypes(name: str, given: torch.Tensor, rows: torch.Tensor) -> None:
+    if given.dtype != rows.dtype:
+        raise TypeError(f"{name} is {given.dtype}, and the rows are {rows.dtype}: expected one dtype; cast either")

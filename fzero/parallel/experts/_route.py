@@ -1,0 +1,202 @@
+"""Routing: which experts a token goes to, and with which weights."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from fzero import random
+from fzero.axes import axis_index, data_axes, micro_batch
+
+__all__ = ["Routing", "check_floating", "check_routing", "given", "jitter", "route"]
+
+# What the functions here ask of their arguments.
+
+
+def given(x: Any) -> str:
+    """Say what an argument is: a tensor's dtype and shape, else the value."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+def check_floating(name: str, x: Any, expected: str) -> None:
+    """Check that an argument is a floating-point tensor.
+
+    Raises:
+        TypeError: if it is not. Names it, and says which shape was expected.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} is {given(x)}: expected a floating-point tensor {expected}")
+
+
+_TINY = 1e-20  # as DeepSeek-V3 has it: sigmoids of -104 and less are zeros in float32
+
+
+class Routing(NamedTuple):
+    """What a router has decided; `..` are the dimensions of the tokens, such as sequences and tokens.
+
+    Attributes:
+        experts: int64 `[.., k]`: each token's experts, the likeliest first; E for no expert.
+        gates: `[.., k]`: the weight of each.
+        probs: `[.., E]`: the scores of all experts.
+        logits: `[.., E]`: what the scores were made of.
+    """
+
+    experts: torch.Tensor
+    gates: torch.Tensor
+    probs: torch.Tensor
+    logits: torch.Tensor
+
+
+def check_routing(routing: Any) -> None:
+    """Check that an argument is a routing.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing is {given(routing)}: expected what fzero.parallel.experts.route returned")
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalise: bool = False,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+) -> Routing:
+    """Choose k experts for each token, by their scores.
+
+    It works in float32, or float64 if the logits are. A token with a nan among its logits goes to no expert and takes
+    nobody's seat. One of its gates is nan, and so is its output: nothing is hidden, and `fzero.observe.nonfinite` finds
+    where it began.
+
+    Args:
+        logits: `[.., E]`, floating-point.
+        k: how many experts a token goes to.
+        score: what makes scores of logits.
+        normalise: whether a token's gates are divided by their sum; gates that are all zero stay so.
+        scale: what the gates are multiplied by in the end.
+        bias: `[E]`, added to the scores for the choice alone and not for the gates; see `balance_bias`.
+        groups: `(n, most)`: the experts are n equal groups, such as machines, and a token's experts lie in the `most`
+            best of them. A group is as good as its two best experts together (DeepSeek-V3).
+
+    Returns:
+        A `Routing`. Experts of equal scores are taken in torch's order of `topk`.
+
+    Raises:
+        TypeError: if the logits or the bias are no floating-point tensor, or the scale is no number.
+        ValueError: if k is not between 1 and the number of experts that a token may choose from, or if `score`,
+            `bias` or `groups` do not fit.
+
+    Example:
+        >>> routing = route(torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), k=2, normalise=True)
+        >>> routing.experts
+        tensor([[[0, 2],
+                 [1, 2]]])
+        >>> routing.gates
+        tensor([[[0.7311, 0.2689],
+                 [0.8808, 0.1192]]])
+
+    References:
+        Shazeer et al.: Outrageously large neural networks, arXiv:1701.06538.
+        DeepSeek-AI: DeepSeek-V3, arXiv:2412.19437.
+    """
+    _check_scores(logits, score, scale, bias)
+    _check_choices(logits.shape[-1], k, groups)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probs = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
+    scores = probs.detach() if bias is None else probs.detach() + bias.detach()
+    if groups is not None:
+        scores = _in_best_groups(scores, *groups)
+    experts = scores.topk(k, -1).indices
+    gates = probs.gather(-1, experts)  # a nan is the largest score, so that a token that has one takes its gate
+    if normalise:
+        gates = gates / gates.sum(-1, keepdim=True).clamp(min=_TINY)
+    nowhere = probs.isnan().any(-1, keepdim=True)
+    return Routing(torch.where(nowhere, logits.shape[-1], experts), gates * scale, probs, logits)
+
+
+def _in_best_groups(scores: torch.Tensor, n: int, most: int) -> torch.Tensor:
+    """Set the scores of experts outside the best groups to -inf."""
+    of_groups = scores.unflatten(-1, (n, scores.shape[-1] // n))
+    best_two = of_groups.topk(min(2, of_groups.shape[-1]), -1).values.sum(-1)
+    kept = best_two.topk(most, -1).indices
+    is_kept = (kept.unsqueeze(-1) == torch.arange(n, device=scores.device)).any(-2)
+    return of_groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
+    if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or not logits.ndim:
+        raise TypeError(
+            f"logits is {given(logits)}: expected a floating-point tensor [.., experts], what the router computes"
+        )
+    count = logits.shape[-1]
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f'score={score!r}: expected "softmax" or "sigmoid"')
+    if not isinstance(scale, int | float | torch.Tensor):
+        raise TypeError(f"scale={scale!r}: expected a number, what the gates are multiplied by")
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+        what = f"bias is {given(bias)}" if isinstance(bias, torch.Tensor) else f"bias={bias!r}"
+        raise TypeError(f"{what}: expected a floating-point tensor [{count}], a number an expert")
+    if bias.shape != (count,):
+        raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{count}], a number an expert")
+
+
+def _check_choices(count: int, k: Any, groups: Any) -> None:
+    choices = count
+    if groups is not None:
+        pair = isinstance(groups, tuple | list) and len(groups) == 2 and all(isinstance(v, int) for v in groups)
+        n, most = groups if pair else (0, 0)
+        if n < 1 or count % n or not 1 <= most <= n:
+            raise ValueError(
+                f"groups={groups}: expected (n, most) where n divides the {count} experts, and most is 1 to n"
+            )
+        choices = count // n * most
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= choices:
+        raise ValueError(f"k={k!r}: expected 1 to {choices}, the number of experts that a token may choose from")
+
+
+def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Tensor:
+    """Multiply each element by a random number from 1 - amount to 1 + amount, as a router's input in training.
+
+    A sequence's numbers follow from the key and its place in the global batch. So they do not depend on the mesh, and
+    with one micro-batch they are those of unsharded training. Other micro-batches draw others.
+
+    Args:
+        x: `[sequences, ..]`, floating-point: this rank's part of the batch.
+        key: a key, the same on every rank: `fzero.random.key`.
+        amount: how far the numbers are from 1, at most.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        TypeError: if `key` is no key, or `x` not floating-point.
+        ValueError: if `amount` is not between 0 and 1.
+
+    Example:
+        >>> import fzero
+        >>> noisy = jitter(torch.ones(1, 2, 2), fzero.random.key(0), 0.5)
+        >>> bool((noisy >= 0.5).all() and (noisy <= 1.5).all())
+        True
+
+    References:
+        Fedus, Zoph, Shazeer: Switch transformers, arXiv:2101.03961.
+    """
+    if not 0 <= amount <= 1:
+        raise ValueError(f"amount={amount}: expected a number between 0 and 1")
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
+        raise TypeError(f"x is {given(x)}: expected a floating-point tensor [sequences, ..]")
+    key = random.fold_in(key, micro_batch()).to(x.device)
+    first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * x.shape[0]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def noise(sequence: torch.Tensor) -> torch.Tensor:
+        return random.uniform(random.fold_in(key, sequence), x.shape[1:], dtype)
+
+    drawn = torch.vmap(noise)(first + torch.arange(x.shape[0], device=x.device))
+    return (x * (1 + amount * (2 * drawn - 1))).to(x.dtype)

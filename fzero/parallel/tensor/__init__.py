@@ -1,0 +1,26 @@
+"""Tensor parallelism: layers of which each rank along an axis has a part, as pure functions and for modules."""
+
+from fzero.parallel.tensor._boundaries import cut, enter, join, leave
+from fzero.parallel.tensor._install import install
+from fzero.parallel.tensor._layers import Layers, layers, of_block, outside, split
+from fzero.parallel.tensor._linear import column, cross_entropy, embed, row
+from fzero.parallel.tensor._styles import divided, packed
+
+__all__ = [
+    "Layers",
+    "column",
+    "cross_entropy",
+    "cut",
+    "divided",
+    "embed",
+    "enter",
+    "install",
+    "join",
+    "layers",
+    "leave",
+    "of_block",
+    "outside",
+    "packed",
+    "row",
+    "split",
+]

@@ -1,0 +1,275 @@
+"""torch's dropouts, and attention with dropout, by key.
+
+Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
+NotImplemented to leave a call to torch.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import init
+
+from fzero.random import _draws
+
+__all__ = [
+    "alpha_dropout",
+    "attention",
+    "bernoulli",
+    "bernoulli_",
+    "dropout",
+    "exponential_",
+    "feature_alpha_dropout",
+    "feature_dropout",
+    "in_place",
+    "init_kaiming_uniform",
+    "init_normal",
+    "init_uniform",
+    "native_dropout",
+    "new",
+    "new_like",
+    "normal",
+    "normal_",
+    "randint",
+    "randint_like",
+    "randperm",
+    "rrelu",
+    "uniform_",
+]
+
+# torch's functions that make or fill random tensors, by key.
+#
+# Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
+# NotImplemented to leave a call to torch.
+
+
+Draw = Callable[[], torch.Tensor]
+
+
+# ---------------------------------------------------------------- new tensors
+
+
+def _real(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def _device(device: Any) -> Any:
+    return torch.empty(()).device if device is None else device  # Dynamo cannot trace torch.get_default_device()
+
+
+def _ready(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Tensor:
+    """Finish a new tensor; layout and pinned memory are left out."""
+    return x.requires_grad_() if requires_grad else x
+
+
+def _shape(size: tuple[Any, ...], options: dict[str, Any]) -> list[int]:
+    size = size or (options.pop("size"),)
+    return list(size[0] if len(size) == 1 and not isinstance(size[0], int | torch.SymInt) else size)
+
+
+def new(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Make torch.rand or torch.randn of a distribution."""
+
+    def make(draw: Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+        if out is not None or _real(dtype) not in _draws.BITS:
+            return NotImplemented
+        return _ready(f(draw(), _shape(size, options), _real(dtype), _device(device)), **options)
+
+    return make
+
+
+def new_like(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def make(draw: Draw, x: torch.Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+        dtype = dtype or x.dtype
+        if dtype not in _draws.BITS:
+            return NotImplemented
+        return _ready(f(draw(), x.shape, dtype, device or x.device), **options)
+
+    return make
+
+
+def randint(draw: Draw, *args: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if out is not None:
+        return NotImplemented
+    size = options.pop("size") if "size" in options else args[-1]
+    low, high = _bounds([x for x in args if isinstance(x, int)], options)
+    x = _draws.randint(draw(), low, high, size, _device(device))
+    return _ready(x.to(dtype or torch.int64), **options)
+
+
+def _bounds(numbers: list[int], options: dict[str, Any]) -> tuple[int, int]:
+    high = options.pop("high", None)
+    high = numbers.pop() if high is None else high
+    return (numbers[0] if numbers else options.pop("low", 0)), high
+
+
+def randint_like(draw: Draw, x: torch.Tensor, *args: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
+        return NotImplemented
+    low, high = _bounds(list(args), options)
+    return _ready(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
+
+
+def randperm(draw: Draw, n: int, *, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if out is not None:
+        return NotImplemented
+    x = _draws.permutation(draw(), n, _device(device))
+    return _ready(x.to(dtype or torch.int64), **options)
+
+
+def bernoulli(draw: Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **_: Any) -> Any:
+    if out is not None:
+        return NotImplemented
+    return _draws.bernoulli(draw(), x if p is None else p, x.shape, x.device).to(x.dtype)
+
+
+def normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any) -> Any:
+    if out is not None:
+        return NotImplemented
+    given = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+    if not given:
+        return mean + std * new(_draws.normal)(draw, size, **options)
+    shape = torch.broadcast_shapes(*[x.shape for x in given])
+    return mean + std * _draws.normal(draw(), shape, given[0].dtype, given[0].device)
+
+
+# ---------------------------------------------------------------- in place
+
+
+def uniform_(draw: Draw, x: torch.Tensor, *args: float, **options: Any) -> torch.Tensor:
+    low, high = *args, *[options.get("from", 0.0), options.get("to", 1.0)][len(args) :]
+    return x.copy_(low + (high - low) * _draws.uniform(draw(), x.shape, x.dtype, x.device))
+
+
+def normal_(draw: Draw, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+    return x.copy_(mean + std * _draws.normal(draw(), x.shape, x.dtype, x.device))
+
+
+def exponential_(draw: Draw, x: torch.Tensor, lambd: float = 1.0, **_: Any) -> torch.Tensor:
+    return x.copy_(_draws.exponential(draw(), x.shape, x.dtype, x.device) / lambd)
+
+
+def bernoulli_(draw: Draw, x: torch.Tensor, p: Any = 0.5, **_: Any) -> torch.Tensor:
+    return x.copy_(_draws.bernoulli(draw(), p, x.shape, x.device))
+
+
+def init_uniform(draw: Draw, tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, **_: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return uniform_(draw, tensor, a, b)
+
+
+def init_normal(draw: Draw, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return normal_(draw, tensor, mean, std)
+
+
+def init_kaiming_uniform(
+    draw: Draw,
+    tensor: torch.Tensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    **_: Any,
+) -> Any:
+    """Fill a weight [out, in, ...]. References: He et al.: Delving deep into rectifiers, 2015."""
+    if tensor.ndim < 2 or not tensor.numel():  # torch complains
+        return NotImplemented
+    fan = tensor.numel() // tensor.shape[0 if mode == "fan_in" else 1]
+    bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
+    return init_uniform(draw, tensor, -bound, bound)
+
+
+def dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+    return _draws.dropout(draw(), x, p) if train and p else x
+
+
+def feature_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+    """Drop whole features: of x [n, c, ...] each [...]."""
+    if not train or not p:
+        return x
+    return _draws.drop(x, _draws.keep(draw(), p, _features(x), x.device), p)
+
+
+def _features(x: torch.Tensor) -> list[int]:
+    return [*x.shape[:2], *[1] * (x.ndim - 2)]
+
+
+ALPHA = 1.7580993408473766  # of SELU: scale * alpha, by which its negative numbers are bounded
+
+
+def alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True, feature: bool = False) -> torch.Tensor:
+    """Set to SELU's lowest value, and scale and shift so that mean 0 and variance 1 stay.
+
+    References: Klambauer et al.: Self-normalizing neural networks, 2017.
+    """
+    if not train or not p:
+        return x
+    kept = _draws.keep(draw(), p, _features(x) if feature else x.shape, x.device)
+    if p == 1:
+        return torch.where(kept, x, 0.0)
+    a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
+    return torch.where(kept, x, -ALPHA) * a + ALPHA * a * p
+
+
+def feature_alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
+    return alpha_dropout(draw, x, p, train, feature=True)
+
+
+def native_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool | None) -> Any:
+    if train is False or not p:
+        return NotImplemented
+    kept = _draws.keep(draw(), p, x.shape, x.device)
+    return _draws.drop(x, kept, p), kept
+
+
+def in_place(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def write(draw: Draw, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = f(draw, x, *args, **kwargs)
+        return x if y is x else x.copy_(y)
+
+    return write
+
+
+def rrelu(
+    draw: Draw,
+    x: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    if not training:
+        return NotImplemented
+    slope = lower + (upper - lower) * _draws.uniform(draw(), x.shape, x.dtype, x.device)
+    return torch.where(x <= 0, x * slope, x)
+
+
+def attention(
+    draw: Draw,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attend by the definition in torch's documentation, with all weights [..., l, s] in memory."""
+    if not dropout_p or (is_causal and attn_mask is not None):  # torch's own is faster; the latter it refuses
+        return NotImplemented
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * root) @ (key * root).transpose(-2, -1)  # [..., l, s]
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        scores = torch.where(attn_mask, scores, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        nowhere = (scores == -math.inf).all(-1, keepdim=True)  # such a query gets 0
+        weights = torch.where(nowhere, 0.0, torch.softmax(torch.where(nowhere, 0.0, scores), -1))
+    return _draws.dropout(draw(), weights, dropout_p) @ value

@@ -1,0 +1,405 @@
+"""Mesh: named axes of ranks, in one process (a simulation) or many."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fzero import tree
+from fzero._notice import see
+from fzero._tracebacks import api_boundary, api_boundary_with
+from fzero.axes import Axis, AxisName
+from fzero.ranks._launch import TIMEOUT, check_device, check_timeout, join, world_at_hand
+from fzero.ranks._spmd import Spmd, check_stacked
+from fzero.sharding import PerRank, is_box
+
+__all__ = ["Mesh", "check_axes", "filled", "mesh"]
+
+# The sizes of a mesh's axes: those that are said, and the one that is what is left of the world.
+
+
+Shape = tuple[tuple[str, int], ...]
+
+
+def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
+    """Check what can be checked of a mesh's axes whatever the world is.
+
+    Raises:
+        ValueError: if there is no axis, one has no name of its own, several are -1, or `alone` fills none.
+        TypeError: if a size is no int.
+    """
+    if not axes:
+        raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
+    for name, size in axes.items():
+        if not name.isidentifier():  # groups of several axes have names with commas
+            raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
+        if not isinstance(size, int) or isinstance(size, bool):
+            near = get_close_matches(name, ("simulate", "alone", "device", "timeout"), 1)
+            hint = f"; did you mean {near[0]}= by {name}=?" if near else ""
+            raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
+        if size < 1 and size != -1:
+            raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can be what is left of the world")
+    if alone is None:
+        return
+    if not isinstance(alone, int) or isinstance(alone, bool):
+        raise TypeError(f"alone={alone!r}: expected an int, the number of ranks to simulate when there is no world")
+    if alone < 1:
+        raise ValueError(f"alone={alone}: expected at least one rank to simulate")
+    if not open_axes:
+        said, first = _said(axes), next(iter(axes))
+        raise ValueError(f"{said}, alone={alone}, and no axis is -1 to be filled: say {first}=-1, or leave out alone")
+
+
+def filled(axes: Mapping[str, int], world: int | None, alone: int | None) -> Shape:
+    """Fill in the size that is -1.
+
+    Args:
+        axes: the sizes, as `check_axes` lets them pass.
+        world: the number of processes; None in a simulation.
+        alone: the number of ranks of a simulation; None for as many as the other sizes make.
+
+    Raises:
+        ValueError: if the mesh would not have as many ranks as there are.
+    """
+    given = math.prod([size for size in axes.values() if size != -1])
+    ranks = (alone or given) if world is None else world
+    shape = tuple([(name, max(ranks // given, 1) if size == -1 else size) for name, size in axes.items()])
+    product = math.prod([size for _, size in shape])
+    if world is not None and product != world:
+        raise ValueError(f"{_said(axes)}, and the world has {_processes(world)}: {_advice(axes, world, product)}")
+    if alone is not None and world is None and product != alone:
+        raise ValueError(f"{_said(axes)}, alone={alone}: {alone} does not divide by {given}")
+    return shape
+
+
+def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
+    given = math.prod([size for size in axes.values() if size != -1])
+    if -1 in axes.values():
+        return f"{world} does not divide by {given}"
+    rest = "the whole world" if len(axes) == 1 else "what is left of the world"
+    return f"launch with torchrun --nproc-per-node {product}, or say {next(iter(axes))}=-1 for {rest}"
+
+
+def _processes(world: int) -> str:
+    return f"{world} process{'es' * (world != 1)}"
+
+
+def _said(axes: Mapping[str, int]) -> str:
+    return ", ".join([f"{name}={size}" for name, size in axes.items()])
+
+
+SIMULATIONS = ("vmap", "lockstep")
+
+
+@api_boundary_with("Give each axis a name: fzero.mesh(dp=4)")
+def mesh(
+    *,
+    simulate: bool | Literal["vmap", "lockstep"] | None = None,
+    alone: int | None = None,
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    **axes: int,
+) -> "Mesh":
+    """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
+
+    Under torchrun, or Slurm's srun, the ranks are its processes, bound through a `torch.distributed.DeviceMesh` (gloo
+    on a CPU, nccl on a GPU), the first axis the slowest. Alone they are simulated in this process.
+
+    Args:
+        simulate: "vmap" (or True) for ranks as a batch dimension, even under torchrun: fast, and can be compiled.
+            "lockstep" for ranks as threads that take turns: runs any Python, and a debugger. False for an error when
+            there is no world. By default a world is used if there is one, else "vmap".
+        alone: the number of ranks to simulate when there is no world: `mesh(dp=-1, alone=4)` is the processes of
+            torchrun, else four simulated ranks.
+        device: "cpu" or "cuda"; by default "cuda" where there is one. Only a distributed mesh uses it.
+        timeout: how long to wait for the world's other processes, in seconds.
+        **axes: the size of each axis; -1, for one of them, means what is left of the world (when alone, of the ranks
+            that `alone` says, else 1).
+
+    Raises:
+        ValueError: if the size of the mesh is not the world's, a size is below 1, or `alone` does not divide. Also if
+            the name of an axis is no Python name, there is no such device, or the timeout is not above 0.
+        TypeError: if a size, `alone` or the timeout is no number.
+        RuntimeError: if a process of the world does not arrive in time (names it), or was forked from a rank.
+
+    Example:
+        >>> mesh(dp=2, tp=2)
+        Mesh(dp=2, tp=2, simulated)
+        >>> mesh(dp=-1, tp=2, alone=8)  # the same under torchrun with 8 processes, and there dp is what is left
+        Mesh(dp=4, tp=2, simulated)
+    """
+    check_axes(axes, alone)
+    check_timeout(timeout)
+    check_device(device)
+    if simulate not in (None, True, False, *SIMULATIONS):
+        raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
+    if simulate is False and alone is not None:
+        raise ValueError(f"simulate=False and alone={alone} contradict one another: leave one out")
+    world = world_at_hand()
+    if simulate is False and world is None:
+        raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
+    if simulate or world is None:
+        return Mesh(filled(axes, None, alone), simulation="lockstep" if simulate == "lockstep" else "vmap")
+    shape = filled(axes, world.size, alone)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    join(world, kind, timeout)
+    names, sizes = zip(*shape, strict=True)
+    device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+    return Mesh(shape, device_mesh, _joint_groups(device_mesh))
+
+
+def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
+    """Make a process group for each product of several axes, so that it takes one collective: `("dp,ep", group)`.
+
+    All processes make all groups, in one order.
+    """
+    names, ranks = device_mesh.mesh_dim_names or (), device_mesh.mesh
+    found = []
+    for k in range(2, len(names) + 1):
+        for chosen in combinations(range(len(names)), k):
+            rest = [i for i in range(len(names)) if i not in chosen]
+            rows = ranks.permute(*rest, *chosen).reshape(-1, math.prod([ranks.shape[i] for i in chosen]))
+            group: Any = torch.distributed.new_subgroups_by_enumeration(rows.tolist())[0]
+            found.append((",".join(names[i] for i in chosen), group.group_name))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes of ranks. Make one with `fzero.mesh`.
+
+    Attributes:
+        shape: the name and size of each axis, the first the slowest.
+        device_mesh: the processes, or None in a simulation.
+        joint: in a distributed mesh of several axes, the process group of each product of them.
+        simulation: how ranks are simulated: "vmap" or "lockstep".
+    """
+
+    shape: tuple[tuple[str, int], ...]
+    device_mesh: Any = None
+    joint: tuple[tuple[str, str], ...] = ()
+    simulation: str = "vmap"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple([name for name, _ in self.shape])
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod([size for _, size in self.shape])
+
+    @property
+    def simulated(self) -> bool:
+        """Whether all ranks live in this process."""
+        return self.device_mesh is None
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the ranks are processes that can communicate: neither a simulation nor a plan's stand-ins."""
+        return isinstance(self.device_mesh, DeviceMesh)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 in a simulation, so that `if mesh.rank == 0: print(...)` runs everywhere.
+
+        Call steps and `step.gather` on all ranks, outside such a branch.
+        """
+        return 0 if self.device_mesh is None else self.index(self.axis_names)
+
+    def index(self, axis: AxisName, rank: int | None = None) -> int:
+        """Return a rank's place along an axis, or along several, the first the slowest; by default this process's."""
+        names = self.names(axis)
+        if rank is None and self.device_mesh is not None:
+            places = {name: self.device_mesh.get_local_rank(name) for name in names}
+        else:
+            places = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
+        place, sizes = 0, dict(self.shape)
+        for name in names:
+            place = place * sizes[name] + places[name]
+        return place
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's place along each axis."""
+        places: list[int] = []
+        for _, size in reversed(self.shape):
+            rank, place = divmod(rank, size)
+            places.insert(0, place)
+        return tuple(places)
+
+    def names(self, axis: AxisName) -> tuple[str, ...]:
+        """List the axes that `axis` names; all, if it is None.
+
+        Raises:
+            ValueError: if it names none, or one that the mesh does not have.
+            TypeError: if it is neither a string nor several.
+        """
+        if axis is not None and not isinstance(axis, str | tuple | list):
+            raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
+        names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if not names:
+            said = "leave it out to mean all; a batch that all ranks share is given as it is"
+            raise ValueError(f"axis={axis!r} names no axis of {self!r}: {said}")
+        for name in names:
+            if name not in self.axis_names:
+                raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
+        return names
+
+    def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """List this process's axes, and those that stand for several."""
+        alone = [
+            Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i))
+            for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
+        ]
+        several, sizes = [], dict(self.shape)
+        for name, group in self.joint:
+            names = tuple(name.split(","))
+            i = self.index(names)
+            several.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
+        return tuple(alone), tuple(several)
+
+    def groups(self) -> dict[str, str]:
+        """Return the axis of each process group that this rank is in, by the group's name; none in a simulation."""
+        return {} if self.simulated else {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
+
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Return this rank's place in each process group that it is in, by the group's name; none in a simulation."""
+        return () if self.simulated else tuple([(a.group, a.rank) for axes in self.bound_axes() for a in axes])
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.shape)
+        simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
+        place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        return f"Mesh({axes}, {place})"
+
+    @api_boundary
+    def split(self, batch: Any, axis: AxisName = None) -> PerRank:
+        """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
+
+        Args:
+            batch: a tree of tensors `[N b, ...]`, the same on every process.
+            axis: the axes whose N ranks get parts of their own; by default all. Ranks along others get the same
+                part: `mesh.split(batch, "dp")` where an axis "tp" computes one loss together.
+
+        Returns:
+            A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
+
+        Raises:
+            ValueError: if a leaf does not divide by N, or has no dimension. The message names it.
+            TypeError: if a leaf is no tensor.
+
+        Example:
+            >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
+            PerRank({'x': 'torch.float32 [2, 3, 3]'})
+        """
+        names = self.names(axis)
+        n, mine = self._ranks(names), self.index(names)
+
+        def part(path: str, x: Any) -> torch.Tensor:
+            _check_tensor("batch", path, x)
+            if x.ndim == 0 or x.shape[0] % n:
+                raise ValueError(
+                    f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must divide by the {n} ranks of {self!r}; "
+                    f"drop or pad the last batch{see('shapes-that-change')}"
+                )
+            stacked = x.unflatten(0, (n, x.shape[0] // n))
+            return stacked if self.simulated else stacked[mine]
+
+        return PerRank(tree.map_with_path(part, batch, is_box), self._varying(names))
+
+    def _ranks(self, names: tuple[str, ...]) -> int:
+        return math.prod([dict(self.shape)[name] for name in names])
+
+    def _varying(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the axes for a box: None for all. A simulation stacks along the axes in the mesh's order."""
+        ordered = tuple([name for name in self.axis_names if name in names])
+        if ordered != names:
+            raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
+        return None if ordered == self.axis_names else ordered
+
+    @api_boundary
+    def local(self, batch: Any, axis: AxisName = None) -> PerRank:
+        """Wrap what each rank loaded itself.
+
+        Args:
+            batch: a tree of this rank's tensors; in a simulation of all ranks' tensors, stacked: `[N, ...]`. Or a
+                function `rank -> tree`, which is called for this process's rank, or in a simulation for each.
+            axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the place along
+                them.
+
+        Returns:
+            A `PerRank` of it.
+
+        Raises:
+            ValueError: if, in a simulation, a leaf's dimension 0 is not N.
+            TypeError: if a leaf is no tensor.
+
+        Example:
+            >>> mesh(dp=3).local(lambda rank: torch.tensor(rank)).value
+            tensor([0, 1, 2])
+        """
+        names = self.names(axis)
+        varying = self._varying(names)
+        if callable(batch):
+            ranks = range(self._ranks(names)) if self.simulated else [self.index(names)]
+            parts = [batch(r) for r in ranks]
+            batch = _stack(parts) if self.simulated else parts[0]
+
+        def check(path: str, x: Any) -> torch.Tensor:
+            _check_tensor("batch", path, x)
+            if self.simulated:
+                check_stacked(x, f"batch leaf {path!r}", self, names)
+            return x
+
+        return PerRank(tree.map_with_path(check, batch, is_box), varying)
+
+    def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """Run a rank program on every rank: JAX's shard_map, with layouts that travel with the values.
+
+        Args:
+            program: what each rank runs. A `PerRank` argument arrives unwrapped, a `Shard` holds the rank's own
+                piece, a plain tensor is the same on all ranks.
+
+        Returns:
+            A function of the same arguments. A result that differs by rank must be returned as `PerRank` or in
+            a `Shard`; a plain result is replicated, and in a simulation that is checked.
+
+        Raises:
+            ValueError: when called, if a plain result differs by rank (simulation), or a box has not N pieces.
+
+        Example:
+            >>> import fzero
+            >>> m = mesh(dp=2)
+            >>> m.spmd(lambda x: fzero.collectives.pmean(x.sum()))(m.split(torch.arange(4.0)))
+            tensor(3.)
+        """
+        return Spmd(self, program)
+
+
+def _check_tensor(what: str, path: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{tree.place(what, path)} is {x!r}: what differs by rank must be a tensor")
+
+
+def _stack(parts: list[Any]) -> Any:
+    """Stack the ranks' trees leaf by leaf."""
+    columns = [tree.leaves_up_to(parts[0], part) for part in parts]
+    paths, _, structure = tree.flatten_with_paths(parts[0])
+    for path, *xs in zip(paths, *columns, strict=True):
+        for rank, x in enumerate(xs):
+            _check_tensor(f"rank {rank}'s batch", path, x)
+            if tree.show(x) != tree.show(xs[0]):
+                raise ValueError(
+                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, and rank 0's is {tree.show(xs[0])}: "
+                    f"all ranks hold tensors of one shape; pad or drop the rest{see('shapes-that-change')}"
+                )
+    return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])

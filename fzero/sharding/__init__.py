@@ -1,0 +1,92 @@
+"""Sharding: how a tree is cut into units, and the boxes that hold the shards."""
+
+from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, give_up, is_box, own_values
+from fzero.sharding._flat import elements, packed, packed_by_copies, put_elements, unpack
+from fzero.sharding._layouts import Layouts, layouts
+from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_number, assignment_of
+from fzero.sharding._pieces import concatenated, host_elements, in_pieces, lifted, map_spaces, on_device, spaces
+from fzero.sharding._rows import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
+from fzero.sharding._segments import abstract, check_on_device, global_norm, per_leaf, segment_ids, without_padding
+from fzero.sharding._spec import (
+    Spec,
+    Split,
+    check_cut_for,
+    facts,
+    intern,
+    intern_parts,
+    on_host,
+    on_mesh,
+    spec_of,
+    unit_axes,
+    unit_index,
+    with_cast,
+)
+from fzero.sharding._stacked import item_of, own_path, prefix_of, stacked_of
+from fzero.sharding._unit_policies import UnitPolicy, UnitRow, by_granularity, by_size
+from fzero.sharding._units import CutUnit, assign, cut_units, default_units, map_units, put, wanted_axes
+
+__all__ = [
+    "CutUnit",
+    "Layouts",
+    "Matrix",
+    "OwnerAssignment",
+    "PerRank",
+    "Shard",
+    "Slot",
+    "Spec",
+    "Split",
+    "UnitPolicy",
+    "UnitRow",
+    "abstract",
+    "apply_over_unit_axes",
+    "apply_to_unit",
+    "assign",
+    "assignment_number",
+    "assignment_of",
+    "axes_of",
+    "box_of",
+    "by_granularity",
+    "by_size",
+    "check_cut_for",
+    "check_on_device",
+    "concatenated",
+    "cut_units",
+    "default_units",
+    "elements",
+    "facts",
+    "gather_flat",
+    "gather_unit",
+    "give_up",
+    "global_norm",
+    "host_elements",
+    "in_pieces",
+    "intern",
+    "intern_parts",
+    "is_box",
+    "item_of",
+    "layouts",
+    "lifted",
+    "map_spaces",
+    "map_units",
+    "on_device",
+    "on_host",
+    "on_mesh",
+    "own_path",
+    "own_values",
+    "packed",
+    "packed_by_copies",
+    "per_leaf",
+    "prefix_of",
+    "put",
+    "put_elements",
+    "segment_ids",
+    "spaces",
+    "spec_of",
+    "stacked_of",
+    "unit_axes",
+    "unit_index",
+    "unpack",
+    "wanted_axes",
+    "with_cast",
+    "without_padding",
+]

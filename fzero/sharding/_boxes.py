@@ -1,0 +1,306 @@
+"""The boxes that hold the pieces of a tree, and travel with it: layouts are never guessed from shapes.
+
+Cutting a tree keeps its structure. A unit's first leaf becomes a `Shard`, the box of the rank's piece. Each other leaf
+becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
+each shard once, and `tree["generator"]` still works.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._donated import DonatedError, message
+from fzero._torch import register_box
+from fzero._torch.levels import Written, written
+from fzero.sharding._spec import Spec, facts, intern, spec_of
+from fzero.tree import is_box
+
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box", "own_values"]
+
+
+class _Box:
+    """A pytree node that a plain torch function or an operator must not take for a tensor."""
+
+    __slots__ = ()
+    is_box = True
+    hint = (
+        "differentiate the function with fzero.value_and_grad, which gathers its boxes, or call fzero.gather(tree) "
+        "inside the rank program (step.gather(tree) outside)"
+    )
+
+    def describe(self) -> str:
+        """Return all that tells this box from another, for messages."""
+        return repr(self)
+
+    def whole_numel(self) -> int:
+        """Count the elements that it stands for in its tree: for those of a unit, its first place counts all."""
+        return 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        box = next((x for x in tree.flatten([args, kwargs], is_box)[0] if isinstance(x, cls)), None)
+        _refuse(box, f"torch's {getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "donated":
+            _check_kept(self)
+        if hasattr(torch.Tensor, name) and not name.startswith("__"):
+            raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+def _check_kept(box: Any) -> None:
+    """Check that a box was not donated."""
+    if hasattr(box, "donated"):
+        raise DonatedError(message(box.donated))
+
+
+def _refuse(box: Any, what: str) -> Any:
+    _check_kept(box)
+    raise TypeError(f"{what} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
+
+
+def _refusing(name: str) -> Any:
+    return lambda self, *args: _refuse(self, f"the operator {name}")
+
+
+# torch takes a TypeError of __torch_function__ for "not implemented here", and asks the other operand
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
+    setattr(_Box, f"__r{_name}__", _refusing(_name))
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(_Box, f"__{_name}__", _refusing(_name))
+
+
+class _ShardedLeaf(_Box):
+    """The place of a cut leaf, which answers for the leaf as it was before it was cut, as torch's DTensor does."""
+
+    __slots__ = ()
+    index = 0  # of the leaf in its unit
+
+    @property
+    def spec(self) -> Spec:
+        """How the unit is cut."""
+        return spec_of(self.uid)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole leaf at this place."""
+        _check_kept(self)
+        return torch.Size(self.spec.whole_shapes[self.index])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the whole leaf."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameter at this place."""
+        _check_kept(self)
+        return self.spec.dtype
+
+    def numel(self) -> int:
+        """Count the elements of the whole leaf."""
+        return self.shape.numel()
+
+
+class _Origin(NamedTuple):
+    """The whole leaves that a shard was cut from, and what an in-place write into the shard would change."""
+
+    leaves: tuple[torch.Tensor, ...]
+    written: Written | None  # None while Dynamo traces, which cannot ask
+
+
+class Shard(_ShardedLeaf):
+    """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
+
+    It stands at the place of the unit's first leaf, and answers `shape`, `dtype`, `device` and `numel()` for that leaf.
+
+    Attributes:
+        data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
+            the ranks' shards stacked: `[N, k]`, N ranks along `axes`. Of a shard of two pieces, one on the device and
+            one on the host (`optim.offload`), a tuple of both.
+        uid: the interned `spec`.
+        origin: the whole leaves that `partition` cut, as long as `data` is their part; else None. Flattening drops
+            it, and writing into `data` in place does, so any changed box has forgotten it.
+
+    Example:
+        >>> import fzero, torch
+        >>> boxes = fzero.mesh(dp=2).spmd(fzero.partition)({"w": torch.arange(3.0)})
+        >>> boxes["w"]
+        Shard('w', float32 [3], 2 of 3 elements, dp=2)
+        >>> boxes["w"].data
+        tensor([[0., 1.],
+                [2., 0.]])
+    """
+
+    __slots__ = ("_origin", "data", "donated", "uid")
+
+    def __init__(self, data: Any, uid: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.data = data
+        self.uid = uid
+        self._origin = None if origin is None else _Origin(origin, _written(data))
+
+    @property
+    def origin(self) -> tuple[torch.Tensor, ...] | None:
+        """The whole leaves that `partition` cut, as long as `data` is their part; else None."""
+        if self._origin is None or self._origin.written != _written(self.data):
+            return None
+        return self._origin.leaves
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What it holds for each of its spec's pieces: nearly always one tensor, `data`."""
+        return self.data if len(facts(self.uid).pieces) > 1 else (self.data,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements, which for moments may be another than the parameter's."""
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the elements are; of a shard of two pieces the first ones."""
+        return self.parts[0].device
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
+        return facts(self.uid).varies
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        if hasattr(self, "donated"):
+            return f"Shard({spec.unit!r}, donated)"
+        axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
+        axes += [f"part of {s.axis}={s.size}" for s in spec.split]
+        axes += [f"{p.stop - p.start} on the host" for p in spec.pieces if p.space == "host"]
+        leaf = _in_words(spec.whole_shapes[0], self.dtype)
+        return f"Shard({spec.unit!r}, {', '.join([leaf, f'{spec.shard_numel} of {spec.numel} elements', *axes])})"
+
+    def whole_numel(self) -> int:
+        """Count the elements of the unit's whole leaves."""
+        _check_kept(self)
+        return sum(torch.Size(shape).numel() for shape in self.spec.whole_shapes)
+
+    def describe(self) -> str:
+        """Return all that tells this shard from another, for messages."""
+        return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduced}"
+
+    def __reduce__(self) -> Any:
+        return _restore_shard, (self.data, self.spec)
+
+
+def _written(data: torch.Tensor) -> Written | None:
+    return None if torch.compiler.is_dynamo_compiling() else written(data)
+
+
+def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
+    """Take a donated box's value away, so that reading it raises `DonatedError`."""
+    if hasattr(box, "donated"):  # it was in two places
+        return
+    if isinstance(box, Shard):
+        del box.data
+        box._origin = None
+    elif isinstance(box, PerRank):
+        del box.value
+    box.donated = note
+
+
+class Slot(_ShardedLeaf):
+    """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
+
+    __slots__ = ("donated", "index", "uid")
+
+    def __init__(self, uid: int, index: int) -> None:
+        self.uid = uid
+        self.index = index
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        if hasattr(self, "donated"):
+            return f"Slot({spec.unit!r}, {self.index}, donated)"
+        return f"Slot({spec.unit!r}, {self.index}, {_in_words(spec.whole_shapes[self.index], spec.dtype)})"
+
+    def __reduce__(self) -> Any:
+        return _restore_slot, (self.spec, self.index)
+
+
+class PerRank(_Box):
+    """A value that differs by rank, such as a rank's part of the batch: a pytree node.
+
+    Inside a rank program an argument that is PerRank arrives unwrapped, and a result that differs by rank must be
+    wrapped. A plain tensor is always replicated.
+
+    Attributes:
+        value: a tree of tensors: this rank's own; outside the rank program, in a simulation, all ranks', stacked:
+            `[N, ...]`.
+        axes: the axes along which it differs; None for all axes of the mesh. Along others it is replicated.
+
+    Example:
+        >>> import fzero
+        >>> fzero.mesh(dp=2).split(torch.arange(4)).value
+        tensor([[0, 1],
+                [2, 3]])
+    """
+
+    __slots__ = ("axes", "donated", "value")
+    hint = "pass it to a sharded step or to a function made by mesh.spmd, where it arrives unwrapped"
+
+    def __init__(self, value: Any, axes: str | tuple[str, ...] | None = None) -> None:
+        self.value = value
+        self.axes = (axes,) if isinstance(axes, str) else axes
+
+    def whole_numel(self) -> int:
+        """Count the elements of its value."""
+        return tree.numel(self.value)
+
+    def __repr__(self) -> str:
+        shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
+        return f"PerRank({shown}{'' if self.axes is None else f', {self.axes}'})"
+
+
+def _in_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _restore_shard(data: Any, spec: Spec) -> Shard:
+    return Shard(data, intern(spec))
+
+
+def box_of(uid: int, parts: Sequence[Any]) -> Shard:
+    """Return a unit's box, given what it holds for each of the spec's pieces."""
+    return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)
+
+
+def _restore_slot(spec: Spec, index: int) -> Slot:
+    return Slot(intern(spec), index)
+
+
+register_box(Shard, lambda box: (box.parts, box.uid), box_of)
+register_box(Slot, lambda slot: ((), (slot.uid, slot.index)), lambda static, _: Slot(static[0], static[1]))
+register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, children: PerRank(children[0], axes))
+
+
+def own_values(values: Any) -> Any:
+    """Replace each `PerRank` box of a tree by its value, as a rank program is given its arguments."""
+
+    def is_per_rank(x: Any) -> bool:
+        return isinstance(x, PerRank)
+
+    return tree.map(lambda x: x.value if is_per_rank(x) else x, values, is_leaf=is_per_rank)
+
+
+def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List for each leaf the axes along which it differs by rank, in the mesh's order; none for plain leaves."""
+    found: list[tuple[str, ...]] = []
+    for x in tree.flatten(values, is_box)[0]:
+        axes = x.axes if isinstance(x, Shard | PerRank) else ()
+        if isinstance(x, PerRank) and axes is not None and (not axes or any(a not in mesh_axes for a in axes)):
+            raise ValueError(f"{x!r} differs along {axes}: expected some of the mesh's axes, {mesh_axes}")
+        axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
+        found += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
+    return found

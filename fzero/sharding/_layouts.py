@@ -1,0 +1,96 @@
+"""layouts: how each leaf of a tree lies, as a table."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._notebook import as_text
+from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
+from fzero.sharding._spec import Split
+from fzero.sharding._stacked import item_of
+
+__all__ = ["Layouts", "LeafLayout", "layouts"]
+
+
+class LeafLayout(NamedTuple):
+    """How a leaf lies.
+
+    Attributes:
+        path: of the leaf in the tree.
+        shape: of the whole leaf; of a PerRank of what is held here.
+        dtype: of its elements.
+        where: such as "replicated", or "unit 'blocks.0' over dp=4, 18 of 72 elements".
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    where: str
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of a tree's leaves, made by `fzero.sharding.layouts`. Print it, or let a notebook show it."""
+
+    leaves: tuple[LeafLayout, ...]
+
+    def __str__(self) -> str:
+        rows = [(x.path or "(the tree)", _words(x), x.where) for x in self.leaves]
+        wide = [max([len(row[i]) for row in rows], default=0) for i in range(2)]
+        return "\n".join([f"{path:<{wide[0]}}  {leaf:<{wide[1]}}  {where}" for path, leaf, where in rows])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return as_text(str(self))
+
+
+def layouts(values: Any) -> Layouts:
+    """Say how each leaf of a tree lies: replicated, cut into units over axes, or different by rank.
+
+    Args:
+        values: a tree of plain tensors and boxes, such as parameters or an optimizer state.
+
+    Example:
+        >>> import fzero, torch
+        >>> mesh = fzero.mesh(dp=2)
+        >>> cut = mesh.spmd(fzero.partition)({"block": {"w": torch.ones(4, 2), "b": torch.ones(3)}})
+        >>> fzero.sharding.layouts({**cut, "step": torch.tensor(1)})
+        block.w  float32 [4, 2]  unit 'block' over dp=2: 6 of 11 elements
+        block.b  float32 [3]     in unit 'block'
+        step     int64 []        replicated
+    """
+    paths, entries, _ = tree.flatten_with_paths(values, is_box)
+    found: list[LeafLayout] = []
+    for path, x in zip(paths, entries, strict=True):
+        if isinstance(x, Shard):
+            spec = x.spec
+            axes = ", ".join([f"{name}={size}" for name, size in spec.mesh]) or "no axis"
+            parts = "".join([f", {_split(s, spec.paths[0])}" for s in spec.split])
+            host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
+            where = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
+            where += f", {host} of them on the host" if host else ""
+            found.append(LeafLayout(path, tuple(x.shape), x.dtype, where))
+        elif isinstance(x, Slot):
+            found.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
+        elif isinstance(x, PerRank):
+            where = "differs by rank" + (f" along {', '.join(x.axes)}" if x.axes else "")
+            found += [LeafLayout(path, tuple(y.shape), y.dtype, where) for y in tree.tensors(x)]
+        elif isinstance(x, torch.Tensor):
+            found.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
+    return Layouts(tuple(found))
+
+
+def _split(s: Split, path: str) -> str:
+    """Say what each rank has along an axis: a part of each leaf, or the leaves of an item of its own."""
+    item = item_of(path, "", s.stacked) if s.stacked else None
+    if item is None:
+        return f"part of {s.axis}={s.size}"
+    of_ranks = ["none" if n is None else f"{item.list}.{n}" for n in item.numbers]
+    return f"stacked over {s.axis}={s.size} ({', '.join(of_ranks)})"
+
+
+def _words(leaf: LeafLayout) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"

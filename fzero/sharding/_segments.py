@@ -1,0 +1,194 @@
+"""Which leaf each element of a flat shard belongs to: what optimizers need to be exact on shards.
+
+A third-party optimizer may make the padding of a shard nonzero; it lies in no leaf, so nothing here counts it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._torch import assume_constant_result
+from fzero.axes import axis_index
+from fzero.collectives import psum
+from fzero.sharding._boxes import Shard, box_of, is_box
+from fzero.sharding._spec import Piece, facts, spec_of, unit_index
+from fzero.sharding._stacked import item_of, stacked_of
+from fzero.sharding._units import CutUnit, cut_units, map_units
+from fzero.tree import Tree
+
+__all__ = ["abstract", "global_norm", "per_leaf"]
+
+
+def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
+    """Return for each element of this rank's shard the index of its leaf; padding has the number of leaves.
+
+    Returns:
+        An int64 tensor `[k]`; for a piece of the shard, of its elements.
+    """
+    k = facts(uid).shard_numel
+    start, stop = (0, k) if piece is None else (piece.start, piece.stop)
+    position = unit_index(uid).to(device) * k + torch.arange(start, stop, device=device)
+    return torch.bucketize(position, torch.tensor(facts(uid).offsets[1:], device=device), right=True)
+
+
+def without_padding(box: Shard) -> torch.Tensor:
+    """Return a shard's data `[k]` with zeros in the padding, and in places of a stacked list that have no item.
+
+    Raises:
+        ValueError: if a part of the shard lies on the host.
+    """
+    check_on_device(box, "a norm or a test of all elements")
+    k, numel = facts(box.uid).shard_numel, facts(box.uid).numel
+    x = _without_idle(box)
+    if k * facts(box.uid).ranks == numel:
+        return x
+    position = unit_index(box.uid).to(x.device) * k + torch.arange(k, device=x.device)
+    return torch.where(position < numel, x, torch.zeros_like(x))
+
+
+@assume_constant_result
+def _idle(uid: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
+    """Return an axis, and by rank along it which leaves of a unit nobody uses; none if all are used."""
+    spec = spec_of(uid)
+    along, stacked = stacked_of(spec) or (None, None)
+    if along is None or stacked is None:
+        return "", ()
+    items = [item_of(path, "", stacked) for path in spec.paths]
+    rows = [tuple([item is not None and item.numbers[rank] is None for item in items]) for rank in range(along.size)]
+    return (along.axis, tuple(rows)) if any(map(any, rows)) else ("", ())
+
+
+def _without_idle(box: Shard) -> torch.Tensor:
+    axis, rows = _idle(box.uid + 0)
+    if not rows:
+        return box.data
+    x, place = box.data, axis_index(axis).reshape(1).to(box.data.device)
+    if all(len(set(row)) == 1 for row in rows):  # of all leaves at once, as where a unit is a block
+        unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, place)
+    else:
+        table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
+        unused = table.index_select(0, place).squeeze(0)[segment_ids(box.uid, x.device)]
+    return torch.where(unused, torch.zeros_like(x), x)
+
+
+def check_on_device(box: Shard, what: str) -> None:
+    """Check that all of a shard lies on the device, where ranks communicate.
+
+    Raises:
+        ValueError: if not. Names the unit.
+    """
+    if "host" in [piece.space for piece in facts(box.uid).pieces]:
+        raise ValueError(
+            f"{what} was given {box!r}, of which a part lies on the host: put what reads whole leaves before "
+            'optim.offload, in a chain, or use optim.offload(pair, ratio, update="device")'
+        )
+
+
+def global_norm(params: Tree) -> torch.Tensor:
+    """Return the 2-norm of all elements of a tree, exact on any layout.
+
+    Shards are summed over their ranks by one scalar psum for each set of axes. Replicated leaves and tied ones are
+    counted once, padding and a pipeline's idle places not at all. Sums run in float32 at least.
+
+    Returns:
+        A 0-d tensor, equal on all ranks if the replicated leaves are.
+
+    Example:
+        >>> import fzero
+        >>> tree = {"w": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor(4.0)}
+        >>> global_norm(tree)
+        tensor(5.)
+        >>> fzero.mesh(dp=2).spmd(lambda t: global_norm(fzero.partition(t)))(tree)
+        tensor(5.)
+    """
+    entries = tree.flatten(params, is_box)[0]
+    sharded: dict[tuple[str, ...], torch.Tensor] = {}
+    plain: dict[int, torch.Tensor] = {}
+    for x in entries:
+        if isinstance(x, Shard):
+            axes = facts(x.uid).varies
+            square = _square(without_padding(x))
+            sharded[axes] = sharded[axes] + square if axes in sharded else square
+        elif isinstance(x, torch.Tensor) and id(x) not in plain:
+            plain[id(x)] = _square(x)
+    squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
+
+
+def abstract(params: Tree, parts: bool = False) -> Tree:
+    """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
+
+    Of a leaf that is stacked by rank, as those of a pipeline's blocks are, it is the shape that each has. With `parts`,
+    of a leaf that is split along an axis the shape of this rank's part.
+
+    Example:
+        >>> import fzero
+        >>> f = lambda t: [tuple(x.shape) for x in fzero.tree.tensors(abstract(fzero.partition(t)))]
+        >>> fzero.mesh(dp=2).spmd(f)({"w": torch.ones(2, 3)})
+        [(2, 3)]
+    """
+
+    def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def whole(unit: CutUnit) -> list[torch.Tensor]:
+        known = facts(unit.uid)
+        return [meta(shape, known.dtype) for shape in (known.shapes if parts else known.item_shapes)]
+
+    entries, structure = tree.flatten(map_units(whole, params), is_box)
+    plain = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in entries]
+    return tree.unflatten(structure, plain)
+
+
+def _conflict(path: str, other: str) -> str:
+    return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give them the same"
+
+
+def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
+    """Spread one number a leaf over a tree of any layout.
+
+    Args:
+        params: a tree, whole or cut.
+        values: a tree of numbers (or bools) with the structure of the whole tree, or a function that makes one from
+            a tree of the leaves' shapes (meta tensors).
+
+    Returns:
+        A tree like `params`: a number where all elements have the same, else a tensor `[k]` in the box.
+
+    Raises:
+        ValueError: if `values` has another structure than `params`, or differs on tied leaves. Names the path.
+    """
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
+    out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
+    first: dict[int, int] = {}  # id of a whole leaf -> its position
+    for position, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            tied = first.setdefault(id(x), position)
+            if leaves[tied] != leaves[position]:
+                raise ValueError(_conflict(paths[tied], paths[position]))
+            out[position] = out[tied]  # one object, so that a map over both trees keeps the tie
+    for uid, box, members in cut_units(paths, entries):
+        by_index: dict[int, float] = {}
+        for position, index in members:
+            if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
+                raise ValueError(_conflict(spec_of(uid).paths[index], paths[position]))
+        row = [by_index[i] for i in range(len(by_index))]
+        pieces = facts(uid).pieces
+        parts = [_spread(row, uid, *x) for x in zip(pieces, box.parts, strict=True)]
+        out[members[0][0]] = box_of(uid, parts)
+    return tree.unflatten(structure, out)
+
+
+def _spread(row: Sequence[float], uid: int, piece: Piece, x: torch.Tensor) -> Any:
+    """Return the number of each element of a piece's leaf, or one for all where they are the same."""
+    if len(set(row)) == 1:
+        return row[0]
+    table = torch.tensor([*row, 0.0], dtype=x.dtype, device=x.device)
+    return table[segment_ids(uid, x.device, piece)]

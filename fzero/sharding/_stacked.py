@@ -1,0 +1,71 @@
+"""Stacked lists: of which item each rank has the leaves, and what these are called in the whole list."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fzero.axes import Stacked
+from fzero.sharding._spec import Spec, Split
+
+__all__ = ["Item", "item_of", "own_path", "prefix_of", "stacked_of"]
+
+
+class Item(NamedTuple):
+    """The place of a leaf in a stacked list.
+
+    Attributes:
+        list: the path of the list in the tree at hand.
+        numbers: by rank along the axis, the number of the item in the whole list; None where there is none.
+        below: the path of the leaf within an item; empty if the item is the leaf.
+    """
+
+    list: str
+    numbers: tuple[int | None, ...]
+    below: str
+
+    def path(self, number: int) -> str:
+        """Return the path that the leaf has in an item of the whole list."""
+        return ".".join([self.list, str(number), *([self.below] if self.below else [])])
+
+
+def stacked_of(spec: Spec) -> tuple[Split, Stacked] | None:
+    """Return the axis along which a unit's leaves are stacked, and the list; None if they are not."""
+    return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
+
+
+def prefix_of(path: str, own: str) -> str | None:
+    """Return the path of the tree in which a leaf at `path` has the path `own`; None if it lies in no such tree.
+
+    Example:
+        >>> prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w")
+        'opt_state.mu.'
+    """
+    return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
+
+
+def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
+    """Return the place of a leaf in a stacked list, given the path of the tree that holds the list; else None.
+
+    Example:
+        >>> item_of("mu.blocks.1.w", "mu.", Stacked("blocks", ((0, 2), (1, None)))).numbers
+        (1, None)
+    """
+    start = f"{prefix}{stacked.key}."
+    if not path.startswith(start):
+        return None
+    place, _, below = path.removeprefix(start).partition(".")
+    return Item(start[:-1], stacked.items[int(place)], below)
+
+
+def own_path(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
+    """Return the path of the leaf that a rank has as that of an index in a unit.
+
+    Args:
+        spec: of the unit.
+        index: of the leaf there.
+        prefix: the path of the tree that holds the unit.
+        places: of the rank, along each axis.
+    """
+    path, stacks = prefix + spec.paths[index], stacked_of(spec)
+    item = None if stacks is None else item_of(path, prefix, stacks[1])
+    number = None if item is None or stacks is None else item.numbers[places[stacks[0].axis]]
+    return path if item is None or number is None else item.path(number)

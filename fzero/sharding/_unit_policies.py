@@ -1,0 +1,276 @@
+"""Units by their sizes: the smallest subtrees that are large enough."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.axes import AxisName, LayoutRules, OverRule, SplitRules, given_rules
+from fzero.sharding._units import MOST, default_units, pieces
+from fzero.tree import Tree, is_box
+
+__all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "leaves_of", "number"]
+
+# A rule of units that was made of one tree, and that prints what it makes of it.
+
+
+class UnitRow(NamedTuple):
+    """A unit in the table of a rule.
+
+    Attributes:
+        name: of the unit.
+        elements: of its leaves together, as they are whole.
+        leaves: how many there are. Tied leaves are one.
+    """
+
+    name: str
+    elements: int
+    leaves: int
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """A rule `(path, leaf) -> name of its unit`, for `fzero.shard(units=)`. It prints its table.
+
+    A leaf that the tree of the rule has not is named by the default rule.
+
+    Attributes:
+        table: a row for each unit, in the order of the tree.
+    """
+
+    table: tuple[UnitRow, ...]
+    _names: Mapping[str, str] = field(repr=False)
+
+    def __call__(self, path: str, leaf: torch.Tensor) -> str:
+        """Name the unit of a leaf."""
+        return self._names[path] if path in self._names else default_units(path, leaf)
+
+    def __str__(self) -> str:
+        """Show the table, and the largest unit."""
+        wide = max([len(row.name) for row in self.table] + [4])
+        lines = [f"{'unit':<{wide}}  {'elements':>15}  {'leaves':>7}"]
+        lines += [f"{row.name:<{wide}}  {row.elements:>15,}  {row.leaves:>7,}" for row in self.table]
+        elements, leaves = sum(row.elements for row in self.table), sum(row.leaves for row in self.table)
+        lines += [f"{f'{len(self.table):,} units':<{wide}}  {elements:>15,}  {leaves:>7,}"]
+        return "\n".join(lines)
+
+
+class UnitLeaves(NamedTuple):
+    """The leaves of a tree that can be in units.
+
+    Attributes:
+        leaves: by path, each tensor once, in the order of the tree.
+        ties: the path of the first place of a leaf, for each further one.
+    """
+
+    leaves: dict[str, Any]
+    ties: dict[str, str]
+
+    def rule(self, names: Mapping[str, str]) -> UnitPolicy:
+        """Make the rule that gives each leaf its name, and a tied one the name of its first place."""
+        elements: dict[str, list[int]] = {}
+        for path, name in names.items():
+            elements.setdefault(name, []).append(self.leaves[path].numel())
+        table = tuple([UnitRow(name, sum(sizes), len(sizes)) for name, sizes in elements.items()])
+        return UnitPolicy(table, {**names, **{path: names[first] for path, first in self.ties.items()}})
+
+
+def leaves_of(params: Tree) -> UnitLeaves:
+    """Find the leaves of a tree that can be in units: those of floating point.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    known, first = UnitLeaves({}, {}), dict[Any, str]()
+    paths, leaves, _ = tree.flatten_with_paths(params, is_box)
+    for path, x in zip(paths, leaves, strict=True):
+        if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:
+            continue
+        if tree.identity(x) in first:
+            known.ties[path] = first[tree.identity(x)]
+        else:
+            first[tree.identity(x)] = path
+            known.leaves[path] = x
+    if not known.leaves:
+        raise TypeError(
+            f"params is {tree.show(params)[:80]}, and holds no tensor of floating point: expected a tree of "
+            "parameters, such as dict(module.named_parameters())"
+        )
+    return known
+
+
+def number(name: str, value: Any, least: int) -> int:
+    """Return a count that a user gave.
+
+    Raises:
+        ValueError: if it is no int from `least` on.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: expected an int from {least:,} on, in elements")
+    return value
+
+
+# Units by module granularity, as DeepSpeed counts it.
+
+
+def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPolicy:
+    """Make a rule whose units are the topmost subtrees of a granularity of at most `threshold`.
+
+    The granularity of a subtree is its parameters / (1 + its descendants), rounded down, as in DeepSpeed's
+    `stage3_module_granularity_threshold`. A node whose children are all numbered subtrees is a list and does not count.
+    A leaf outside such subtrees is in a unit with the other leaves of its own node.
+
+    **Prefer `by_size`.** The ratio hardly tells the levels of a model apart. In the model that DeepSpeed made it for,
+    of 48 layers with 64 experts, an expert has 96, a layer 101, and the root 101. So no threshold selects the layers:
+    one that does makes the whole model one unit, unless it has more than `most` elements.
+
+    Args:
+        params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.
+        threshold: parameters per descendant. With 0 each node that holds leaves is a unit.
+        most: elements of a unit of several leaves.
+
+    Returns:
+        A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
+
+    Raises:
+        TypeError: if the tree holds no tensor of floating point.
+        ValueError: if `threshold` is no number from 0 on, or `most` no int from 1 on.
+
+    Example:
+        >>> import fzero, torch
+        >>> expert = lambda: {name: {"w": torch.zeros(4, 2)} for name in ("gate", "up", "down")}
+        >>> params = {"embed": {"w": torch.zeros(100)}, "experts": [expert() for _ in range(3)]}
+        >>> print(fzero.sharding.by_granularity(params, 6))
+        unit              elements   leaves
+        embed                  100        1
+        experts.0               24        3
+        experts.1               24        3
+        experts.2               24        3
+        4 units                172       10
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
+        raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
+    most, known = number("most", most, 1), leaves_of(params)
+    nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in known.leaves.items()})
+    fine = {keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= most}
+    return known.rule({path: _unit(path, fine, nodes, most) for path in known.leaves})
+
+
+_Keys = tuple[str, ...]
+
+
+class _Node(NamedTuple):
+    """A subtree that is no leaf.
+
+    Attributes:
+        numel: elements of all leaves below it.
+        own: elements of the leaves that it holds itself.
+        counted: itself, if it counts, and what counts below it.
+        is_module: whether it counts, and holds other subtrees.
+    """
+
+    numel: int
+    own: int
+    counted: int
+    is_module: bool
+
+    @property
+    def ratio(self) -> int:
+        """The granularity."""
+        return self.numel // self.counted
+
+
+def _nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
+    """Return the subtrees by their keys."""
+    below: dict[_Keys, dict[_Keys, None]] = {(): {}}
+    total, own = dict[_Keys, int](), dict[_Keys, int]()
+    for leaf, numel in numels.items():
+        home = leaf[:-1]
+        own[home] = own.get(home, 0) + numel
+        for depth in range(len(leaf)):
+            total[leaf[:depth]] = total.get(leaf[:depth], 0) + numel
+            if depth:
+                below.setdefault(leaf[: depth - 1], {})[leaf[:depth]] = None
+            below.setdefault(leaf[:depth], {})
+    found: dict[_Keys, _Node] = {}
+    for keys in sorted(below, key=len, reverse=True):  # the deepest first
+        children = below[keys]
+        is_list = bool(children) and keys not in own and all(child[-1].isdigit() for child in children)
+        counted = sum(found[child].counted for child in children) + (not is_list)
+        found[keys] = _Node(total[keys], own.get(keys, 0), counted, bool(children) and not is_list)
+    return found
+
+
+def _unit(path: str, fine: Container[_Keys], nodes: Mapping[_Keys, _Node], most: int) -> str:
+    """Name the unit of a leaf: the topmost subtree around it that is fine, or its own node, or itself."""
+    keys = tuple(path.split("."))
+    for depth in range(len(keys)):
+        if keys[:depth] in fine:
+            return ".".join(keys[:depth]) or "params"
+    home = keys[:-1]
+    return (".".join(home) if home and nodes[home].own <= most else path) or "params"
+
+
+def by_size(
+    params: Tree,
+    least: int | None = None,
+    most: int = MOST,
+    over: AxisName | OverRule = None,
+    split: SplitRules | None = None,
+) -> UnitPolicy:
+    """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
+
+    Neighbours that are smaller are joined, up to `most`. A rest that is still smaller than `least` joins the unit
+    before it, or the one after it, where there is room. So many small leaves need few collectives, and a
+    large subtree needs no large buffer. A unit never has two dtypes, two sets of axes or splits, nor a part of a tie.
+
+    Args:
+        params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.
+        least: elements; by default half of `most`. With 1 each leaf is a unit.
+        most: elements of a unit of several leaves. A leaf that has more is a unit of its own.
+        over: what `fzero.shard` is given as `over`, so that sizes are those of leaves that can share a unit.
+        split: the same of `split`. Sizes are those of whole leaves, before they are split.
+
+    Returns:
+        A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
+
+    Raises:
+        TypeError: if the tree holds no tensor of floating point, or `over` or `split` is no rule.
+        ValueError: if `least` or `most` is no int from 1 on, or `most` is less than `least`.
+
+    Example:
+        >>> import fzero, torch
+        >>> layer = {"attn": torch.zeros(40), "experts": [{"up": torch.zeros(20), "down": torch.zeros(20)}] * 1}
+        >>> print(fzero.sharding.by_size({"embed": torch.zeros(30), "layers": [layer], "norm": torch.zeros(2)}, 30, 60))
+        unit                             elements   leaves
+        embed                                  30        1
+        layers.0.attn                          40        1
+        layers.0.experts to norm               42        3
+        3 units                               112        5
+    """
+    most = number("most", most, 1)
+    least = max(most // 2, 1) if least is None else number("least", least, 1)
+    if least > most:
+        raise ValueError(f"least={least:,} is more than most={most:,}: a unit cannot have both")
+    known, rules = leaves_of(params), given_rules(None, over, split)
+    kinds: dict[tuple[Any, ...], dict[str, int]] = {}
+    for path, x in known.leaves.items():
+        kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()
+    names: dict[str, str] = {}
+    for numels in kinds.values():
+        for piece in pieces(numels, least, most, known.leaves):
+            names.update(dict.fromkeys(piece.paths, piece.name))
+    return known.rule({path: names[path] for path in known.leaves})  # in the order of the tree
+
+
+def _kind(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:
+    """Return what the leaves of a unit share: dtype, the axes they are sharded over, and those that split them."""
+    over = rules.over(path, leaf) if rules.over else None
+    axes = (over,) if isinstance(over, str) else over
+    return (
+        leaf.dtype,
+        None if axes is None else tuple(axes),
+        tuple(sorted((rules.split and rules.split(path, leaf)) or ())),
+    )

@@ -1,1 +1,0 @@
-"""ZeRO: each stage is a row of the table of layouts, and `shard` composes the transforms by it."""

@@ -1,0 +1,332 @@
+"""fzero plan: what fits a machine, in which settings, and how fast, as a command."""
+
+import argparse
+import html
+import importlib
+import importlib.resources
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fzero import tree
+from fzero.graph import KINDS, Plan, size, spans
+from fzero.tuning._calibrate import calibrate
+from fzero.tuning._machines import MACHINES, machine_of, save
+from fzero.tuning._models import PRESETS, Shape, init, shape_of
+from fzero.tuning._peer_estimates import peer_estimates
+from fzero.tuning._recipe import recipe, warnings_of
+from fzero.tuning._row import Row, made_at, planned
+from fzero.tuning._space import REMATS
+from fzero.tuning._steps import model_step
+from fzero.tuning._table import Table
+from fzero.tuning._table_views import axes_shown, axis_of, compared, duration, headline, notes
+from fzero.tuning._tune import tune
+
+__all__ = ["page", "run"]
+
+# A table of configurations as one page that any browser opens, by itself.
+
+
+POINTS = 600  # of the timeline
+
+
+def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -> str:
+    """Write a page with the answer, the table, a picture of it, and the memory of the best over its step.
+
+    Args:
+        table: of configurations.
+        name: of the model.
+        make_step: that the table was made by, for the timeline; None leaves it out.
+    """
+    best = table.best() if table.fitting else None
+    said = {
+        "name": name,
+        "headline": headline(table),
+        "best": str(best) if best else "nothing fits",
+        "recipe": recipe(best.config) if best else "",
+        "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
+        "budget": table.budget,
+        "kinds": KINDS,
+        "axes": axes_shown(table),
+        "rows": [_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
+        "timeline": _timeline(table, make_step) if best and make_step else None,
+    }
+    frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(said).replace("</", "<\\/")  # which would end the script
+    return frame.replace("{{title}}", html.escape(f"fzero plan {name}")).replace("{{data}}", data)
+
+
+def _row(row: Any, budget: float) -> dict[str, Any]:
+    c = row.config
+    remat = {False: "no", True: "yes"}.get(c.remat, f"but {c.remat}")
+    return {
+        "stage": c.stage,
+        "micro": c.micro_batch,
+        "accumulation": c.accumulation,
+        "remat": remat,
+        "precision": c.precision,
+        "offload": c.offload,
+        **{name: getattr(c, name) for name in ("ep", "tp", "pp")},
+        "schedule": axis_of(c, "schedule"),
+        "peak": row.peak_bytes,
+        "seconds": row.seconds,
+        "moved": sum(row.moved.values()),
+        "along": row.moved,
+        "host": row.host_bytes,
+        "over": max(row.peak_bytes - budget, 0),
+        "rough": not row.in_full,
+        "held": row.held,
+    }
+
+
+def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
+    """Plan the best again, and say what is alive at some points of its step: at each the most since the one before."""
+    row = table.fitting[0]
+    made = made_at(make_step, row.config)
+    at = {"pp": row.rank} if row.config.pp > 1 else 0
+    device = table.machine.as_device()
+    plan = made if isinstance(made, Plan) else planned(made, row.config.world, device, row.settings, at)
+    by_kind = {kind: plan.live_of(kind) for kind in KINDS}
+    phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
+    count = len(plan.operations)
+    edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
+    at = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
+    return {
+        "phases": [phases[i] for i in at],
+        "kinds": {kind: [live[i] for i in at] for kind, live in by_kind.items() if any(live)},
+    }
+
+
+UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
+UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
+REMAT = {"no": False, "matmuls": "matmuls", "yes": True}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0, 1 if nothing fits, 2 for a wrong argument.
+    """
+    asked = _parser().parse_args(argv)
+    try:
+        if asked.command == "calibrate":
+            return _calibrate(asked)
+        return _compare(asked.compare) if asked.compare else _plan(asked)
+    except (ValueError, OSError) as error:
+        print(f"fzero {asked.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("calibrate", help="measure this machine for --device calibrated")
+    measure.add_argument("--seconds", type=float, default=5.0, help="that it may take, about")
+    plan = commands.add_parser("plan", help="what fits, and how fast it is by a cost model")
+    plan.add_argument(
+        "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
+    )
+    plan.add_argument("--world", type=int, help="all ranks")
+    plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
+    plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
+    plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
+    plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
+    plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
+    plan.add_argument("--margin", type=float, help="the share of --memory that a plan does not see; 0.07 on a GPU")
+    plan.add_argument("--stages", type=_listed(int), default=(1, 2, 3), metavar="1,2,3")
+    plan.add_argument("--micro-batches", type=_listed(int), metavar="1,2,4", help="by default 1 to 16, as they divide")
+    plan.add_argument("--remat", type=_listed(_remat), default=REMATS, metavar="no,matmuls,yes")
+    plan.add_argument("--precision", type=_listed(str), default=("bfloat16",), metavar="bfloat16,float32")
+    plan.add_argument("--offload", type=_listed(float), default=(0.0,), metavar="0,0.5,1", help="of the state")
+    plan.add_argument("--ep", type=_listed(int), metavar="1,8", help="ranks that experts are split over; 1 and up to 8")
+    plan.add_argument("--tp", type=_listed(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
+    plan.add_argument("--pp", type=_listed(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
+    plan.add_argument("--schedule", type=_listed(str), default=("1f1b",), metavar="1f1b,zb", help="of the pipeline")
+    plan.add_argument("--depth", type=int, help="blocks; of module:make_step, which must then build config.depth")
+    plan.add_argument(
+        "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
+    )
+    plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
+    plan.add_argument("--no-cache", action="store_true", help="plan all rows anew; of models by name they are kept")
+    plan.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
+    plan.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
+    plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page that any browser opens")
+    plan.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
+    plan.add_argument("--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="two tables of --json")
+    return parser
+
+
+def _bytes(text: str) -> float:
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
+    return float(found[1]) * UNITS[found[2].upper()]
+
+
+def _links(text: str) -> dict[str, float]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not axis or not speed for axis, _, speed in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected axes and bytes a second, such as dp=40GB,ep=300GB")
+    return {axis: _bytes(speed) for axis, _, speed in pairs}
+
+
+def _listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple([kind(part) for part in text.split(",")])
+
+    values.__name__ = "list"  # for argparse's error
+    return values
+
+
+def _remat(text: str) -> bool | str:
+    if text not in REMAT:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls or yes")
+    return REMAT[text]
+
+
+def _plan(asked: argparse.Namespace) -> int:
+    """Plan, print the table, what to paste and what to mind, and write the files that were asked for."""
+    from rich.console import Console
+
+    needed = ["model", "world", "batch"] + ([] if ":" in (asked.model or "") else ["length"])
+    missing = [f"--{name}" if name != "model" else "MODEL" for name in needed if getattr(asked, name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing; fzero plan --help shows an example of each")
+    make_step, shape = _made(asked)
+    depth = shape.depth if shape and asked.depth is None else asked.depth
+    if asked.ep is None:
+        asked.ep = _usual_ep(shape, asked.world)
+    table = _tuned(asked, make_step, depth)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    name = shape.name if shape else asked.model
+    console.print(f"{name}, {asked.batch} samples a step, on {asked.world} ranks", style="bold")
+    console.print(table)
+    said = _others(shape, asked) if shape else []
+    for line in said:
+        console.print(f"others say: {line}", style="dim")
+    for line in warnings_of(table):
+        console.print(f"note: {line}", style="yellow")
+    if table.fitting:
+        console.print("\n" + recipe(table.best().config), markup=False)
+    _write(asked, table, name, make_step)
+    if table.fitting:
+        return 0
+    try:
+        table.best()
+    except ValueError as error:
+        print(f"fzero plan: {error}", file=sys.stderr)
+    return 1
+
+
+def _made(asked: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
+    """Return the function that makes steps, and the sizes of a model by name."""
+    if ":" not in asked.model or pathlib.Path(asked.model).exists():
+        return model_step(asked.model, length=asked.length, explicit=asked.explicit_attention), shape_of(asked.model)
+    module, _, name = asked.model.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name), None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {asked.model!r}: expected module:function, of which {error}") from error
+
+
+def _usual_ep(shape: Shape | None, world: int) -> tuple[int, ...]:
+    """Return 1, and of a mixture the most ranks of a machine that its experts can be split over."""
+    most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
+    return (1,) if most == 1 else (1, most)
+
+
+def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
+    """Tune beside a bar, above which each row stands as soon as it is planned."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+
+        def seen(x: Any) -> None:
+            progress.advance(task)
+            if isinstance(x, Row):
+                progress.console.print(f"{x.config}: {size(x.peak_bytes)}, {duration(x.seconds)}", highlight=False)
+
+        return tune(
+            make_step,
+            world_size=asked.world,
+            global_batch=asked.batch,
+            device=asked.device,
+            memory=asked.memory,
+            margin=asked.margin,
+            stages=asked.stages,
+            micro_batches=asked.micro_batches,
+            remat=asked.remat,
+            precision=asked.precision,
+            offload=asked.offload,
+            ep=asked.ep,
+            tp=asked.tp,
+            pp=asked.pp,
+            schedule=asked.schedule,
+            links=asked.links,
+            depth=depth,
+            workers=asked.workers,
+            cache=not asked.no_cache,
+            seen=seen,
+        )
+
+
+def _others(shape: Shape, asked: argparse.Namespace) -> list[str]:
+    """Say what other estimators say of the model."""
+    params = init(shape, shape.depth)
+    largest = max([x.numel() for x in tree.tensors(params)])
+    near = min(int(machine_of(asked.device).ranks), asked.world)
+    hosts = max(asked.world // near, 1)
+    return [str(x) for x in peer_estimates(tree.numel(params), largest, near=near, hosts=hosts)]
+
+
+def _write(asked: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:
+    if asked.json:
+        asked.json.write_text(table.to_json(), encoding="utf-8")
+    if asked.csv:
+        asked.csv.write_text(table.to_csv(), encoding="utf-8")
+    if asked.html:
+        asked.html.write_text(page(table, name, make_step), encoding="utf-8")
+    if asked.plot:
+        table.plot(asked.plot)
+    for path in filter(None, (asked.json, asked.csv, asked.html, asked.plot)):
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _calibrate(asked: argparse.Namespace) -> int:
+    """Measure this machine, print each constant with its source, and store it; rank 0 does, of several."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    machine = calibrate(asked.seconds)
+    if int(os.environ.get("RANK", 0)) == 0:
+        drawn = Drawn("constant", "value", "source", box=None, pad_edge=False, header_style="bold", title=machine.name)
+        for constant in machine.constants():
+            drawn.add_row(*constant)
+        console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+        console.print(drawn)
+        console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --device calibrated")
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _compare(paths: Sequence[pathlib.Path]) -> int:
+    from rich.console import Console
+
+    one, other = (Table.from_json(path.read_text(encoding="utf-8")) for path in paths)
+    Console(width=None if sys.stdout.isatty() else 180, highlight=False).print(
+        compared(one, other, (paths[0].name, paths[1].name))
+    )
+    return 0

@@ -1,0 +1,140 @@
+"""evaluate and predict: forward programs on a step's ranks, in its layout."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._tracebacks import api_boundary
+from fzero.axes import axis_index
+from fzero.collectives import all_gather_invariant, psum
+from fzero.parallel.pipeline import Pipeline
+from fzero.transforms import gather as gather_boxes
+from fzero.zero._checks import as_value
+from fzero.zero._sharded_step import ShardedStep
+
+__all__ = ["evaluate", "predict"]
+
+
+@api_boundary
+def evaluate(
+    step: ShardedStep, f: Callable[..., Any], *, weighted: bool = False, gather: bool = True
+) -> Callable[..., Any]:
+    """Make a program that evaluates a model on a batch over all ranks of a step.
+
+    Call it as `program(params, ..., batch, rows)`, with what `fzero.data.once` gives. `fzero.data.mean` makes of what
+    it returns for each batch the mean over all examples, whether the batches divide or not. It can be jitted.
+
+    Args:
+        step: the sharded step, of whose parameters the program takes trees.
+        f: what is measured: `f(params, ..., batch)` of a rank's b examples returns a tree of tensors `[b]`, one value
+            an example. With `weighted`, a pair of such a tree and a tensor `[b]` of weights.
+        weighted: whether examples count differently, as with tokens: values are then sums over an example's tokens,
+            and the weight is the number of these.
+        gather: whether boxes in the arguments become whole leaves first. With False, as for blocks that are
+            rematerialised, `f` gathers its own.
+
+    Returns:
+        A program that returns `(sums, weight)`: the tree with 0-d sums over the first `rows` examples of the global
+        batch, and the sum of their weights. They are in float32 at least, and equal on all ranks.
+
+    Raises:
+        ValueError: when called, if a value has not one number an example. The message names it.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+        >>> params, _ = step.init({"w": torch.tensor([2.0])}, optim.sgd(0.1))
+        >>> program = fzero.evaluate(step, lambda params, x: {"error": (x - params["w"]).abs()})
+        >>> data = fzero.data.once(torch.arange(5.0), step.mesh, global_batch=4)
+        >>> fzero.data.mean(program(params, batch, rows) for batch, rows in data)
+        {'error': 1.2}
+    """
+
+    def totals(*args: Any) -> Any:
+        *trees, batch, rows = args
+        out = f(*_whole(trees, gather), batch)
+        values, weights = out if weighted else (out, None)
+        b = _examples("evaluate", f, values if weights is None else (values, weights))
+        here = torch.arange(b, device=rows.device) + axis_index(step.data_axes) * b
+        real = here < rows
+        weight = real if weights is None else torch.where(real, weights, 0)
+        sums = tree.map(lambda x: _sum(torch.where(real, x, 0)), values)
+        return psum((sums, _sum(weight)), step.data_axes)
+
+    return _named(step, f, totals)
+
+
+@api_boundary
+def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
+    """Return a function that runs a model on every rank's batch and gathers the outputs.
+
+    Call it as `program(params, ..., batch)`. It can be jitted. Of a batch that was filled up, take the first `rows`.
+
+    Args:
+        step: the sharded step, of whose parameters the program takes trees.
+        f: the model: `f(params, ..., batch)` of a rank's b examples returns a tree of tensors `[b, ...]`.
+        gather: whether boxes in the arguments become whole leaves first; see `fzero.evaluate`.
+
+    Returns:
+        A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
+
+    Raises:
+        ValueError: when called, if a result has not b rows. The message names it.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
+        >>> params, _ = step.init({"w": torch.tensor([2.0])}, optim.sgd(0.1))
+        >>> program = fzero.predict(step, lambda params, x: x * params["w"])
+        >>> data = fzero.data.once(torch.arange(5.0), step.mesh, global_batch=4)
+        >>> torch.cat([program(params, batch)[:rows] for batch, rows in data])
+        tensor([0., 2., 4., 6., 8.])
+    """
+
+    def gathered(*args: Any) -> Any:
+        *trees, batch = args
+        out = f(*_whole(trees, gather), batch)
+        _examples("predict", f, out)
+        return tree.map(lambda x: all_gather_invariant(x, step.data_axes), out)
+
+    return _named(step, f, gathered)
+
+
+def _whole(args: list[Any], gather: bool) -> list[Any]:
+    args = tree.map(as_value, args)
+    return gather_boxes(args) if gather else args
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float32
+    return x.sum(dtype=wide)
+
+
+def _examples(what: str, f: Any, values: Any) -> int:
+    """Return how many examples a rank's values are of, and check that they are: one each, or one row each."""
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    if not leaves:
+        raise ValueError(f"fzero.{what}: {_name(f)} returns no tensor")
+    for path, x in zip(paths, leaves, strict=True):
+        most = 1 if what == "evaluate" else math.inf
+        if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= most or x.shape[0] != leaves[0].shape[0]:
+            wanted = "a tensor [examples], one value an example" if what == "evaluate" else "a tensor [examples, ...]"
+            wanted += "; of a pipelined loss give loss.outputs(last)" if isinstance(f, Pipeline) else ""
+            raise ValueError(
+                f"fzero.{what}: {_name(f)} returns {tree.place('value', path)} as {tree.show(x)}: expected {wanted}"
+            )
+    return leaves[0].shape[0]
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", type(f).__name__)
+
+
+def _named(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
+    program.__name__ = _name(f)
+    return step.program(program)

@@ -1,0 +1,108 @@
+"""shard: an unsharded train step, composed with the four transforms by stage."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from fzero._notice import notice
+from fzero._tracebacks import api_boundary
+from fzero.axes import AxisName, OverRule, SplitRules, UnitRule, given_rules
+from fzero.ranks import Mesh
+from fzero.ranks import mesh as make_mesh
+from fzero.zero._checks import check_no_torch_optimizer
+from fzero.zero._sharded_step import STAGES, ShardedStep
+
+__all__ = ["shard"]
+
+
+@api_boundary
+def shard(
+    train_step: Callable[..., Any],
+    stage: Literal[0, 1, 2, 3],
+    mesh: Mesh | None = None,
+    axis: AxisName = None,
+    params: int | Sequence[int] = 0,
+    units: UnitRule | None = None,
+    over: AxisName | OverRule = None,
+    split: SplitRules | None = None,
+    check: Literal["first"] | bool = "first",
+) -> ShardedStep:
+    """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
+
+    The sharded step has the same signature, and the numbers of unsharded training on the global batch. At stage 3
+    it runs `train_step` on boxes. At stages 1 and 2 it cuts the parameters, runs `train_step` on the boxes, and
+    gathers the new parameters. At stage 0 it runs `train_step` as it is.
+
+    Args:
+        train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
+            gradients with `fzero.value_and_grad`.
+        stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
+        mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
+        axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
+            gradients are averaged over them, and units are sharded over them.
+        params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
+            the same positions are gathered.
+        units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
+            that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
+        over: those of `axis` that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along the
+            others they are replicated: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
+        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along an axis has its own part:
+            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them. Several rules cut over
+            an axis each.
+        check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
+            at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
+            simulation always checks results, by type.
+
+    Returns:
+        A `ShardedStep`: call it like `train_step`.
+
+    Raises:
+        ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
+        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; if `mesh` is no mesh. Also if
+            `axis` is no name, or `units`, `over` or `split` no rule.
+
+    Example:
+        >>> import fzero, torch
+        >>> from fzero import optim
+        >>> opt = optim.adam(0.1)
+        >>> def train_step(params, opt_state, x):
+        ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
+        ...     updates, opt_state = opt.update(grads, opt_state, params)
+        ...     return optim.apply_updates(params, updates), opt_state, loss
+        >>> mesh = fzero.mesh(dp=2)
+        >>> step = fzero.shard(train_step, stage=2, mesh=mesh)
+        >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
+        >>> params, opt_state, loss = step(params, opt_state, mesh.split(torch.ones(4, 3)))
+        >>> params
+        {'w': tensor([0.9000, 0.9000, 0.9000])}
+        >>> opt_state.mu
+        {'w': Shard('w', float32 [3], 2 of 3 elements, dp=2)}
+    """
+    if not callable(train_step):
+        raise TypeError(f"train_step is {train_step!r}: expected a function")
+    check_no_torch_optimizer(train_step)
+    if check != "first" and not isinstance(check, bool):
+        raise ValueError(f'check={check!r}: expected "first", True or False')
+    if mesh is None:
+        mesh = make_mesh(dp=-1)
+        if mesh.simulated:
+            notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
+    names = mesh.names(axis)
+    positions = (params,) if isinstance(params, int | str) else tuple(params)
+    whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
+    if not whole or not positions or len(set(positions)) < len(positions):
+        raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
+    return ShardedStep(train_step, _stage(stage), mesh, names, positions, given_rules(units, over, split), check)
+
+
+def _stage(stage: Any) -> int:
+    """Return a stage as an int; those of numpy count, and bools do not."""
+    try:
+        found = -1 if isinstance(stage, bool) else operator.index(stage)
+    except TypeError:
+        found = -1
+    if found not in range(len(STAGES)):
+        raise ValueError(f"stage={stage!r}: expected a stage of ZeRO, 0 to {len(STAGES) - 1}")
+    return found

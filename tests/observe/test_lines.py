@@ -1,0 +1,130 @@
+import pathlib
+import time
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim
+from fzero.observe._lines import Span, by_line, function_at
+from fzero.observe._profile import bars, colours, label
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+
+def sharded(stage: int = 3, **options: Any) -> tuple[Any, list[Any]]:
+    opt, mesh = optim.adam(1e-2), fzero.mesh(dp=2)
+    step = fzero.shard(train_step_for(mlp_loss, opt, **options), stage=stage, mesh=mesh)
+    return step, [*step.init(mlp_params(), opt), mesh.split(mlp_batch(8))]
+
+
+class Slow(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x + 0.1 * x.sin()
+        return x @ x
+
+
+def test_a_slow_loop_is_named_with_its_module():
+    found = fzero.profile(Slow(), torch.ones(8, 8))
+    line = next(c for c in found.lines if "sin" in c.code)
+    assert (line.function, line.calls, line.backward_seconds) == ("Slow.forward", 60, 0)
+    assert line.code == "x = x + 0.1 * x.sin()" and "Slow.forward" in str(found)
+    assert {s.phase for s in found.spans} == {"forward"}
+
+
+@pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_passes_functions_and_lines_of_a_step(backend):
+    step, args = sharded()
+    found = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
+    assert {s.phase for s in found.spans} == {"forward", "backward", "update"}
+    layer = next(c for c in found.lines if c.code == 'x = torch.tanh(x @ block["w"] + block["b"])')
+    assert layer.function == "mlp_loss" and layer.calls > 1
+    assert 0 < layer.backward_seconds <= layer.seconds  # the backward pass has the line of the forward operation
+    update = next(c for c in found.lines if "opt.update" in c.code)
+    assert update.backward_seconds <= 0.5 * update.seconds
+    assert sum(c.seconds for c in found.lines) == pytest.approx(sum(s.seconds for s in found.spans))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_each_micro_batch_goes_forward_and_back(micro_batches):
+    step, args = sharded(micro_batches=micro_batches)
+    found = fzero.profile(step, *args, steps=1)
+    tanh = [s.phase for s in found.spans if s.name == "aten::tanh"]
+    assert set(tanh) == {"forward"} and len(tanh) % micro_batches == 0
+    passes = [phase for phase, _ in groupby([s.phase for s in found.spans])]
+    assert passes == micro_batches * ["forward", "backward"] + ["update"]
+
+
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_each_operation_of_a_graph_is_noted_once(backend):
+    """The spans of a loop are those of its turns, not also the loop's."""
+    step, args = sharded(micro_batches=4)
+    step = fzero.jit(step, backend=backend)
+    found = fzero.profile(step, *args, steps=1)
+    names = [s.name for s in found.spans]
+    assert "loop" not in names
+    if backend == "fx":
+        plan = fzero.plan(step, *args)
+        products = [o for o in plan.operations if o.target.startswith("aten.mm.")]
+        found_products = [n for n in names if n in ("aten::mm", "aten::bmm")]  # a simulation multiplies for all ranks
+        assert len(found_products) == sum(o.times for o in products) > len(products)
+
+
+def test_time_is_counted_once():
+    step, args = sharded()
+    start = time.perf_counter()
+    found = fzero.profile(step, *args, steps=1, warmup=0)
+    assert 0 < sum(s.seconds for s in found.spans) < time.perf_counter() - start
+    ends = [s.start + s.seconds for s in found.spans]
+    assert [s.start for s in found.spans[1:]] == pytest.approx(ends[:-1])
+
+
+def span(name: str, line: str, phase: str, start: float) -> Span:
+    return Span(name, line, "f", phase, start, 1.0)
+
+
+def test_lines_and_bars_of_spans():
+    spans = [span("aten::mm", "a.py:1", "forward", 0), span("aten::mm", "a.py:2", "forward", 1)]
+    spans += [span("aten::mm", "a.py:1", "backward", 2)]
+    first, second = by_line(spans)
+    assert (first.line, first.seconds, first.backward_seconds, first.calls) == ("a.py:1", 2.0, 1.0, 2)
+    assert second.line == "a.py:2"
+    found = [(b.row, b.text, b.start, b.seconds) for b in bars(spans)]
+    assert found[:2] == [(0, "forward", 0, 2.0), (0, "backward", 2, 1.0)]
+    assert found[2:4] == [(1, "f", 0, 2.0), (1, "f", 2, 1.0)]  # one function in two passes is two bars
+    assert [x for x in found if x[0] == 3] == [(3, "mm", 0, 1.0), (3, "mm", 1, 1.0), (3, "mm", 2, 1.0)]
+
+
+def test_the_dearest_have_colours_of_their_own():
+    spans = [span(f"aten::op{i}", "a.py:1", "forward", i)._replace(seconds=1.0 + i) for i in range(20)]
+    passes, functions, operations = colours(spans)
+    assert set(passes) == {"forward", "backward", "update"} and list(functions) == ["f"]
+    assert list(operations) == [f"op{i}" for i in range(19, 19 - len(operations), -1)]
+    every = [*passes.values(), *functions.values(), *operations.values()]
+    assert len(set(every)) == len(every)
+
+
+def test_a_label_is_what_fits():
+    assert label("Attention.forward", 0.5) == "Attention.forward" and label("Attention.forward", 0.01) == ""
+    short = label("Attention.forward", 0.05)
+    assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])
+
+
+def test_the_function_of_a_line(tmp_path: pathlib.Path):
+    path = tmp_path / "model.py"
+    path.write_text("x = 1\nclass A:\n    def f(self):\n        def g():\n            return 1\n        return g\n")
+    names = [function_at(f"{path}:{i}") for i in range(1, 7)]
+    assert names == ["", "", "A.f", "g", "g", "A.f"]
+    assert function_at("") == function_at(f"{tmp_path}/none.py:3") == ""
+
+
+def test_a_flame_chart(tmp_path: pathlib.Path):
+    step, args = sharded(0)
+    found = fzero.profile(step, *args, steps=1)
+    found.plot(tmp_path / "flame.png")
+    assert (tmp_path / "flame.png").read_bytes().startswith(b"\x89PNG")
+    html = found._repr_html_()
+    assert "the dearest lines" in html and "data:image/png;base64," in html
+    assert repr(found).startswith("Profile(train_step: ")

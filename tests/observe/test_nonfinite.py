@@ -1,0 +1,319 @@
+"""nonfinite: the rank, the leaf, the operation and the line of what is planted are found, and nothing else is named."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import fzero
+from fzero import optim, tree
+from fzero.observe import nonfinite
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def log_of_negative(params: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = x[:, :-1] @ params["w"]
+    return (hidden * (x[:, -1:] + 1).log()).sum() * params["n"].sum()  # HERE
+
+
+def zero_by_zero(params: Any, x: torch.Tensor) -> torch.Tensor:
+    flag = x[:, -1].min() < -0.5
+    ratio = flag.logical_not().float() / flag.logical_not().float()  # HERE
+    return (x[:, :-1] @ params["w"]).sum() * params["n"].sum() * ratio
+
+
+def overflow(params: Any, x: torch.Tensor) -> torch.Tensor:
+    grown = torch.exp(x[:, -1].half() * -30) * 100  # HERE
+    return ((x[:, :-1] @ params["w"]).sum(1) * grown).float().sum() * params["n"].sum()
+
+
+def root_of_zero(params: Any, x: torch.Tensor) -> torch.Tensor:
+    scale = (x[:, -1:] + 2) * params["n"].sum()
+    length = (scale - scale.detach() * (x[:, -1:] < -0.5)).sqrt()  # HERE
+    return (length * 0).sum() + (x[:, :-1] @ params["w"]).sum()
+
+
+# what is planted: the operation, what it makes, whether in the backward pass
+PLANTED: dict[Loss, tuple[str, str, bool]] = {
+    log_of_negative: ("log", "nan", False),
+    zero_by_zero: ("div", "nan", False),
+    overflow: ("exp", "inf", False),
+    root_of_zero: ("div", "nan", True),
+}
+OPT = optim.adam(0.01)
+
+
+def params() -> Any:
+    return {"w": torch.linspace(0.1, 0.5, 10).view(2, 5), "n": torch.full((3,), 0.5)}
+
+
+def batch(ranks: int, rows: int = 2) -> torch.Tensor:
+    x = torch.linspace(0.1, 1.0, ranks * rows * 3).view(ranks * rows, 3)
+    x[:, -1] = 1
+    return x
+
+
+def train_step_of(loss: Loss, micro_batches: int = 1) -> Callable[..., Any]:
+    def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+        value, grads = fzero.value_and_grad(loss, micro_batches=micro_batches)(params, x)
+        updates, opt_state = OPT.update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    return train_step
+
+
+def line_of(f: Callable[..., Any]) -> str:
+    """Return the line of a function that is marked HERE."""
+    code = f.__code__
+    with open(code.co_filename) as file:
+        lines = file.read().splitlines()
+    at = next(i for i in range(code.co_firstlineno, len(lines)) if "# HERE" in lines[i])
+    return f"{code.co_filename}:{at + 1}"
+
+
+@given(
+    loss=st.sampled_from(list(PLANTED)),
+    stage=st.integers(0, 3),
+    ranks=st.integers(1, 4),
+    rank=st.integers(0, 3),
+    micro_batches=st.sampled_from([1, 2]),
+    lockstep=st.booleans(),
+)
+@settings(max_examples=24)
+def test_what_is_planted_is_found(loss, stage, ranks, rank, micro_batches, lockstep):
+    rank %= ranks
+    mesh = fzero.mesh(dp=ranks, simulate="lockstep" if lockstep else "vmap")
+    step = fzero.shard(train_step_of(loss, micro_batches), stage, mesh)
+    state, x = step.init(params(), OPT), batch(ranks)
+    before = [y.clone() for y in tree.tensors(state)]
+    found = nonfinite(step)(*state, mesh.split(x))
+    assert found.finite and not found and found.origin is None and str(found) == "train_step: all results are finite"
+
+    x[2 * rank + 1, -1] = -2 if loss is log_of_negative else -1
+    found = nonfinite(step)(*state, mesh.split(x))
+    operation, value, backward = PLANTED[loss]
+    assert found and found.origin is not None and found.rank == rank, found
+    assert found.origin.ranks == (rank,) and found.origin.leaf == ""
+    assert (found.origin.operation, found.origin.value) == (operation, value), found
+    assert found.origin.line == line_of(loss) and "HERE" in found.origin.code, found
+    assert bool(found.origin.backward) == backward
+    assert found.origin.line in str(found)
+    assert (f"on rank {rank} of {ranks}" in str(found)) == (ranks > 1)
+    for y, z in zip(before, tree.tensors(state), strict=True):
+        assert torch.equal(y, z)
+
+
+@given(stage=st.integers(0, 3), ranks=st.integers(1, 4), at=st.integers(0, 9), leaf=st.sampled_from(["w", "n"]))
+@settings(max_examples=8)
+def test_a_leaf_of_the_parameters_is_named(stage, ranks, at, leaf):
+    mesh = fzero.mesh(dp=ranks)
+    step = fzero.shard(train_step_of(log_of_negative), stage, mesh, units=lambda path, x: "all")
+    start = params()
+    start[leaf].view(-1)[at % start[leaf].numel()] = math.nan
+    found = nonfinite(step)(*step.init(start, OPT), mesh.split(batch(ranks)))
+    assert found.origin is not None and found.origin.leaf == f"argument 0, leaf {leaf!r}", found
+    assert found.origin.ranks == tuple(range(ranks)) if stage < 3 else len(found.origin.ranks) == 1
+
+
+@given(stage=st.integers(0, 3), ranks=st.integers(1, 4), rank=st.integers(0, 3))
+@settings(max_examples=8)
+def test_a_leaf_of_the_batch_is_named(stage, ranks, rank):
+    rank %= ranks
+    mesh = fzero.mesh(dp=ranks)
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return log_of_negative(params, batch["inputs"]["x"])
+
+    step = fzero.shard(train_step_of(loss), stage, mesh)
+    x = batch(ranks)
+    x[2 * rank, 0] = math.nan
+    found = nonfinite(step)(*step.init(params(), OPT), mesh.split({"inputs": {"x": x}}))
+    assert found.origin is not None and found.origin.leaf == "argument 2, leaf 'inputs.x'", found
+    assert found.origin.ranks == (rank,) and "result 2" in found.results
+
+
+def test_an_argument_that_is_not_used_is_not_named():
+    found = nonfinite(lambda x, y: x + 1)(torch.ones(2), torch.tensor(math.nan))
+    assert found.finite
+
+
+def attention(params: Any, x: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    scores = x @ x.T
+    mask = torch.ones(len(x), len(x)).triu(1).bool()
+    mask[:rows] = True
+    weights = scores.masked_fill(mask, -math.inf).softmax(-1)  # HERE
+    additive = torch.full((len(x), len(x)), -math.inf).triu(1)
+    more = functional.scaled_dot_product_attention(x[None], x[None], x[None], additive)
+    return (weights @ x[:, :-1] @ params["w"]).sum() * params["n"].sum() + more.sum() * 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_mask_is_not_named(stage):
+    mesh = fzero.mesh(dp=2)
+    step = fzero.shard(train_step_of(attention), stage, mesh)
+    state = step.init(params(), OPT)
+    assert nonfinite(step)(*state, mesh.split(batch(2, 3))).finite
+
+    def bad(params: Any, x: torch.Tensor) -> torch.Tensor:  # another nan in the same step
+        return attention(params, x) + (x[:, -1].min() - 1).sqrt() * params["n"].sum()
+
+    x = batch(2, 3)
+    x[4, -1] = 0
+    found = nonfinite(fzero.shard(train_step_of(bad), stage, mesh))(*state, mesh.split(x))
+    assert found.origin is not None and found.origin.operation == "sqrt" and found.rank == 1, found
+
+
+def test_a_row_that_is_masked_whole_is_named_by_its_softmax():
+    found = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
+    assert found.origin is not None and found.origin.operation == "softmax", found
+    assert found.origin.line == line_of(attention) and found.became is None
+
+
+def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
+    def f(x: torch.Tensor) -> torch.Tensor:
+        grown = (x * 1000).half().exp()
+        return (grown - grown).sum()
+
+    found = nonfinite(f)(torch.ones(3))
+    assert found.origin is not None and (found.origin.operation, found.origin.value) == ("exp", "inf"), found
+    assert found.became is not None and (found.became.operation, found.became.value) == ("sub", "nan")
+    assert "and then nan made by sub" in str(found)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_update_of_the_users_own_is_found(stage):
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return tree.map(lambda g: (g - g) / (g - g), grads), state  # HERE
+
+    def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+        value, grads = fzero.value_and_grad(log_of_negative)(params, x)
+        updates, opt_state = update(grads, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state, value
+
+    mesh = fzero.mesh(dp=3)
+    step = fzero.shard(train_step, stage, mesh)
+    found = nonfinite(step)(*step.init(params(), OPT), mesh.split(batch(3)))
+    assert found.origin is not None and (found.origin.operation, found.origin.line) == ("div", line_of(update)), found
+    assert "result 2" not in found.results and found.origin.ranks == (0, 1, 2)
+
+
+def test_padding_is_no_result():
+    """An update of a user's own may make the padding of a shard nan, which lies in no leaf."""
+
+    def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+        value, grads = fzero.value_and_grad(log_of_negative)(params, x)
+        return tree.map(lambda p, g: p + g / g.abs(), params, grads), opt_state, value
+
+    mesh = fzero.mesh(dp=4)
+    step = fzero.shard(train_step, 3, mesh)
+    state = step.init(params(), OPT)
+    assert not step(*state, mesh.split(batch(4)))[0]["w"].data.isfinite().all()
+    assert nonfinite(step)(*state, mesh.split(batch(4))).finite
+
+
+def test_a_sum_over_ranks_that_overflows_is_of_all_ranks():
+    mesh = fzero.mesh(dp=2)
+    f = mesh.spmd(lambda x: fzero.collectives.psum(x.sum()))  # HERE
+    found = nonfinite(f)(mesh.split(torch.tensor([40000.0, 40000.0]).half()))
+    assert found.origin is not None and found.origin.ranks == (0, 1), found
+    assert "in a collective" in found.origin.operation and found.origin.line.startswith(__file__)
+
+
+def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
+    @fzero.remat
+    def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = x * w
+        ones = torch.empty_like(h)  # were h kept alive for it, remat would refuse
+        ones[::2], ones[1::2] = 1, 1
+        return (h * ones).log()  # HERE
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return layer(params["n"].sum(), x[:, -1]).sum() + params["w"].sum() * 0
+
+    x = batch(2)
+    x[3, -1] = -1
+    mesh = fzero.mesh(dp=2)
+    step = fzero.shard(train_step_of(loss), 3, mesh)
+    found = nonfinite(step)(*step.init(params(), OPT), mesh.split(x))
+    assert found.origin is not None and found.origin.operation == "log" and found.rank == 1, found
+    assert "# HERE" in found.origin.code
+
+    class Own(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad / (grad - grad)  # THERE
+
+    found = nonfinite(torch.func.grad(lambda x: Own.apply(x).sum()))(torch.ones(3))
+    assert found.origin is not None and found.origin.code.endswith("# THERE"), found
+    assert found.origin.backward == "OwnGeneratedBackward"
+
+
+def test_a_captured_tensor_is_named_as_such():
+    hidden = torch.tensor([1.0, math.nan])
+    found = nonfinite(lambda x: x * hidden)(torch.ones(2))  # HERE
+    assert found.origin is not None and "captured" in found.origin.leaf and found.origin.operation == "mul", found
+
+
+def test_a_jitted_step_is_left_as_it_is():
+    mesh = fzero.mesh(dp=2)
+    step = fzero.jit(fzero.shard(train_step_of(log_of_negative), 2, mesh), backend="fx")
+    state = step.init(params(), OPT)
+    x = batch(2)
+    x[3, -1] = -2
+    found = nonfinite(step)(*state, mesh.split(x))
+    assert found.rank == 1 and found.origin is not None and found.origin.operation == "log"
+    assert not torch.is_anomaly_enabled() and step.traces == 0
+    step(*state, mesh.split(x))  # nothing was donated
+
+
+def test_memory_that_is_written_over_is_forgotten():
+    def finite_between(x: torch.Tensor) -> torch.Tensor:
+        y = x.log()
+        y.zero_()
+        return y.div_(y)  # HERE
+
+    def at_once(x: torch.Tensor) -> torch.Tensor:
+        y = x.log()
+        return y.copy_((x - x) / (x - x))  # HERE
+
+    for f in (finite_between, at_once):
+        found = nonfinite(f)(torch.tensor([-1.0, 1.0]))
+        assert found.origin is not None and found.origin.operation.startswith("div"), found
+        assert found.origin.line == line_of(f)
+
+
+def test_of_many_the_first_is_named():
+    def f(x: torch.Tensor) -> torch.Tensor:
+        first = x.log()  # HERE
+        return (x.sqrt() + first) / (x - x)
+
+    found = nonfinite(f)(torch.tensor([-1.0]))
+    assert found.origin is not None and (found.origin.operation, found.origin.line) == ("log", line_of(f)), found
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="expected a function"):
+        nonfinite(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_an_operation_was_given_shows_infinities_beside_the_range():
+    x = torch.tensor([1.0, -2.0, math.inf])
+    found = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
+    assert found.became is not None and "float32 [3] of -2 to 1 and inf" in found.became.given
+    assert "float32 [] of inf" in found.became.given

@@ -1,0 +1,257 @@
+"""Bad input of a pipeline is an error that names it, on every rank, and before anything is trained wrong."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim
+from fzero.testing import assert_trees_close
+from tests.parallel.pipeline.model import batch_of, block, first, last, loss_of, params_of, trained, trained_on
+
+
+def raises(kind: Any, text: str) -> Any:
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def test_arguments_of_pipeline():
+    for options, kind, said in (
+        ({"micro_batches": 0}, ValueError, "micro_batches=0: expected an int, at least 1"),
+        ({"micro_batches": True}, ValueError, "micro_batches=True"),
+        ({"stages": 0}, ValueError, "stages=0"),
+        ({"block": None}, TypeError, "block=None: expected a function"),
+        ({"schedule": 3}, TypeError, "schedule=3: expected the name of one, or a table"),
+        (
+            {"depth": (5, -1)},
+            ValueError,
+            "depth=(5, -1): expected the number of blocks, an int, at least 1",
+        ),
+        ({"depth": (2.0, 2)}, ValueError, "depth=(2.0, 2)"),
+        ({"depth": 0}, ValueError, "depth=0"),
+        ({"depth": True}, ValueError, "depth=True"),
+    ):
+        with raises(kind, said):
+            loss_of(**{"micro_batches": 2, **options})
+
+
+def test_a_table_for_other_counts():
+    table = fzero.parallel.schedules.schedule("1f1b", 2, 4)
+    with raises(ValueError, "micro_batches=8, and the schedule '1f1b' has 4"):
+        loss_of(8, schedule=table)
+    loss = loss_of(4, schedule=table)
+    with raises(ValueError, "the schedule '1f1b' is for 2 ranks, and the axis 'pp' has 4"):
+        loss.stack(params_of(4), fzero.mesh(pp=4))
+
+
+def test_a_wrong_table_is_refused_before_anything_runs():
+    good = fzero.parallel.schedules.schedule("1f1b", 2, 4)
+    missing = fzero.parallel.schedules.Schedule((good.rows[0][1:], good.rows[1]), good.home, "cut")
+    with raises(ValueError, "0F0, the forward pass of stage 0 for micro-batch 0, is missing on rank 0"):
+        loss_of(4, schedule=missing)
+
+
+def test_an_unknown_schedule():
+    with raises(ValueError, "'2f2b'"):
+        loss_of(4, schedule="2f2b")  # before any mesh
+
+
+def test_depth():
+    with raises(ValueError, "5 blocks on 2 stages: some stages have one more than others, so say depth=5"):
+        loss_of(4).stack(params_of(5), fzero.mesh(pp=2))
+    with raises(ValueError, "depth=6, and the parameters have 5 blocks"):
+        loss_of(4, depth=6).stack(params_of(5), fzero.mesh(pp=2))
+    with raises(ValueError, "expected a number for each of the 2 stages"):
+        loss_of(4, depth=(1, 2, 2)).stack(params_of(5), fzero.mesh(pp=2))
+
+
+def test_parameters_without_blocks_or_with_blocks_that_differ():
+    with raises(ValueError, "a list of blocks at 'blocks', and got dict of ['table']"):
+        loss_of(4).stack({"table": torch.ones(1)}, fzero.mesh(pp=2))
+    with raises(ValueError, "a list of blocks at 'blocks', and got list"):
+        loss_of(4).stack([torch.ones(1)], fzero.mesh(pp=2))
+    params = params_of(4)
+    params["blocks"][2] = {"w": torch.ones(5, 6, dtype=torch.float64), "b": torch.ones(5, dtype=torch.float64)}
+    with raises(
+        ValueError, "blocks[2] leaf 'w' is torch.float64 [5, 6], and that of blocks[0] is torch.float64 [5, 5]"
+    ):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+    params["blocks"][1] = {"w": torch.ones(5, 5)}
+    with raises(ValueError, "blocks[1] is not like blocks[0]"):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+
+
+def test_a_parameter_that_several_blocks_use():
+    """Stacked by rank it would be several, each trained on its own."""
+    params = params_of(4)
+    params["blocks"][2]["w"] = params["blocks"][1]["w"]
+    with raises(ValueError, "leaves 'blocks.1.w' and 'blocks.2.w' are tied, one parameter: blocks are stacked by rank"):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+    whole = loss_of(4).stack(params)["blocks"]  # without ranks it stays one
+    assert whole[2]["w"] is whole[1]["w"] is params["blocks"][1]["w"]
+    params = params_of(4)
+    params["mix"] = {"w": params["blocks"][3]["w"]}
+    with raises(ValueError, "leaves 'blocks.3.w' and 'mix.w' are tied"):
+        loss_of(4).stack(params, fzero.mesh(pp=2))
+    params = params_of(4)
+    params["blocks"] = [{**p, "again": p["b"]} for p in params["blocks"]]
+    loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]) * p["again"])
+    assert_trees_close(trained_on(fzero.mesh(pp=2), 1, loss, params, 4), trained(loss, params, 4), 1e-9)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
+    mesh = fzero.mesh(pp=2, simulate=simulate)
+    loss = loss_of(2, depth=4)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), fzero.mesh(pp=2)), optim.sgd(0.1))
+    wrong = {**params, "blocks": params["blocks"][:1]}
+    with raises(ValueError, "the parameters have 1 stacked blocks a rank, and 4 blocks on 2 ranks take 2"):
+        step(wrong, batch_of(4))
+
+
+def test_parameters_that_are_not_stacked_at_all():
+    loss, mesh = loss_of(2), fzero.mesh(pp=2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
+    with raises(
+        ValueError, "leaf 'blocks.0.w' is torch.float64 [5, 5], and blocks are stacked by rank, [2, ...]: give"
+    ):
+        step.init(params_of(4), optim.sgd(0.1))
+    with raises(ValueError, "they were stacked for another mesh, or not at all"):
+        other = loss_of(2, depth=6)
+        fzero.shard(step.train_step, 0, mesh, split=other.split).init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_rule_that_was_forgotten(simulate, stage):
+    """Every rank would have the blocks of all, and run those of the first."""
+    mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, axis=("dp", "pp"))
+    for given, shape in ((loss.stack(params_of(4), mesh), "[2, 5"), (params_of(2), "[5")):
+        params, _ = step.init(given, optim.sgd(0.1))
+        with raises(ValueError, f" is torch.float64 {shape}") as error:
+            step(params, mesh.split(batch_of(8), "dp"))
+        assert "fzero.shard(..., split=loss.split)" in str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_were_stacked_for_another_schedule(stage):
+    """Their shapes are the same, and a step would train the blocks in another order."""
+    mesh = fzero.mesh(dp=2, pp=2)
+    steps = [
+        fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, split=loss.split)
+        for loss in (loss_of(2), loss_of(2, schedule="interleaved", stages=2))
+    ]
+    params, state = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.sgd(0.1))
+    said = (
+        "the list 'blocks', which was stacked with the items [[0, 1], [2, 3]] on the ranks along 'pp', and this step "
+    )
+    with raises(ValueError, said + "has there [[0, 2], [1, 3]]: unstack it with the loss that stacked it"):
+        steps[1](params, mesh.split(batch_of(8), "dp"))
+    with raises(ValueError, "argument 1, leaf 'mu.blocks.0.w' is of the list 'blocks'"):
+        mine, _ = steps[1].init(loss_of(2, schedule="interleaved", stages=2).stack(params_of(4), mesh), optim.sgd(0.1))
+        _, moments = steps[0].init(loss_of(2).stack(params_of(4), mesh), optim.adam(0.1))
+        steps[1](mine, moments)
+    assert state is not None
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_batch_that_differs_between_stages(simulate):
+    """The first stage would see tokens of one batch, and the last one targets of another."""
+    mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+    said = "the batch, leaf 'tokens' differs by rank along 'pp', whose ranks work on one batch: "
+    with raises(ValueError, said + "split it over the others, mesh.split(batch, ('dp',))"):
+        step(params, mesh.split(batch_of(16)))
+    alone = fzero.mesh(pp=2, simulate=simulate)
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, alone, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), alone), optim.sgd(0.1))
+    with raises(ValueError, said + "give it as it is"):
+        step(params, alone.split(batch_of(16)))
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_a_batch_that_does_not_divide(simulate):
+    with raises(
+        ValueError, "the batch leaf 'tokens' is [3]: dimension 0 of a rank's part must divide by micro_batches=2"
+    ):
+        trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 1, loss_of(2), params_of(4), 6)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_goes_from_stage_to_stage_keeps_its_form(simulate):
+    def narrower(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(p, x)[..., :4]
+
+    mesh = fzero.mesh(pp=2, simulate=simulate)
+    with raises(TypeError, "block returned torch.float64 [2, 4], and was given torch.float64 [2, 5]"):
+        trained_on(mesh, 1, loss_of(2, block=narrower), params_of(4), 4)
+    with raises(TypeError, "first returned torch.int64 [2]: expected a floating-point tensor"):
+        trained_on(mesh, 1, loss_of(2, first=lambda rest, batch: batch["tokens"]), params_of(4), 4)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_last_returns_a_total_and_a_weight(simulate):
+    mesh = fzero.mesh(pp=2, simulate=simulate)
+    with raises(TypeError, "last(rest, x, batch) must return (total, weight)"):
+        trained_on(mesh, 1, loss_of(2, last=lambda rest, x, batch: x), params_of(4), 4)
+    with raises(TypeError, "it returned NoneType"):
+        trained_on(mesh, 1, loss_of(2, last=lambda rest, x, batch: None), params_of(4), 4)
+
+
+def test_a_mesh_without_the_axis_has_no_schedule():
+    with raises(ValueError, "has no axis 'pp', along which stages lie"):
+        loss_of(2).schedule(fzero.mesh(dp=2))
+
+
+def test_a_rank_that_raises_in_its_stage_ends_the_others():
+    def stops(p: Any, x: torch.Tensor, index: int, batch: Any) -> torch.Tensor:
+        if index == 3 and batch["tokens"][0] == batch_of(8)["tokens"][6]:
+            raise RuntimeError("planted")
+        return block(p, x)
+
+    mesh = fzero.mesh(pp=4, simulate="lockstep")
+    with raises(RuntimeError, "planted") as error:
+        trained_on(mesh, 1, loss_of(8, block=stops), params_of(4), 8)
+    assert "rank 3 of 4 raised this" in "".join(error.value.__notes__)
+
+
+def test_a_step_of_the_mean_over_the_data_alone_is_refused():
+    """The pipeline's axis is one of the axes of the mean: without it blocks' gradients would be added to no loss."""
+    loss = loss_of(2)
+    mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
+    step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, axis="dp", split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+    with raises(ValueError, "axis=('dp', 'pp')"):
+        step(params, mesh.split(batch_of(8), "dp"))
+
+
+def test_unweighted_means_are_refused():
+    loss = loss_of(2)
+    mesh = fzero.mesh(pp=2, simulate="lockstep")
+    step = fzero.shard(fzero.value_and_grad(loss), 1, mesh, split=loss.split)
+    params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
+    with raises(TypeError, 'reduce="weighted"'):
+        step(params, batch_of(8))
+
+
+def test_a_loss_is_differentiated_once():
+    loss, params, batch = loss_of(2), params_of(2), batch_of(4)
+
+    def program() -> Any:
+        mine = int(fzero.axes.axis_index("pp").item())
+        own = {"blocks": [fzero.tree.map(lambda w: w[None], params["blocks"][mine])]}
+        _, pull = torch.func.vjp(lambda t: loss({**params, **own, "table": t}, batch)[0], params["table"])
+        one = torch.ones((), dtype=torch.float64)
+        pull(one, retain_graph=True)
+        with raises(RuntimeError, "differentiate it once, or call it again"):
+            pull(one)
+        return fzero.collectives.psum(one, "pp")
+
+    fzero.mesh(pp=2, simulate="lockstep").spmd(program)()
+
+
+assert first and last

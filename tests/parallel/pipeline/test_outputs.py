@@ -1,0 +1,105 @@
+"""What a pipeline says of each example: for evaluation and prediction, on any mesh, as without a pipeline."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero
+from tests.parallel.pipeline.model import OPT, batch_of, loss_of, params_of, step_of
+
+NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+ROWS = batch_of(19)
+DATA = [{name: x[i] for name, x in ROWS.items()} for i in range(19)]
+
+
+def weighted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+    losses = F.cross_entropy(x @ rest["table"].T, batch["targets"], reduction="none")
+    return losses * batch["weights"], batch["weights"]
+
+
+def answers(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+    logits = x @ rest["table"].T
+    return {"token": logits.argmax(-1), "sure": logits.softmax(-1).amax(-1) > 0.5, "logits": logits}
+
+
+def made(mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipeline, params: Any) -> tuple[Any, Any]:
+    step = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
+    return step, step.init(loss.stack(params, mesh), OPT)[0]
+
+
+def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> None:
+    """Evaluate and predict 19 examples, 8 at once, and compare with the model without a pipeline."""
+    loss, params = loss_of(4, schedule=name, stages=NAMED[name], depth=5), params_of(5)
+    step, cut = made(mesh, stage, loss, params)
+    programs = [
+        fzero.evaluate(step, loss.outputs(weighted), weighted=True),
+        fzero.predict(step, loss.outputs(answers)),
+    ]
+    evaluate, predict = [fzero.jit(p, backend="fx") if jit else p for p in programs]
+    batches = list(fzero.data.once(DATA, mesh, global_batch=8, axis=step.data_axes))
+    found = fzero.data.mean(evaluate(cut, batch, rows) for batch, rows in batches)
+    total, weight = loss_of(1, depth=5)(params, ROWS)
+    assert found == pytest.approx((total / weight).item(), rel=1e-12)
+    expected = loss_of(1, depth=5).outputs(answers)(params, ROWS)
+    parts = [fzero.tree.map(lambda x, rows=rows: x[:rows], predict(cut, batch)) for batch, rows in batches]
+    for key, value in expected.items():
+        whole = torch.cat([part[key] for part in parts])
+        assert whole.dtype == value.dtype
+        torch.testing.assert_close(whole, value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("name", NAMED)
+def test_examples_are_those_without_a_pipeline(name, simulate):
+    for stage, axes in ((0, {"dp": 2, "pp": 2}), (3, {"pp": 3, "dp": 2}), (1, {"dp": 1, "pp": 4}), (2, {"dp": 2})):
+        check(fzero.mesh(simulate=simulate, **axes), stage, name)
+
+
+def test_a_jitted_program_gives_the_same():
+    check(fzero.mesh(dp=2, pp=2), 3, "interleaved", jit=True)
+
+
+def test_a_mesh_of_stages_alone_has_no_axis_of_data():
+    loss, params, mesh = loss_of(4), params_of(4), fzero.mesh(pp=2)
+    step, cut = made(mesh, 1, loss, params)
+    assert step.data_axes == ()
+    sums, weight = fzero.evaluate(step, loss.outputs(weighted), weighted=True)(cut, batch_of(8), torch.tensor(8))
+    torch.testing.assert_close((sums, weight), loss(params, batch_of(8)))
+    logits = fzero.predict(step, loss.outputs(answers))(cut, batch_of(8))["logits"]
+    torch.testing.assert_close(logits, loss.outputs(answers)(params, batch_of(8))["logits"])
+
+
+def test_masks_are_those_of_training():
+    def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
+
+    loss, params, key = loss_of(4, block=dropping), params_of(4), fzero.random.key(1)
+    total, weight = loss(params, batch_of(8), key)
+    sums, weights = loss.outputs(weighted)(params, batch_of(8), key)
+    torch.testing.assert_close((sums.sum(), weights.sum()), (total, weight))
+
+
+def test_nothing_is_kept_for_a_backward_pass():
+    params = fzero.tree.map(lambda x: x.clone().requires_grad_(), params_of(4))
+    assert not loss_of(2).outputs(answers)(params, batch_of(4))["logits"].requires_grad
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_bad_input(simulate):
+    loss, mesh = loss_of(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
+    step, cut = made(mesh, 1, loss, params_of(4))
+    batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)
+    for said, program in (
+        ("of a pipelined loss give loss.outputs(last)", fzero.evaluate(step, loss)),
+        ("outputs asks last(rest, x, batch) for a tree of tensors [b, ...], of the b examples", None),
+    ):
+        program = program or fzero.evaluate(step, loss.outputs())
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+            program(cut, batch, rows)
+    with pytest.raises(ValueError, match="leaf 'tokens' differs by rank along 'pp'"):
+        fzero.evaluate(step, loss.outputs(weighted), weighted=True)(cut, mesh.split(batch_of(16)), rows)
+    with pytest.raises(TypeError, match=r"outputs: last=3: expected a function"):
+        loss.outputs(3)  # pyright: ignore[reportArgumentType]

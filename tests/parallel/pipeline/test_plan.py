@@ -1,0 +1,206 @@
+"""Plans of pipelines: of each rank, what is in flight, and what is said once a step."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.graph._ir import is_gather, is_wait, start_of
+from fzero.graph._ops import is_random
+from fzero.graph.loop._memory import track_seconds
+from fzero.graph.loop._rank_schedule import Phase, phases_of
+from fzero.graph.loop._split import Residual, split
+from tests.helpers import examples
+from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
+
+NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+
+
+def planned(
+    name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any
+) -> Any:
+    depth = 2 * ranks
+    own = {key: options.pop(key) for key in ("block", "remat") if key in options}
+    jit = {"backend": "fx", **options.pop("jit", {})}
+    loss = loss_of(micro_batches, schedule=name, stages=NAMED[name], **own)
+    mesh = fzero.mesh(dp=dp, pp=ranks)
+    step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
+    state = step.init(loss.stack(params_of(depth), mesh), OPT)
+    batch = mesh.split(batch_of(16 * micro_batches * dp), "dp")
+    return fzero.plan(fzero.jit(step, **jit), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_1f1b_holds_as_much_for_any_number_of_micro_batches_and_gpipe_more_for_each(rank):
+    flat = [planned("1f1b", m, rank).added_bytes for m in (4, 8, 32)]
+    assert flat[0] == flat[1] == flat[2]
+    rising = [planned("gpipe", m, rank).added_bytes for m in (8, 16, 24)]
+    assert rising[2] - rising[1] == rising[1] - rising[0] > 8 * 16 * 2 * 5 * 8  # residuals of 2 blocks, 8 micro-batches
+
+
+def test_peaks_fall_along_1f1b_as_what_is_in_flight_does():
+    loss = loss_of(8)
+    flights = [loss.schedule(4).in_flight(r) for r in range(4)]
+    assert flights == [4, 3, 2, 1]
+    peaks = [planned("1f1b", 8, r).added_bytes for r in range(3)]  # the last has the loss
+    assert max(peaks[:2]) > peaks[2]  # the first is sent nothing, and the second holds what it is sent
+
+
+@examples(5, 12)
+@given(st.sampled_from(sorted(NAMED)), st.integers(0, 3), st.integers(0, 3))
+def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, stage, rank):
+    counts = []
+    for micro_batches in (4, 12):
+        plan = planned(name, micro_batches, rank, stage)
+        counts.append([(c.kind, c.bytes, c.times, c.axis) for c in plan.collectives])
+    assert counts[0] == counts[1]
+
+
+def test_all_ranks_start_the_same_collectives_in_one_order():
+    for stage in (0, 3):
+        said = {tuple((c.kind, c.bytes, c.unit) for c in planned("zbv", 4, r, stage).collectives) for r in range(4)}
+        assert len(said) == 1
+
+
+def test_a_collective_that_nothing_reads_is_left_out():
+    """The last stage of a module calls its embedding, whose result nothing reads: that wait fell between two phases."""
+
+    def wasteful(p, x):
+        fzero.collectives.psum(x, "dp")
+        return block(p, x)
+
+    for rank in (0, 1):
+        plain = planned("1f1b", 4, rank, ranks=2)
+        own = planned("1f1b", 4, rank, ranks=2, block=wasteful)
+        assert [(c.kind, c.bytes) for c in own.collectives] == [(c.kind, c.bytes) for c in plain.collectives]
+
+
+def test_the_cost_model_knows_bubbles():
+    """A phase that takes a second: four micro-batches on two ranks take five times three."""
+    seconds = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
+    assert seconds == pytest.approx(3 * (4 + 2 - 1))
+    slow = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
+    assert slow == pytest.approx(15 + 2 * 0.5)  # there and back
+    assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
+
+
+def test_a_plan_is_of_the_rank_that_is_asked_for():
+    mesh = fzero.mesh(dp=2, pp=2)
+    peaks = {r: planned("1f1b", 8, r, ranks=2).added_bytes for r in (0, 1)}
+    for rank, place in ((0, 0), (1, 1), (2, 0), (3, 1)):  # ranks of dp=2, pp=2
+        assert planned("1f1b", 8, {"dp": rank // 2, "pp": place}, ranks=2).added_bytes == peaks[place]
+    step = fzero.shard(lambda p, s, b: (p, s), 1, mesh)
+    params, state = step.init({"w": torch.ones(4)}, OPT)
+    for rank in (4, -1, {"pp": 2}, {"tp": 0}):
+        with pytest.raises(ValueError, match="expected a rank of dp=2, pp=2, or places along these axes"):
+            fzero.plan(step, params, state, None, rank=rank)
+    with pytest.raises(ValueError, match=r"rank=1: .*has no mesh"):
+        fzero.plan(lambda x: x, torch.ones(2), rank=1)
+
+
+def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
+    loss, mesh = loss_of(4), fzero.mesh(dp=1, pp=2)
+    step = fzero.shard(step_of(loss), 2, mesh, axis=("dp", "pp"), split=loss.split)
+    state = step.init(loss.stack(params_of(4), mesh), OPT)
+    plans = [fzero.plan(step, *state, mesh.split(batch_of(8), "dp"), world_size={"dp": n}) for n in (1, 64)]
+    assert plans[1].argument_bytes < plans[0].argument_bytes
+    assert any(o.target == "a pipeline of 4 turns" for o in plans[0].operations)
+
+
+def loops_of(name: str, rank: int, **options: Any) -> Any:
+    """The loop of a rank's traced step, as it is scheduled."""
+    from fzero.graph import _entry
+    from fzero.graph.loop._scan import loop_of
+
+    found = []
+    before = _entry.plan_of
+    try:
+        _entry.plan_of = lambda graph, *args: (found.append(graph), before(graph, *args))[1]  # pyright: ignore
+        planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
+    finally:
+        _entry.plan_of = before
+    return next(loop for n in found[0].nodes if (loop := loop_of(n)))
+
+
+@pytest.mark.parametrize("name,rank", [("1f1b", 0), ("1f1b", 1), ("zbv", 0)])
+def test_phases_are_given_what_earlier_ones_have_left(name, rank):
+    loop = loops_of(name, rank)
+    parts = split(loop)
+    stages = [s for s, r in enumerate(loop.track.schedule.home) if r == rank]
+    wanted = [Phase(kind, s) for s in stages for kind in ("FIW" if s else "FW")]
+    assert [part.phase for part in parts] == wanted
+    held: set[Any] = set()
+    for part in parts:
+        part.graph.lint()
+        assert {x for x in part.given if isinstance(x, Residual)} <= held
+        held |= {x for x in part.made if isinstance(x, Residual)}
+        assert len(part.given) == sum(n.op == "placeholder" for n in part.graph.nodes)
+    # each sum is written once a turn
+    writes = [n.args[0].name for part in parts for n in part.graph.nodes if "copy_" in str(n.target)]
+    assert len(writes) == len(set(writes)) > 0
+
+
+def test_a_phase_precedes_another_where_every_schedule_runs_it_first():
+    said = []
+    for name, stages in NAMED.items():
+        for row in fzero.parallel.schedules.schedule(name, 2, 6, stages).rows:
+            done = [(phase, action.micro_batch) for action in row for phase in phases_of(action)]
+            for (one, m), (other, n) in itertools.combinations(done, 2):
+                assert m != n or not other.precedes(one), (name, one, other)
+                said += [(one, other)] if m == n and one.precedes(other) else []
+    phases = [Phase(kind, stage) for kind in "FIW" for stage in (1, 3)]
+    found = {(a.kind, a.stage - b.stage, b.kind) for a in phases for b in phases if (a, b) in said}
+    forward = {("F", -2, "F")} | {("F", apart, kind) for apart in (-2, 0, 2) for kind in "IW"}
+    assert found == forward | {("I", 2, "I"), ("I", 0, "W"), ("I", 2, "W")}
+
+
+AHEAD = st.fixed_dictionaries(
+    {"prefetch": st.integers(0, 3), "in_flight": st.integers(0, 2), "max_reuse_bytes": st.sampled_from((0, 1 << 30))}
+)
+
+
+@examples(6, 40)
+@given(st.sampled_from(("1f1b", "interleaved", "zbv")), st.integers(0, 1), st.integers(1, 3), st.booleans(), AHEAD)
+@example("interleaved", 1, 1, False, {"prefetch": 1, "in_flight": 0, "max_reuse_bytes": 0})
+def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage, remat, jit):
+    """The next of its micro-batch comes later, and may be of another stage: no gather starts ahead for it."""
+    loop = loops_of(name, rank, stage=stage, dp=2, gather=False, remat=remat, jit=jit)
+    parts = split(loop)
+    gathered = {part.phase: sum(map(is_gather, part.graph.nodes)) for part in parts}
+    assert all(gathered[Phase("F", s)] for s in loop.track.stages)
+    assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
+    names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
+    assert not names & {x.name for part in parts for x in part.made if isinstance(x, Residual)}
+
+
+def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
+    """So the stage before can go on: no product of the first half belongs to a weight."""
+    loop = loops_of("1f1b", 1)
+    products = {part.phase.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
+    assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head
+
+
+def held(parts: Any) -> list[torch.Tensor]:
+    """What waits for the backward pass, of each micro-batch in flight."""
+    from fzero.graph._ir import results, values
+
+    made = [(what, n) for part in parts for what, n in zip(part.made, results(part.graph), strict=True)]
+    return [values(n)[0] for what, n in made if isinstance(what, Residual)]
+
+
+def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
+    def masked(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.where(torch.ones(5, 5, dtype=torch.bool).tril()[2], x @ p["w"], 0.0)
+
+    def drawn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(x @ p["w"], 0.5)
+
+    parts = split(loops_of("1f1b", 0, block=masked))
+    assert not [x for x in held(parts) if x.dtype == torch.bool]
+    parts = split(loops_of("1f1b", 0, block=drawn))
+    draws = {part.phase.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
+    assert draws == {"F": 2, "W": 0}  # of two blocks

@@ -1,0 +1,108 @@
+"""What looks at a step, or feeds it, takes a pipelined one: layouts, bytes, nonfinite, profile, data, metrics."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim, tree
+from tests.checkpoint.states import same_bits
+from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of, trained
+
+
+def made(
+    mesh: fzero.ranks.Mesh, loss: fzero.parallel.pipeline.Pipeline, params: Any, stage: int = 2, opt: Any = OPT
+) -> tuple[Any, list[Any], Any]:
+    step = fzero.shard(step_of(loss, opt), stage, mesh, split=loss.split)
+    return step, [*step.init(loss.stack(params, mesh), opt)], mesh.split(batch_of(16), step.data_axes)
+
+
+def test_a_table_of_layouts_names_the_blocks():
+    loss = loss_of(4, depth=5)
+    _, state, _ = made(fzero.mesh(dp=2, pp=2), loss, params_of(5), 3)
+    rows = {x.path: x for x in fzero.sharding.layouts(state).leaves}
+    where = "unit 'blocks.1' over dp=2, stacked over pp=2 (blocks.1, blocks.4): 15 of 30 elements"
+    assert rows["0.blocks.1.w"].where == rows["1.1.mu.blocks.1.w"].where == where
+    assert "(blocks.2, none)" in rows["0.blocks.2.w"].where and "(" not in rows["0.table"].where
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_holds_its_own_blocks_in_bytes(stage):
+    """With idle places: 3 of each rank, for 5 blocks."""
+    loss, params = loss_of(4, depth=5), params_of(5)
+    step, (params, state), _ = made(fzero.mesh(dp=2, pp=2), loss, params, stage, optim.sgd(0.1, momentum=0.9))
+    blocks, table, scale = 3 * (25 + 5) * 8, 35 * 8, 8
+    whole, cut = blocks + table + scale, blocks // 2 + 9 * 8 + scale  # 36 of the table's elements on 4 ranks
+    assert step.state_bytes(params) == (cut if stage == 3 else whole)
+    assert step.state_bytes(state) - 8 == (whole if stage == 0 else cut)  # a count
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_is_not_finite_is_named_by_the_blocks_number(simulate):
+    mesh, params = fzero.mesh(dp=2, pp=2, simulate=simulate), params_of(5)
+    loss = loss_of(4, schedule="interleaved", stages=2, depth=5)
+    params["blocks"][4]["w"][1, 1] = float("nan")  # of the last rank
+    step, state, batch = made(mesh, loss, params, 3)
+    found = fzero.observe.nonfinite(fzero.jit(step) if simulate == "vmap" else step)(*state, batch)
+    assert found.origin is not None and found.origin.leaf == "argument 0, leaf 'blocks.4.w'"
+    assert any("'blocks.4.w'" in place for place in found.results)
+
+    def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+        return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
+
+    loss = loss_of(4, depth=4, block=breaks)
+    step, state, batch = made(mesh, loss, params_of(4))
+    found = fzero.observe.nonfinite(step)(*state, batch)  # by messages and sums from the first stage to all results
+    assert found.origin is not None and found.origin.operation == "log" and found.origin.ranks == (0, 2)
+
+
+def test_a_jitted_pipeline_is_profiled():
+    loss = loss_of(2)
+    step, state, batch = made(fzero.mesh(dp=1, pp=2), loss, params_of(4))
+    found = fzero.profile(fzero.jit(step, backend="fx"), *state, batch, steps=1, warmup=1)
+    assert any("block" in line.function for line in found.lines)
+
+
+def test_a_pipeline_trains_on_numbered_batches():
+    examples = [{name: x[i] for name, x in batch_of(32).items()} for i in range(32)]
+    loss, params, losses = loss_of(4), params_of(4), []
+    for mesh in (fzero.mesh(dp=2), fzero.mesh(dp=2, pp=2), fzero.mesh(pp=2, dp=2, simulate="lockstep")):
+        step, state, _ = made(mesh, loss, params)
+        rows: list[Any] = []
+        data = fzero.data.batches(examples, mesh, global_batch=16, seed=1, axis=step.data_axes)
+        with fzero.observe.log(rows.append, every=1, mesh=mesh) as log:
+            for i, batch in data.steps(0, 3):
+                *state, value = step(*state, batch)
+                log(i, {"loss": value})
+        losses.append([values["loss"] for ((_, values),) in rows])
+    assert len(losses[0]) == 3
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+def test_what_is_remembered_is_read_by_another_pipeline(simulate, tmp_path):
+    params, memory = params_of(5), str(tmp_path / "memory")
+    loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages=2, depth=5)
+    step, state, _ = made(fzero.mesh(dp=2, pp=2, simulate=simulate), loss, params, 3)
+    runs = fzero.checkpoint.checkpoints(tmp_path, step.mesh, memory=memory)
+    runs.remember(7, {"state": state, "step": 7}).wait()
+    to, like, _ = made(fzero.mesh(pp=2, dp=1, simulate=simulate), other, tree.map(torch.zeros_like, params), 1)
+    found = fzero.checkpoint.checkpoints(tmp_path, to.mesh, memory=memory).restore({"state": like, "step": 0})
+    assert found["step"] == 7
+    for one, two in zip(found["state"], state, strict=True):
+        assert same_bits(other.unstack(to.gather(one), to.mesh), loss.unstack(step.gather(two), step.mesh))
+
+
+def test_trees_are_stacked_and_unstacked_in_a_state():
+    """A state of training without a pipeline goes into one by hand, too, and comes back."""
+    loss, params = loss_of(4, schedule="zbv", stages=2, depth=5), params_of(5)
+    dense, _ = trained(loss, params, 8)
+    opt = optim.adam(0.1)
+    state = opt.init(dense)._replace(mu=dense)
+    mesh = fzero.mesh(dp=2, pp=2)
+    step, (_, like), _ = made(mesh, loss, params, 3, opt)
+    cut = step.partition(loss.stack(state, mesh), like=like)
+    assert same_bits(loss.unstack(step.gather(cut), mesh), state)
+    assert loss.unstack((), mesh) == () and loss.stack(((), 3), mesh) == ((), 3)

@@ -1,0 +1,107 @@
+"""check refuses every wrong table, in words."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fzero.parallel.schedules import Action, Schedule, check, schedule
+from tests.parallel.schedules.strategies import edited, schedules
+
+
+def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:
+    """Make a table of texts without a check of it."""
+    found = [[Action(x[1], int(x[0]), int(x[2:])) for x in row.split()] for row in rows]  # pyright: ignore[reportArgumentType]
+    return Schedule(tuple(map(tuple, found)), tuple(range(len(rows))) if home is None else home, "wrong")
+
+
+@pytest.mark.parametrize(
+    "wrong,words",
+    [
+        (table("0F0", "1F0 1B0"), "0B0, or 0I0 and 0W0, of rank 0 is missing: the backward pass of stage 0 for"),
+        (table("0F0 0I0", "1F0 1B0"), "0W0 of rank 0 is missing: .* micro-batch 0, of which 0I0 is one half"),
+        (table("0F0 0W0", "1F0 1B0"), "0I0 of rank 0 is missing: .* of which 0W0 is one half"),
+        (table("0F0 0B0 0W0", "1F0 1B0"), "0B0 is the whole backward pass, and 0W0 stands beside it"),
+        (table("0F0 0B0", "1B0"), "1F0, the forward pass of stage 1 for micro-batch 0, is missing on rank 1"),
+        (table("0F0 0B0 0F1 0B1", "1F1 1B1"), "1F0, the forward pass .* is missing"),
+        (table("0F0 0B0", "1F0 1B0 1F1 1B1"), "1B1, 1F1: stage 0 runs micro-batches 0 to 0 only"),
+        (table("0F0 0B0 0B0", "1F0 1B0"), "0B0 stands twice"),
+        (table("0F0 0B0 1F0", "1B0"), "rank 0, place 2: 1F0 is of a stage that rank 1 holds"),
+        (table("0F0 0B0", "1F0 1B0 2F0"), "rank 1, place 2: 2F0 is of a stage without a rank; home has 2"),
+        (table("0F0 0B0", "1F0 1B0", home=(0, 2)), r"home\[1\]=2: expected the rank that holds it, 0 to 1"),
+        (table("0F0 0B0", "", home=(0,)), "rank 1 holds no stage"),
+        (table("", "1F0 1B0"), "stage 0 runs no micro-batch forward"),
+        (Schedule((), ()), "0 ranks and 0 stages"),
+        (
+            table("0B0 0F0", home=(0,)),
+            "rank 0 waits with 0B0 for the output of stage 0 for micro-batch 0, which is rank",
+        ),
+        (table("0F0 0W0 0I0", home=(0,)), "rank 0 waits with 0W0 for the gradient that stage 0 sends back"),
+        (
+            table("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"),
+            "nothing can go on: rank 0 waits with 0B0 for the gradient that stage 1 sends back for micro-batch 0; "
+            "rank 1 waits with 1F1 for the output of stage 0 for micro-batch 1",
+        ),
+    ],
+)
+def test_a_wrong_table_is_refused_in_words(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        check(wrong)
+
+
+def test_what_is_no_action_is_refused():
+    with pytest.raises(ValueError, match=r"rank 0, place 0: '0F0' is no Action; Schedule.parse reads texts"):
+        check(Schedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
+    for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
+        with pytest.raises(ValueError, match="expected one of F, B, I, W, a stage and a micro-batch"):
+            Action(*arguments)
+
+
+@given(schedules(least=2), st.sampled_from(["drop", "double", "other micro-batch", "other stage"]), st.data())
+def test_a_planted_fault_is_refused(made, fault, data):
+    rank = data.draw(st.integers(0, made.ranks - 1))
+    row = list(made.rows[rank])
+    at = data.draw(st.integers(0, len(row) - 1))
+    a = row[at]
+    if fault == "drop":
+        del row[at]
+    elif fault == "double":
+        row.insert(data.draw(st.integers(0, len(row))), a)
+    elif fault == "other micro-batch":
+        row[at] = Action(a.kind, a.stage, (a.micro_batch + 1) % made.micro_batches)
+    else:
+        row[at] = Action(a.kind, (a.stage + 1) % made.stages, a.micro_batch)
+    with pytest.raises(ValueError, match="edited"):
+        check(edited(made, rank, row))
+
+
+@given(schedules(), st.data())
+def test_an_action_before_one_that_it_needs_is_refused(made, data):
+    rank = data.draw(st.integers(0, made.ranks - 1))
+    row = list(made.rows[rank])
+    pairs = [
+        (i, j)
+        for i, a in enumerate(row)
+        for j, b in enumerate(row)
+        if (a.stage, a.micro_batch) == (b.stage, b.micro_batch)
+        and (a.kind, b.kind) in {("F", "B"), ("F", "I"), ("I", "W")}
+    ]
+    assume(pairs)
+    i, j = data.draw(st.sampled_from(pairs))
+    row[i], row[j] = row[j], row[i]
+    with pytest.raises(ValueError, match="nothing can go on"):
+        check(edited(made, rank, row))
+
+
+def test_a_schedule_that_cannot_be_run_has_no_timing_and_prints_its_rows_and_the_reason():
+    wrong = table("0B0 0F0", home=(0,))
+    with pytest.raises(ValueError, match="nothing can go on"):
+        wrong.timing()
+    with pytest.raises(ValueError, match="nothing can go on"):
+        wrong.plot()
+    assert str(wrong).splitlines()[:2] == ["wrong: it cannot be run", "rank 0  0B0 0F0"]
+    assert "nothing can go on" in str(wrong)
+
+
+def test_whole_and_halved_backward_passes_may_stand_in_one_table():
+    check(table("0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"))
+    check(schedule("1f1b", 1, 1))

@@ -1,0 +1,103 @@
+"""Tables of torch's form: its own are read and checked, and its wrong one is refused by name."""
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from torch.distributed.pipelining import schedules as torchs  # private: here alone
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from fzero.parallel.schedules import Schedule, schedule
+from tests.parallel.schedules.strategies import schedules
+
+
+def torch_table(name: str, ranks: int, micro_batches: int, stages: int = 1, with_comms: bool = False) -> Any:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return get_schedule_ops(name, ranks, micro_batches, stages if stages > 1 else None, with_comms=with_comms)
+
+
+# (ranks, micro-batches): the efficiencies of torch's tables, and what rank 0 has in flight
+NAMES = {
+    "GPipe": (1, {(4, 8): (0.727, 8), (8, 64): (0.901, 64)}),
+    "Interleaved1F1B": (2, {(4, 8): (0.842, 11), (4, 32): (0.955, 11)}),
+    "LoopedBFS": (2, {(4, 8): (0.842, 16)}),
+    "InterleavedZeroBubble": (2, {(4, 8): (0.941, 8), (4, 32): (0.985, 8), (8, 64): (0.982, 16)}),
+    "ZBVZeroBubble": (2, {(4, 8): (0.941, 8), (4, 32): (0.985, 8), (8, 64): (0.982, 16)}),
+    "DualPipeV": (2, {(4, 8): (0.941, 9), (4, 32): (0.985, 9), (8, 64): (0.982, 17)}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchs_tables_are_read_and_are_right(name):
+    stages, expected = NAMES[name]
+    for (ranks, micro_batches), (efficiency, in_flight) in expected.items():
+        read = Schedule.parse(torch_table(name, ranks, micro_batches, stages), name)
+        assert (read.ranks, read.stages, read.micro_batches) == (ranks, ranks * stages, micro_batches)
+        assert (round(read.timing().efficiency, 3), read.in_flight(0)) == (efficiency, in_flight)
+
+
+@pytest.mark.parametrize(
+    "name,ours", [("Interleaved1F1B", "interleaved"), ("InterleavedZeroBubble", "zb"), ("ZBVZeroBubble", "zbv")]
+)
+def test_the_known_orders_are_torchs_where_it_has_them(name, ours):
+    for ranks, micro_batches in ((2, 4), (4, 8), (3, 9)):
+        read = Schedule.parse(torch_table(name, ranks, micro_batches, 2), ours)
+        assert read == schedule(ours, ranks, micro_batches, 2)
+
+
+def test_torchs_messages_are_left_out_and_are_ours():
+    table = torch_table("InterleavedZeroBubble", 4, 8, 2, with_comms=True)
+    read = Schedule.parse(table)
+    assert read == Schedule.parse(torch_table("InterleavedZeroBubble", 4, 8, 2))
+    sends = {str(a) for row in table for a in row if a is not None and "SEND" in str(a)}
+    assert sends == {f"{s}SEND_{'F' if kind == 'F' else 'B'}{m}" for _, _, kind, s, m in read.messages}
+
+
+def test_torchs_own_1f1b_is_refused_by_name():
+    table = torch_table("1F1B", 4, 8)
+    with pytest.raises(ValueError, match=r"3F0, .* missing on rank 3.* 1 to 8 in place of 0 to 7, as torch 2.13's own"):
+        Schedule.parse(table)
+
+
+def test_what_torch_reads_is_what_we_write():
+    made = schedule("zbv", 3, 5, 2)
+    rows = [[torchs._Action.from_str(cell) for cell in line.split(",")] for line in made.to_csv().splitlines()]
+    assert Schedule.parse(rows, "zbv") == made
+
+
+@given(schedules())
+def test_a_table_written_and_read_is_the_same(made):
+    assert Schedule.parse(made.to_csv(), "greedy") == made
+
+
+def test_a_table_is_rows_or_a_dict_or_a_text_or_a_file(tmp_path):
+    made = schedule("1f1b", 2, 3)
+    cells = [[str(a) for a in row] for row in made.rows]
+    (tmp_path / "table.csv").write_text(made.to_csv())
+    given = [cells, dict(enumerate(cells)), made.to_csv(), tmp_path / "table.csv", str(tmp_path / "table.csv")]
+    assert all(Schedule.parse(table, "1f1b") == made for table in given)
+
+
+def test_overlapped_actions_stand_one_after_the_other():
+    read = Schedule.parse("0F0,(0F1;0B0)OVERLAP_F_B,0UNSHARD, 0B1 ,0REDUCE_GRAD")
+    assert [str(a) for a in read.rows[0]] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+@pytest.mark.parametrize(
+    "table,words",
+    [
+        ("0F0,0X0", r"rank 0, cell 1, '0X0': expected a stage, one of F, B, I, W, and a micro-batch, as in '0F1'"),
+        ("0F0,0B", "rank 0, cell 1, '0B'"),
+        ("(0F0;0Q0)OVERLAP_F_B", "'(0F0;0Q0)OVERLAP_F_B'".replace("(", r"\(").replace(")", r"\)")),
+        ("0F0\n0B0", "stage 0 has actions on ranks 0 and 1: 0B0"),
+        ("0F0,0B0\n2F0,2B0", r"stage 1 has no actions, and the table has stages \[0, 2\]"),
+        ({0: ["0F0"], 2: ["1F0"]}, r"rows of \[0, 2\]: expected ranks 0 to 1"),
+        ("0F0", "schedule 'mine': 0B0, or 0I0 and 0W0"),
+        ("", "schedule 'mine': it has 0 ranks and 0 stages"),
+    ],
+)
+def test_a_table_that_cannot_be_read_says_why(table, words):
+    with pytest.raises(ValueError, match=words):
+        Schedule.parse(table, "mine")

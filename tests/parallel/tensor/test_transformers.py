@@ -1,0 +1,176 @@
+"""Models of transformers train with tensor parallelism, untouched: the numbers of the whole model."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import tree
+from fzero.parallel import experts as moe
+from fzero.parallel import tensor as tp
+from fzero.testing import assert_trees_close
+from tests.helpers import train_step_for
+from tests.models.table import loss_of
+from tests.parallel.tensor.model import OPT
+from tests.parallel.tensor.models import GPT2, losses_of, model_of, step_and_params
+
+MESHES = [(fzero.mesh(tp=2, dp=2), 3), (fzero.mesh(dp=1, tp=2, simulate="lockstep"), 2)]
+FAMILIES: dict[str, Any] = {"llama": None, "gpt2": GPT2, "qwen2": None, "qwen3": None, "mistral": None, "gemma2": None}
+FAST = ("llama", "gpt2")
+# gemma2 casts the weights of its norms: their gradients are summed over tokens in float32, here part by part. Softmaxes
+# of routers are taken in float32, and their gradients are sums over parts of the experts
+FLOAT32 = 1e-6
+
+
+def check(
+    model: torch.nn.Module, layers: tp.Layers, mesh: fzero.ranks.Mesh, stage: int, rtol: float = 1e-12, **options: Any
+) -> dict[str, Any]:
+    """Train both, compare, and return the cut parameters."""
+    axis: Any = tuple([name for name, _ in mesh.shape if name != "tp"])
+    size = 8 if "ep" in axis else 4
+    expected, losses = losses_of(options.pop("dense", model), size)
+    rules = [layers.split, *options.pop("rules", [])]
+    train_step, params, batches = step_and_params(model, layers, size, **options)
+    step = fzero.shard(train_step, stage=stage, mesh=mesh, axis=axis, split=rules)
+    state = step.init(params, OPT)
+    for batch, wanted in zip(batches, losses, strict=True):
+        *state, loss = step(*state, mesh.split(batch, axis))
+        torch.testing.assert_close(loss, wanted, rtol=rtol, atol=0)
+    assert_trees_close(layers.pack(step.gather(state[0])), expected, rtol)
+    return state[0]
+
+
+def cut_in(params: dict[str, Any], axis: str = "tp") -> set[str]:
+    """Name the parameters that are cut over an axis."""
+    leaves = zip(*tree.flatten_with_paths(params, tree.is_box)[:2], strict=True)
+    return {path for path, x in leaves if hasattr(x, "spec") and axis in [s.axis for s in x.spec.split]}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES])
+def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
+    model = model_of(name)
+    layers = tp.layers(model, FAMILIES[name], sequence=sequence)
+    for mesh, stage in MESHES:
+        casts = name == "gemma2" and (sequence or mesh.size > 2)
+        params = check(model, layers, mesh, stage, FLOAT32 if casts else 1e-12)
+    whole = {name for name, p in params.items() if name not in cut_in(params)}
+    assert all(p.ndim < 2 or "wpe" in n for n, p in model.named_parameters() if n in whole)
+    assert not whole & set(layers.cuts)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_with_remat_and_tied_embeddings(sequence):
+    model = model_of("llama", tie_word_embeddings=True)
+    layers = tp.layers(model, sequence=sequence)
+    params = check(model, layers, fzero.mesh(dp=2, tp=2), 3, remat=True)
+    assert "lm_head.weight" not in params and "model.embed_tokens.weight" in cut_in(params)
+
+
+@pytest.mark.parametrize(
+    "heads,kv,ranks,simulate,sequence",
+    [(4, 2, 4, "vmap", False), (6, 3, 2, "lockstep", True), (4, 1, 2, "lockstep", False), (12, 3, 4, "vmap", True)],
+)
+def test_key_and_value_heads_that_do_not_divide_are_shared(heads, kv, ranks, simulate, sequence):
+    """Query heads 2 to 4 of 6 need key and value heads 1 and 2 of 3; each rank takes those that its own need."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4 * heads, "vocab_size": 24}
+    model = model_of("qwen2", **sizes)
+    params = check(model, tp.layers(model, sequence=sequence), fzero.mesh(dp=1, tp=ranks, simulate=simulate), 2)
+    assert not any("k_proj" in name or "v_proj" in name for name in cut_in(params))
+    assert "model.layers.0.self_attn.q_proj.weight" in cut_in(params)
+
+
+def test_query_heads_that_do_not_divide_are_refused():
+    model = model_of("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
+    with pytest.raises(ValueError, match=r"q_proj.weight' holds 3 heads, which do not divide by the 2 ranks"):
+        check(model, tp.layers(model), fzero.mesh(dp=1, tp=2), 0)
+
+
+def test_a_loss_of_logits_that_nobody_gathers():
+    model = model_of("llama")
+    layers = tp.layers(model, {"lm_head": "colwise"})
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        assert output.logits.shape[-1] == 24 // fzero.axes.axis_size("tp")
+        return tp.cross_entropy(output.logits, batch["targets"])
+
+    for mesh, stage in MESHES:
+        check(model, layers, mesh, stage, loss=loss)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
+def test_mixtral_with_experts_over_another_axis(cut, sequence):
+    """Attention over tp, experts over ep, and each expert cut over tp or not."""
+    moe.transformers.register()
+    dense, model = (model_of("mixtral", experts=experts) for experts in ("batched_mm", "fzero"))
+    left_out = dict.fromkeys(["*.experts", "*.experts.gate_up_proj", "*.experts.down_proj"])
+    layers = tp.layers(model, None if cut else left_out, sequence=sequence)
+    rules = [moe.transformers.split(model)]
+    for mesh, stage in ((fzero.mesh(dp=1, ep=2, tp=2), 3), (fzero.mesh(ep=2, tp=2, simulate="lockstep"), 2)):
+        params = check(model, layers, mesh, stage, FLOAT32 if cut else 1e-12, dense=dense, rules=rules)
+        experts = {name for name in params if ".experts." in name}
+        assert cut_in(params, "ep") == experts and (experts <= cut_in(params)) == cut
+
+
+@pytest.mark.slow
+def test_mixtral_with_each_expert_cut_and_no_axis_for_experts():
+    dense = model = model_of("mixtral", experts="batched_mm")
+    check(model, tp.layers(model), fzero.mesh(dp=2, tp=2), 3, FLOAT32, dense=dense)
+
+
+def test_a_planned_graph_has_the_numbers():
+    model = model_of("llama")
+    expected, losses = losses_of(model)
+    layers = tp.layers(model, sequence=True)
+    train_step, params, batches = step_and_params(model, layers)
+    mesh = fzero.mesh(dp=2, tp=2)
+    step = fzero.shard(train_step, stage=2, mesh=mesh, axis="dp", split=layers.split)
+    jitted, state = fzero.jit(step, backend="fx"), step.init(params, OPT)
+    for batch, wanted in zip(batches, losses, strict=True):
+        *state, loss = jitted(*state, mesh.split(batch, "dp"))
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    assert_trees_close(layers.pack(step.gather(state[0])), expected)
+
+
+def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
+    """An attention and an MLP: a sum forward and a sum backward each, whatever the number of their columns."""
+    model = model_of("llama", tie_word_embeddings=False)
+    for sequence in (False, True):
+        layers = tp.layers(model, sequence=sequence)
+        train_step, params, batches = step_and_params(model, layers)
+        mesh = fzero.mesh(dp=1, tp=2)
+        step = fzero.shard(train_step, stage=0, mesh=mesh, axis="dp", split=layers.split)
+        state = step.init(params, OPT)
+        with fzero.collectives.record() as log:
+            step(*state, mesh.split(batches[0], "dp"))
+        stream = 16 * 4 * 8  # elements of the residual stream; an all_reduce of it counts twice
+        kinds = [
+            e.kind for e in log.metrics if e.axis == "tp" and e.elements == stream * (1 + (e.kind == "all_reduce"))
+        ]
+        blocks = 2 * 2  # an attention and an MLP in each of two
+        # besides: the embedding forward, the head backward, and the cut of the first block and the join of the last
+        if sequence:
+            assert kinds.count("reduce_scatter") == 2 * blocks and kinds.count("all_gather") == 2 * blocks + 2
+        assert kinds.count("all_reduce") == (2 if sequence else 2 * blocks + 2)
+
+
+def test_dropout_by_a_key_leaves_one_value_one():
+    """Ranks along tp draw alike, or the residual stream would part; in a simulation that is an error by type."""
+    model = model_of("gpt2", dropout=0.2).train()
+    layers = tp.layers(model, GPT2)
+    apply, params, buffers = fzero.nn.functional(model, tp=layers)
+    batch = step_and_params(model, layers)[2][0]
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        run = fzero.random.seeded(lambda: apply(params, buffers, batch["input_ids"])[0])
+        return loss_of(run(fzero.random.key(0)), batch)
+
+    found = []
+    for simulate in ("vmap", "lockstep"):
+        mesh = fzero.mesh(dp=2, tp=2, simulate=simulate)
+        step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=layers.split)
+        found.append(step(*step.init(params, OPT), mesh.split(batch, "dp"))[::2])
+    assert_trees_close(*found)
+    assert not torch.equal(found[0][1], loss(params, batch))

@@ -1,0 +1,57 @@
+"""The table of stages, and names that it had before."""
+
+import pytest
+
+import fzero
+from fzero import optim, transforms, tree
+from fzero.sharding._boxes import is_box
+from fzero.testing import assert_trees_close
+from fzero.zero import _shard, _sharded_step
+from fzero.zero import _stages as _layouts
+from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+
+
+def test_a_stage_is_a_row_of_layouts():
+    steps = [fzero.shard(lambda p, s, x: (p, s), stage=stage, mesh=fzero.mesh(dp=2)) for stage in range(4)]
+    assert [step.layout.params for step in steps] == ["replicated"] * 3 + ["sharded"]
+    assert [step.layout.grads for step in steps] == ["replicated", "once", "each", "each"]
+    assert [step.layout.opt_state for step in steps] == ["replicated"] + ["sharded"] * 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_another_way_to_shard_is_another_row(n, monkeypatch):
+    """Parameters in shards, and gradients whole until the last micro-batch: fewer reductions, more memory."""
+    rows = (*_layouts.STAGES, fzero.zero.StageLayouts(params="sharded", grads="once", opt_state="sharded"))
+    monkeypatch.setattr(_shard, "STAGES", rows)
+    monkeypatch.setattr(_sharded_step, "STAGES", rows)
+    opt, mesh, reductions = optim.adamw(1e-2), fzero.mesh(dp=n), []
+    for stage in (3, 4):
+        step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=3), stage, mesh)  # pyright: ignore
+        state, expected = step.init(mlp_params(), opt), (mlp_params(), opt.init(mlp_params()))
+        for i in range(3):
+            with fzero.collectives.record() as log:
+                *state, _ = step(*state, mesh.split(mlp_batch(3 * n, seed=i)))
+            *expected, _ = train_step_for(mlp_loss, opt)(*expected, mlp_batch(3 * n, seed=i))
+        reductions.append(sum(event.kind == "reduce_scatter" for event in log.order))
+        assert_trees_close(step.gather(state[0]), expected[0])
+        assert all(isinstance(x, fzero.sharding.Shard | fzero.sharding.Slot) for x in tree.flatten(state[0], is_box)[0])
+    assert reductions[0] == 3 * reductions[1]
+    with pytest.raises(ValueError, match="stage=5: expected a stage of ZeRO, 0 to 4"):
+        fzero.shard(lambda p, s, x: (p, s), 5, mesh)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "module,name,now",
+    [
+        (fzero, "Layout", fzero.zero.StageLayouts),
+        (transforms, "Layout", fzero.zero.StageLayouts),
+        (transforms, "shard", fzero.shard),
+        (transforms, "ShardedStep", fzero.zero.ShardedStep),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_name_that_changed_warns_and_works(module, name, now):
+    with pytest.warns(DeprecationWarning, match=f"{name} is fzero"):
+        assert getattr(module, name) is now
+    with pytest.raises(AttributeError):
+        module.no_such_name
