@@ -264,7 +264,7 @@ def test_masters_start_with_all_their_bits(stage, lazy):
     """The parameters are cast after the masters were made, also those that an init function makes leaf by leaf."""
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.master_weights(optim.sgd(0.1), precision)
-    make = lambda: {"a": {"w": torch.full((5, 3), 1 / 3), "n": torch.full((3,), 1 / 3)}, "b": torch.full((7,), 1 / 7)}
+    make = lambda: {"a": {"w": torch.full((5, 3), 1 / 3), "n": torch.full((3,), 1 / 3)}, "b": torch.full((7,), 1 / 7)}  # noqa: E731
     step = fzero.shard(lambda p, s, x: (p, s), stage=stage, mesh=fzero.mesh(dp=4))
     params, state = step.init(make if lazy else make(), opt)
     assert_trees_close(step.gather(optim.master_params(params, state)), make(), rtol=0.0)
@@ -338,7 +338,7 @@ def test_half_precision_losses_are_summed_in_float32():
     """2048 + 1 is 2048 in float16."""
     w, x = torch.ones(1, dtype=torch.float16), torch.tensor([2048.0, 1.0], dtype=torch.float16)
     precision = fzero.Precision(torch.float16)
-    f = lambda w, x: (w * x).sum()
+    f = lambda w, x: (w * x).sum()  # noqa: E731
     loss, _ = fzero.scaled_value_and_grad(f, 1.0, micro_batches=2, reduce="sum", precision=precision)(w, x)
     assert loss.item() == 2049.0
 
@@ -489,12 +489,12 @@ def test_the_scale_grows_and_has_bounds():
 
 
 def test_higher_derivatives_through_a_scale():
-    f = lambda w: (w**3).sum()
+    f = lambda w: (w**3).sum()  # noqa: E731
     w = torch.tensor([1.0, 2.0])
-    inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()
+    inner = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[1].sum()  # noqa: E731
     torch.testing.assert_close(torch.func.grad(inner)(w), 6 * w)
     torch.testing.assert_close(torch.func.jvp(inner, (w,), (torch.ones(2),))[1], (6 * w).sum())
-    value = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[0]
+    value = lambda w: fzero.scaled_value_and_grad(f, 8.0)(w)[0]  # noqa: E731
     torch.testing.assert_close(torch.func.grad(value)(w), 3 * w**2)
 
 
@@ -505,7 +505,7 @@ def test_all_finite_sees_every_rank(params, n, bad, data):
     if bad and leaves:
         leaf = leaves[data.draw(st.integers(0, len(leaves) - 1))].view(-1)
         leaf[data.draw(st.integers(0, len(leaf) - 1))] = float("nan")
-    f = lambda params: optim.all_finite(fzero.partition(params))
+    f = lambda params: optim.all_finite(fzero.partition(params))  # noqa: E731
     assert fzero.mesh(simulate=True, dp=n).spmd(f)(params).item() == (not (bad and leaves))
 
 
@@ -579,7 +579,7 @@ def test_a_naive_mean_of_means_is_not():
 
 def test_weights_are_any_numbers_of_any_dtype():
     """Fractions, and counts that half precision holds, but not their sum."""
-    f = lambda w, b: ((w.sum() * b["x"]).sum(), b["n"].sum())
+    f = lambda w, b: ((w.sum() * b["x"]).sum(), b["n"].sum())  # noqa: E731
     for n in (torch.full((4,), 0.125), torch.full((4,), 20000.0, dtype=torch.float16)):
         batch = {"x": torch.ones(4), "n": n}
         loss, _ = fzero.value_and_grad(f, reduce="weighted", micro_batches=2)(torch.ones(3), batch)
@@ -716,7 +716,7 @@ def test_gradients_are_as_wide_as_the_policy_says():
     assert precision.gradients(torch.float32) == (torch.float32, torch.float64)
     opt, params = optim.master_weights(optim.sgd(0.1), precision), {"w": torch.ones(4), "n": torch.ones(3)}
     state, params = opt.init(params), precision.cast(params)
-    loss = lambda p: (p["w"].sum() * p["n"].sum()).float()
+    loss = lambda p: (p["w"].sum() * p["n"].sum()).float()  # noqa: E731
     _, grads = fzero.value_and_grad(loss, precision=precision)(params)
     assert {x.dtype for x in tree.tensors(grads)} == {torch.float64}
     opt.update(grads, state, params)

@@ -226,7 +226,7 @@ def tensorboard(folder: Any) -> "_TensorBoard":
         ['tfevents']
     """
     try:
-        import torch.utils.tensorboard
+        import torch.utils.tensorboard  # noqa: F401  early, and not after some steps
     except ImportError as error:
         raise ImportError("fzero.observe.tensorboard needs a package: pip install tensorboard") from error
     return _TensorBoard(os.fspath(folder))

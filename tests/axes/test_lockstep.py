@@ -124,7 +124,7 @@ def test_a_module_whose_forward_meets_has_a_copy_a_rank():
     got = mesh.spmd(program)(mesh.local(w), torch.ones(2)).value
     torch.testing.assert_close(got, w.sum(0) * w)
     layer = Layer()  # passed as an argument it is copied too
-    with_module = lambda m, w, x: PerRank(torch.func.functional_call(m, {"w": w}, (x,)))
+    with_module = lambda m, w, x: PerRank(torch.func.functional_call(m, {"w": w}, (x,)))  # noqa: E731
     torch.testing.assert_close(mesh.spmd(with_module)(layer, mesh.local(w), torch.ones(2)).value, got)
     assert layer.w.tolist() == [1, 1]
 
@@ -166,7 +166,7 @@ def test_a_rank_may_write_into_its_results():
 
 
 def test_a_threads_own_state_is_the_callers():
-    program = lambda: PerRank(
+    program = lambda: PerRank(  # noqa: E731
         torch.tensor([torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")])
     )
     mesh = lockstep(dp=2)

@@ -47,7 +47,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
                     torch.func.grad(loss),
                     torch.func.grad(lambda x, loss=loss: torch.func.grad(loss)(x).square().sum()),
                 ):
-                    boxed = lambda x, program=program: PerRank(program(x))
+                    boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
                     expected = simulated.spmd(boxed)(PerRank(X)).value[mesh.rank]
                     got = mesh.spmd(boxed)(mesh.local(X[mesh.rank])).value
                     tolerance = 0 if n <= 2 else 1e-12
@@ -131,7 +131,7 @@ def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
 def init_functions_that_draw_other_numbers_are_refused(mesh: fzero.ranks.Mesh) -> None:
     """At stage 3, where no rank ever has the whole; and what draws none, or alike, is not."""
     step = fzero.shard(lambda p, s: (p, s), stage=3, mesh=mesh)
-    init = lambda: {"a": torch.ones(5), "b": {"w": torch.randn(7)}}
+    init = lambda: {"a": torch.ones(5), "b": {"w": torch.randn(7)}}  # noqa: E731
     torch.manual_seed(mesh.rank // 2)
     try:
         step.init(init, optim.sgd(0.1))

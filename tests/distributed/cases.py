@@ -49,7 +49,7 @@ def collectives_equal_the_simulation(mesh: fzero.ranks.Mesh) -> None:
             lambda x, loss=loss: torch.vmap(torch.func.grad(loss))(x),
         ]
         for program in programs:
-            boxed = lambda x, program=program: PerRank(program(x))
+            boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
             got = mesh.spmd(boxed)(mesh.local(own(mesh, X))).value
             for simulate in ("vmap", "lockstep"):
                 expected = own(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
@@ -426,7 +426,7 @@ def check_compiled(mesh: fzero.ranks.Mesh, stages: tuple[int, ...]) -> None:
 def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     """Bit for bit: a rank program's, and the dropout of a step at every stage, jitted too."""
     key, n = fzero.random.key(3), mesh.size
-    program = lambda k, x: PerRank(fzero.random.seeded(masks)(k, k, x))
+    program = lambda k, x: PerRank(fzero.random.seeded(masks)(k, k, x))  # noqa: E731
     simulated = [fzero.mesh(dp=n, simulate=simulate) for simulate in ("vmap", "lockstep")]
     for m in simulated:
         expected = m.spmd(program)(key, torch.ones(5, 3)).value

@@ -412,7 +412,7 @@ def a_door_that_one_rank_cannot_go_through_is_an_error_on_all(mesh: fzero.ranks.
 @case
 def what_keeps_rank_0_from_a_folder_is_told_to_all_at_once(mesh: fzero.ranks.Mesh) -> None:
     with folder(mesh) as path:
-        lock = open(path / ".lock", "wb") if mesh.rank == 0 else None
+        lock = open(path / ".lock", "wb") if mesh.rank == 0 else None  # noqa: SIM115  held while others try
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         start = time.monotonic()

@@ -421,7 +421,7 @@ def generated_code_issues_collectives_in_the_plans_order(mesh: fzero.ranks.Mesh)
     assert_trees_close(*train_both(step, jitted, 1, 2 * mesh.size))
     (entry,) = jitted._entries.values()
     assert entry.executable is not None
-    compiled: Any = getattr(entry.executable, "compiled")
+    compiled: Any = getattr(entry.executable, "compiled")  # noqa: B009
     code: str = compiled.source_code
     issued = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
     issued = [name for name in issued if name != "wait_tensor"]

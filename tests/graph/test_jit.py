@@ -362,7 +362,7 @@ def test_a_donated_box_says_so_when_read():
     box = params["scale"]
     assert "Shard('scale'" in repr(box)
     with pytest.raises(fzero.errors.DonatedError, match="argument 0 was donated"):
-        box.data
+        box.data  # noqa: B018
 
 
 def test_donate_nothing():

@@ -386,7 +386,7 @@ def test_a_key_around_all_micro_batches_gives_each_its_own_numbers():
 
         return fzero.value_and_grad(loss, has_aux=True, micro_batches=4)(w, x)
 
-    step = lambda w, x: random.seeded(program)(random.key(0), w, x)
+    step = lambda w, x: random.seeded(program)(random.key(0), w, x)  # noqa: E731
     w, x = torch.ones(3), torch.ones(8, 3)
     bitwise(fzero.jit(step, backend="fx")(w, x), step(w, x))
 

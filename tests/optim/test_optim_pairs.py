@@ -410,7 +410,7 @@ def test_injected_pairs_are_elementwise_if_the_pair_is():
 )
 def test_any_hyperparameters_equal_torch_adafactor(rate, decay_rate, eps, eps_scale, threshold, decay):
     opt = optim.adafactor(rate, decay_rate, eps, eps_scale, threshold, decay)
-    theirs = lambda xs: torch.optim.Adafactor(xs, rate, -decay_rate, (eps, eps_scale), threshold, decay)
+    theirs = lambda xs: torch.optim.Adafactor(xs, rate, -decay_rate, (eps, eps_scale), threshold, decay)  # noqa: E731
     params, batches = {**params_of(), "stack": normal((2, 3, 4), 9)}, batches_of(3)
 
     def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -361,7 +361,7 @@ def test_a_nested_function_has_its_own_key():
 def test_what_runs_again_can_draw_again():
     """As rematerialisation does, with the key as an argument."""
     assert _seeded.next_key() is None
-    block = lambda x: F.dropout(x, 0.5)
+    block = lambda x: F.dropout(x, 0.5)  # noqa: E731
 
     def f(x):
         key = _seeded.next_key()
@@ -399,7 +399,7 @@ def masks(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=15)
 def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
     k, x = random.key(seed), torch.ones(size, 4)
-    program = lambda k, x: PerRank(random.seeded(masks)(k, k, x))
+    program = lambda k, x: PerRank(random.seeded(masks)(k, k, x))  # noqa: E731
     n = math.prod(shape.values())
     by_vmap = fzero.mesh(**shape).spmd(program)(k, x).value
     in_lockstep = fzero.mesh(simulate="lockstep", **shape).spmd(program)(k, x).value

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 import fzero
 from fzero.ranks import _agreement as texts

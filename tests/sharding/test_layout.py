@@ -163,10 +163,10 @@ def test_jvp_through_gather(n, remember):
 
     def program(params: Any, batch: Any) -> Any:
         boxes = fzero.partition(params) if remember else forget(fzero.partition(params))
-        f = lambda boxes: mlp_loss(fzero.gather(boxes), batch)
+        f = lambda boxes: mlp_loss(fzero.gather(boxes), batch)  # noqa: E731
         if remember:  # torch.func flattens boxes, which then forget; value_and_grad does not
             leaves, structure = tree.flatten(boxes, is_box)
-            f = lambda data: mlp_loss(fzero.gather(_with_data(structure, leaves, data)), batch)
+            f = lambda data: mlp_loss(fzero.gather(_with_data(structure, leaves, data)), batch)  # noqa: E731
             boxes = [x.data for x in shards_of(boxes)]
         return fzero.collectives.pmean(torch.func.jvp(f, (boxes,), (boxes,))[1])
 
@@ -240,7 +240,7 @@ def test_padding_has_no_effect(params, n, noise):
     def program(params: Any, rank: torch.Tensor) -> Any:
         clean = forget(fzero.partition(params))
         noisy = tree.map(lambda box: _fill_padding(box, rank, noise), clean, is_leaf=is_box)
-        loss = lambda p, _: sum((x**2).sum() for x in tree.tensors(p))
+        loss = lambda p, _: sum((x**2).sum() for x in tree.tensors(p))  # noqa: E731
         grads = [fzero.gather(fzero.value_and_grad(loss)(boxes, None)) for boxes in (clean, noisy)]
         norms = [fzero.optim.global_norm(boxes) for boxes in (clean, noisy)]
         return grads, norms, fzero.gather(noisy)

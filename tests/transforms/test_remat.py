@@ -886,7 +886,7 @@ def test_seeded_blocks_draw_alike_in_every_world():
     opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
 
     def train_step(params: Any, opt_state: Any, batch: Any, key: Any, gather: bool = True) -> Any:
-        loss = lambda p, b: fzero.random.seeded(keyed)(key, p, b)
+        loss = lambda p, b: fzero.random.seeded(keyed)(key, p, b)  # noqa: E731
 
         def keyed(p: Any, b: Any) -> torch.Tensor:
             return keyed_loss(p if gather else {**p, "h": fzero.gather(p["h"])}, b)
@@ -921,7 +921,7 @@ def test_frozen_parameters_stay_in_their_boxes(simulate):
     x, opt = torch.randn(4, 6).double(), optim.sgd(0.1)
 
     def train_step(params: Any, opt_state: Any, frozen: Any, x: Any, apply: Any = plain, gather: bool = True) -> Any:
-        loss = lambda p, f, x: apply(p, f, x)[0].square().mean()
+        loss = lambda p, f, x: apply(p, f, x)[0].square().mean()  # noqa: E731
         value, grads = fzero.value_and_grad(loss, gather=gather)(params, frozen, x)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, value
@@ -963,7 +963,7 @@ def test_what_a_block_leaves_elsewhere_is_refused():
         grad(lambda p: fzero.remat(block)(p, torch.ones(2)).sum() + held[-1])(torch.ones(2))
     for kept, refused in [(lambda a: a, True), (torch.Tensor.detach, False), (torch.Tensor.item, False)]:
         apply, params, buffers = fzero.nn.functional(torch.nn.Sequential(Keeps(kept)), remat=True)
-        loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()
+        loss = lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
         if refused:
             with pytest.raises(ValueError, match="held elsewhere"):
                 grad(loss)(params)

@@ -384,7 +384,7 @@ def test_several_rules_cut_over_an_axis_each():
 
 def test_boxes_of_a_mesh_in_another_order_are_refused():
     one, other = fzero.mesh(dp=2, tp=2), fzero.mesh(tp=2, dp=2)
-    split = lambda path, leaf: {"tp": 0}
+    split = lambda path, leaf: {"tp": 0}  # noqa: E731
     steps = [fzero.shard(lambda p, s: (p, s), 3, mesh, "dp", split=split) for mesh in (one, other)]
     params, _ = steps[0].init({"w": torch.arange(8.0)}, optim.sgd(0.1))
     with pytest.raises(

@@ -116,8 +116,8 @@ def test_a_view_is_written_after_its_bases_last_use():
 
 
 def test_one_dimension_split_over_two_axes():
-    split = lambda path, leaf: {"tp": -2, "ep": 0} if leaf.ndim == 2 else None
-    init = lambda: {"w": torch.arange(24.0).view(8, 3), "b": torch.ones(3)}
+    split = lambda path, leaf: {"tp": -2, "ep": 0} if leaf.ndim == 2 else None  # noqa: E731
+    init = lambda: {"w": torch.arange(24.0).view(8, 3), "b": torch.ones(3)}  # noqa: E731
     for simulate in ("vmap", "lockstep"):
         step = step_on(3, simulate, {"axis": ("dp", "ep"), "split": split}, dp=2, ep=2, tp=2)
         for how in (init, init()):
@@ -130,9 +130,9 @@ def test_one_dimension_split_over_two_axes():
 
 def test_rules_see_whole_leaves_and_each_leaf():
     """A rule that differs within a unit, or by size, cuts alike whether the tree or a function is given."""
-    over = lambda path, leaf: "a" if leaf.numel() > 20 else ("a", "b")
-    split = lambda path, leaf: {"tp": 0} if leaf.ndim == 2 else None
-    init = lambda: {"u": [{"v": torch.ones(4, 8), "w": torch.ones(4, 4), "x": torch.ones(5)}]}
+    over = lambda path, leaf: "a" if leaf.numel() > 20 else ("a", "b")  # noqa: E731
+    split = lambda path, leaf: {"tp": 0} if leaf.ndim == 2 else None  # noqa: E731
+    init = lambda: {"u": [{"v": torch.ones(4, 8), "w": torch.ones(4, 4), "x": torch.ones(5)}]}  # noqa: E731
     options = {"axis": ("a", "b"), "over": over, "split": split}
     for stage in range(4):
         step = step_on(stage, "vmap", options, a=2, b=2, tp=2)
@@ -209,7 +209,7 @@ def test_a_module_without_reset_parameters_is_named():
     message = r"submodule '1' \(Scale\) has parameters of its own \(s\) and no reset_parameters: pass init="
     with pytest.raises(ValueError, match=message):
         step_on(3, dp=2).init(module, optim.sgd(0.1))
-    fill = lambda m: [p.fill_(2) for p in m.parameters(recurse=False)]
+    fill = lambda m: [p.fill_(2) for p in m.parameters(recurse=False)]  # noqa: E731
     step = step_on(3, dp=2)
     params, _ = step.init(fzero.nn.initializer(module, init=fill), optim.sgd(0.1))
     assert step.gather(params)["1.s"].tolist() == [2, 2, 2]

@@ -54,4 +54,4 @@ def test_a_name_that_changed_warns_and_works(module, name, now):
     with pytest.warns(DeprecationWarning, match=f"{name} is fzero"):
         assert getattr(module, name) is now
     with pytest.raises(AttributeError):
-        module.no_such_name
+        module.no_such_name  # noqa: B018
