@@ -76,7 +76,7 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
 # ---------------------------------------------------------------- precision
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     params=trees(dtypes=[torch.float32]),
     half=st.sampled_from(HALF),
@@ -101,7 +101,7 @@ def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed
     assert_trees_close(got, expected, rtol=0.0)
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     reduce=st.sampled_from([torch.float64, torch.float32]),
     stage=stages(),
@@ -521,7 +521,7 @@ def token_loss(params: Any, batch: Any) -> Any:
     return (losses * batch["mask"]).sum(), batch["mask"].sum()
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     stage=stages(), n=world_sizes(), k=MICRO_BATCHES, seed=st.integers(0, 99), scaled=st.booleans(), aux=st.booleans()
 )

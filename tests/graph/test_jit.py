@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -18,7 +18,7 @@ from fzero import optim, tree
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -53,7 +53,7 @@ def train_both(step: fzero.ShardedStep, jitted: fzero.Jitted, params: Any, opt: 
 # ---------------------------------------------------------------- the same numbers
 
 
-@settings(max_examples=15)
+@examples(6, 15)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(), k=st.integers(1, 3))
 def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     step = fzero.shard(train_step_for(loss_of_tree, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=n))

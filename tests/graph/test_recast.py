@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
@@ -20,6 +20,7 @@ from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._schedule._roles import roles
 from fzero.graph.plan._liveness import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
+from tests.helpers import examples
 
 HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 LAYERS, WIDTH = 4, 96
@@ -57,7 +58,7 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
     return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
 def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
     graph = clipped(sizes, scaled=scaled)

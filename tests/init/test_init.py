@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
 from fzero.graph._one_rank import absent
 from fzero.testing import assert_trees_close, stages, trees
+from tests.helpers import examples
 from tests.memory import peak_bytes
 from tests.stages.test_axes import ARRANGEMENTS, parallel_params
 
@@ -38,7 +39,7 @@ def random_like(values: Any) -> Any:
     return tree.map_with_path(draw, values)
 
 
-@settings(max_examples=60)
+@examples(24, 60)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.sampled_from(MESHES), st.integers(0, 9))
 def test_an_init_function_gives_what_an_ordinary_call_gives(values, stage, axes, seed):
     """Values, random numbers drawn, layout, optimizer state; for every mesh."""

@@ -37,7 +37,7 @@ def check(
     assert_equivalent(train_step, params_of(count), OPT, BATCHES, stages, meshes=[mesh], **options)
 
 
-@examples(12, 24)
+@examples(5, 24)
 @given(MESHES, st.integers(0, 3), CAPACITIES, st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
 def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
     """With drops, both losses, a global clip, micro-batches and remat: to 1e-12."""
@@ -46,7 +46,7 @@ def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro,
     check(loss_for(k, capacity, over, remat=remat, **more), mesh, (stage,), micro)
 
 
-@settings(max_examples=4)
+@examples(3, 4)
 @given(st.sampled_from([fzero.mesh(ep=2), fzero.mesh(dp=2, ep=2)]), st.sampled_from([None, 1.0]))
 def test_more_experts_than_tokens(mesh, capacity):
     check(loss_for(3, capacity), mesh, (1, 3), count=16)

@@ -254,7 +254,7 @@ def test_every_stage_and_world_size_equals_unsharded_training(name):
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 4))
 
 
-@examples(40, 80)
+@examples(16, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
     params=trees(),

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero
 from fzero import moe, optim, tp
 from fzero.testing import assert_trees_close
+from tests.helpers import examples
 from tests.pipelines.model import OPT, step_of
 
 VOCABULARY, WIDTH = 8, 4
@@ -78,7 +79,7 @@ def check(mesh: fzero.Mesh, stage: int, loss: fzero.Pipeline, params: Any, steps
     assert_trees_close(loss.unstack(step.gather(state[0]), mesh), whole[0], 1e-9)
 
 
-@settings(max_examples=6)
+@examples(3, 6)
 @given(
     st.sampled_from([(2, 2, 2), (1, 2, 2), (1, 4, 2), (2, 2, 1)]),
     st.integers(0, 3),

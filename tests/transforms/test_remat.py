@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -364,7 +364,7 @@ def mesh_of(sim: str, n: int) -> fzero.Mesh:
     return fzero.mesh(dp=n, simulate=sim)
 
 
-@settings(max_examples=25)
+@examples(10, 25)
 @given(
     st.sampled_from(("vmap", "lockstep")),
     st.integers(0, 3),

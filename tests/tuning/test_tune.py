@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._machine_constants import MACHINES
+from tests.helpers import examples
 from tests.tuning.spaces import make_step, planned
 
 SPACE: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8, 64), "device": CPU}
@@ -33,7 +34,7 @@ def test_a_row_is_the_plan_of_its_configuration():
         assert row.config.global_batch == 256 and row.config.accumulation == 64 // row.config.micro_batch
 
 
-@settings(max_examples=60)
+@examples(24, 60)
 @given(share=st.floats(0, 1.2), at=st.sampled_from(PEAKS))
 def test_the_best_is_that_of_trying_all(share, at):
     """At any budget, also one that a row just meets; what is skipped would not have fitted."""
