@@ -1,5 +1,6 @@
 """fzero.jit: the numbers of the eager step, one trace a signature, and memory that is really handed over."""
 
+import itertools
 import logging
 import math
 import shutil
@@ -18,7 +19,7 @@ from fzero import optim, tree
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.stages.test_equivalence import loss_of_tree
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -64,13 +65,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
 
 @pytest.mark.parametrize(
     "stage,k",
-    [
-        (0, 4),
-        (1, 1),
-        (2, 4),
-        (3, 4),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 1), (1, 4), (2, 1), (3, 1))],
-    ],
+    cases([(1, 1), (3, 4)], itertools.product(range(4), (1, 4))),
 )
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

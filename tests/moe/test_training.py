@@ -1,5 +1,6 @@
 """The law of laws: training with experts on any mesh, at any stage, is dense training of the same batch."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import moe, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import examples, train_step_for
+from tests.helpers import cases, examples, train_step_for
 from tests.moe.model import OPT, batch_of, loss_for, params_of
 
 SPLIT = moe.split("experts")
@@ -178,8 +179,12 @@ def test_a_jitted_step_is_the_eager_one_and_its_plan_counts_what_travels(capacit
     assert sorted(sent) == [*([] if capacity else [count * 8]), *[rows * d * 8] * 4]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3}], ids=str)
+NO_AXIS = ({"ep": 2}, {"dp": 1, "ep": 4}, {"dp": 3})
+
+
+@pytest.mark.parametrize(
+    "axes,stage", cases(zip(NO_AXIS, (1, 3, 2), strict=True), itertools.product(NO_AXIS, range(4))), ids=str
+)
 def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
     mesh = fzero.mesh(**axes)
     step = fzero.shard(train_step_for(loss_for(2, 1.0), OPT), stage=stage, mesh=mesh, split=SPLIT)

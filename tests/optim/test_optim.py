@@ -1,5 +1,6 @@
 """Optimizers: torch.optim's numbers, and the same numbers on every layout."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, trees
-from tests.helpers import examples, train_step_for
+from tests.helpers import cases, examples, train_step_for
 
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
 SIZES = [1, 3, 4]  # numbers of ranks
@@ -506,8 +507,13 @@ THIRD_PARTY = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torchopt's addcmul_ under vmap
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", THIRD_PARTY)
+@pytest.mark.parametrize(
+    "name,stage",
+    cases(
+        [(name, s) for i, name in enumerate(THIRD_PARTY) for s in (i % 2, 3 - i % 2)],
+        itertools.product(THIRD_PARTY, range(4)),
+    ),
+)
 def test_torchopt_is_the_same_on_shards(name, stage):
     def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
         loss, grads = fzero.value_and_grad(loss_of)(params, batch)

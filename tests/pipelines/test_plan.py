@@ -14,7 +14,7 @@ from fzero.graph.ops import is_random
 from fzero.graph.phases import Phase, phases_of
 from fzero.graph.plan._track import track_seconds
 from fzero.graph.split import Residual, split
-from tests.helpers import examples
+from tests.helpers import cases, examples
 from tests.pipelines.model import OPT, batch_of, block, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -34,7 +34,7 @@ def planned(
     return fzero.plan(fzero.jit(step, **jit), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", cases([0], [3]))
 def test_1f1b_holds_as_much_for_any_number_of_micro_batches_and_gpipe_more_for_each(rank):
     flat = [planned("1f1b", m, rank).added_bytes for m in (4, 8, 32)]
     assert flat[0] == flat[1] == flat[2]

@@ -13,7 +13,7 @@ import fzero
 from fzero import PerRank, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees
 from tests.collectives.test_collectives import COLLECTIVES, simulations, stacked
-from tests.helpers import examples, train_step_for
+from tests.helpers import cases, examples, train_step_for
 from tests.stages.test_equivalence import loss_of_tree
 
 SHAPES = [
@@ -297,8 +297,11 @@ def test_any_tree_on_two_axes_equals_unsharded_training(params, name, stage):
     assert_equivalent(step, params, opt, batches, stages=(stage,), meshes=[fzero.mesh(**axes)], **options)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "tensor parallel", "experts over dp, the rest over both", "all three"])
-@pytest.mark.parametrize("stage", range(4))
+SOME = ("hybrid", "tensor parallel", "experts over dp, the rest over both", "all three")
+AT = [*zip(SOME, range(4), strict=True), *zip(SOME, (3, 2, 1, 0), strict=True)]
+
+
+@pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, range(4))))
 def test_bytes_and_elements_on_several_axes(name, stage):
     """What a rank holds and moves, by the formulas of each unit's own ranks; the same in both simulations."""
     axes, options = ARRANGEMENTS[name]
