@@ -1,19 +1,34 @@
 """What several test files use."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from hypothesis import settings
 
 import fzero
 from fzero import optim
 
+T = TypeVar("T")
+
+
+def either(few: T, many: T) -> T:
+    """The first in `make test`, and the second in `make test-all`."""
+    return many if os.environ.get("HYPOTHESIS_PROFILE") == "all" else few
+
 
 def examples(few: int, many: int) -> settings:
     """So many examples of a law in `make test`, and in `make test-all`."""
-    return settings(max_examples=many if os.environ.get("HYPOTHESIS_PROFILE") == "all" else few)
+    return settings(max_examples=either(few, many))
+
+
+def cases(always: Iterable[Any], every: Iterable[Any]) -> list[Any]:
+    """List all cases of a test: the first ones always run, and the rest in `make test-all`."""
+    first = [*always]
+    rest = [x for x in every if x not in first]
+    return [*first, *[pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in rest]]
 
 
 def train_step_for(loss_fn: Callable[..., Any], opt: Any, **options: Any) -> Callable[..., Any]:

@@ -43,8 +43,47 @@ OPEN = {
     "parallel.experts.transformers",
     "tuning.command",
 }
-TOP = ["PerRank", "Precision", "evaluate", "gather", "jit", "load", "mesh", "partition", "pipeline", "plan", "predict", "profile", "reduce_scatter", "remat", "save", "scaled_value_and_grad", "shard", "step", "tune", "value_and_grad"]
-ROOMS = ["axes", "checkpoint", "collectives", "data", "errors", "graph", "nn", "observe", "optim", "parallel", "random", "ranks", "sharding", "transforms", "tree", "tuning", "zero"]
+TOP = [
+    "PerRank",
+    "Precision",
+    "evaluate",
+    "gather",
+    "jit",
+    "load",
+    "mesh",
+    "partition",
+    "pipeline",
+    "plan",
+    "predict",
+    "profile",
+    "reduce_scatter",
+    "remat",
+    "save",
+    "scaled_value_and_grad",
+    "shard",
+    "step",
+    "tune",
+    "value_and_grad",
+]
+ROOMS = [
+    "axes",
+    "checkpoint",
+    "collectives",
+    "data",
+    "errors",
+    "graph",
+    "nn",
+    "observe",
+    "optim",
+    "parallel",
+    "random",
+    "ranks",
+    "sharding",
+    "transforms",
+    "tree",
+    "tuning",
+    "zero",
+]
 
 
 def module_of(path: pathlib.Path) -> str:

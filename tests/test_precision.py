@@ -3,6 +3,7 @@
 Numbers are small integers and powers of two where bits are compared: then no sum rounds, in whatever order.
 """
 
+import itertools
 import shutil
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero import optim, tree
 from fzero._notice import notice
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
 HALF = [torch.bfloat16, torch.float16]
@@ -76,7 +77,7 @@ def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
 # ---------------------------------------------------------------- precision
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     params=trees(dtypes=[torch.float32]),
     half=st.sampled_from(HALF),
@@ -101,7 +102,7 @@ def test_bit_for_bit_the_unsharded_program(params, half, rule, stage, n, k, seed
     assert_trees_close(got, expected, rtol=0.0)
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     reduce=st.sampled_from([torch.float64, torch.float32]),
     stage=stages(),
@@ -127,9 +128,13 @@ def test_equals_unsharded_training(reduce, stage, n, k, rule):
     assert_equivalent(train_step, params, opt, batches, (stage,), (n,), rtol=2e-5)
 
 
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("reduce", [None, torch.float32])
-@pytest.mark.parametrize("n,k", [(2, 1), (3, 4), (8, 2)])
+WORLDS = ((2, 1), (3, 4), (8, 2))
+SOME = [(HALF[0], None, 2, 1), (HALF[1], torch.float32, 3, 4), (HALF[0], torch.float32, 8, 2), (HALF[1], None, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "half,reduce,n,k", cases(SOME, [(h, r, *w) for h in HALF for r in (None, torch.float32) for w in WORLDS])
+)
 def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
     precision = fzero.Precision(half, reduce=reduce or half, full=wide_norm)
     opt = optim.dynamic_loss_scale(
@@ -140,8 +145,7 @@ def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
     assert_equivalent(train_step, mlp_params(torch.float32), opt, batches, world_sizes=(n,), rtol=0.02)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 3)]])
+@pytest.mark.parametrize("stage,k", cases([(1, 2), (3, 2)], itertools.product(range(4), (1, 2, 3))))
 def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 64.0, growth_interval=2)
@@ -327,7 +331,7 @@ def test_rules_of_split_leaves_see_them_whole():
     precision = fzero.Precision(torch.bfloat16, full=lambda path, leaf: leaf.numel() <= 6)
     opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2, tp=2)
     for stage in range(4):
-        loss = lambda p, x: fzero.collectives.psum_invariant(linear_loss(p, x), "tp")
+        loss = lambda p, x: fzero.collectives.psum_invariant(linear_loss(p, x), "tp")  # noqa: E731
         step = fzero.shard(
             step_of(opt, loss, precision=precision), stage, mesh, "dp", split=lambda path, leaf: {"tp": 1}
         )
@@ -407,9 +411,13 @@ def test_micro_batches_are_summed_in_the_gradients_dtype(stage):
 # ---------------------------------------------------------------- loss scale
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("n,k", [(1, 2), (4, 1), (3, 3)])
+WAYS = [(1, 2, 0, "nan"), (4, 1, 1, "inf"), (4, 1, 3, "nan"), (3, 3, 2, "nan"), (3, 3, 3, "inf")]
+
+
+@pytest.mark.parametrize(
+    "n,k,stage,value",
+    cases(WAYS, [(*w, s, v) for w in ((1, 2), (4, 1), (3, 3)) for s in range(4) for v in ("inf", "nan")]),
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     """In one sample of one micro-batch of one rank; parameters and state stay bit for bit; then the run goes on."""
     precision = fzero.Precision(torch.float16, full=wide_norm)
@@ -421,7 +429,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
     state = step.init({"w": torch.tensor([-0.0, 0.0, 1.0, -2.0, 3.0]), "n": torch.ones(3), "0": torch.ones(())}, opt)
     good = torch.ones(2 * n * k)
     bad = good.clone()
-    bad[-2] = value
+    bad[-2] = float(value)
     before = [x.clone() for x in tree.tensors((state[0], state[1].inner))]
     *state, _ = step(*state, mesh.split(bad))
     after = tree.tensors((state[0], state[1].inner))
@@ -521,7 +529,7 @@ def token_loss(params: Any, batch: Any) -> Any:
     return (losses * batch["mask"]).sum(), batch["mask"].sum()
 
 
-@examples(20, 40)
+@examples(8, 40)
 @given(
     stage=stages(), n=world_sizes(), k=MICRO_BATCHES, seed=st.integers(0, 99), scaled=st.booleans(), aux=st.booleans()
 )

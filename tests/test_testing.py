@@ -55,7 +55,13 @@ def test_a_good_step_passes_with_micro_batches_units_and_other_results():
     assert_equivalent(train_step, PARAMS, OPT, batches_of(size=16), units=units)
 
 
-@pytest.mark.parametrize("opt", [optim.sgd(0.1), optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))])
+@pytest.mark.parametrize(
+    "opt",
+    [
+        pytest.param(optim.sgd(0.1), marks=pytest.mark.slow),
+        optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
+    ],
+)
 def test_a_step_with_a_pipelined_loss_passes_and_a_wrong_one_does_not(opt):
     """Its parameters and the state's moments are compared as a model without a pipeline has them."""
     loss, params, batches = pipelines.loss_of(4, depth=5), pipelines.params_of(5), [pipelines.batch_of(16)] * 2

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero._torch import Buffer, buffers_of, fake_like, in_buffers, storage_id, view_of
+from tests.helpers import examples
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (1, 4, 2)]), min_size=2, max_size=5)
 
@@ -58,6 +59,7 @@ def test_what_does_not_fill_its_memory_side_by_side_is_no_buffer(what):
     assert buffers_of(no_buffer()[what]) == ()
 
 
+@examples(50, 100)
 @given(SHAPES)
 def test_stand_ins_lie_as_what_they_stand_for(shapes):
     xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]

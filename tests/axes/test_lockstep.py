@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_trees_close
 from tests.distributed.launch import python
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
 def lockstep(**axes: int) -> fzero.ranks.Mesh:
@@ -362,7 +362,7 @@ def faulty_programs(draw: Any) -> Any:
     )
 
 
-@settings(max_examples=150)
+@examples(75, 150)
 @given(faulty_programs())
 def test_no_fault_hangs_and_each_error_names_the_culprit(case):
     n, culprit, at, fault, program = case

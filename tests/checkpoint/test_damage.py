@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero.checkpoint import _files, _manifest
 from fzero.checkpoint._manifest import MANIFEST
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.helpers import examples
 
 LAYOUT = Layout({"dp": 2, "tp": 2}, 3, "dp", split=True)
 PARAMS: dict[str, Any] = {"tp": torch.zeros(4, 3, 8), "b": torch.zeros(5), "n": torch.zeros(3, dtype=torch.int32)}
@@ -43,7 +44,7 @@ def copied(path: Path, to: Path) -> Path:
     return to
 
 
-@settings(max_examples=120)
+@examples(48, 120)
 @given(data=st.data(), other=st.booleans())
 def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other):
     path, _ = saved
@@ -59,7 +60,7 @@ def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other)
         fzero.checkpoint.verify(damaged)
 
 
-@settings(max_examples=60)
+@examples(30, 60)
 @given(data=st.data())
 def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory, data):
     path, _ = saved
@@ -103,7 +104,7 @@ def body_of(path: Path) -> dict[str, Any]:
 KEYS = ["mesh", "leaves", "groups", "ties", "values", "files", "nonce", "written", "block"]
 
 
-@settings(max_examples=80)
+@examples(32, 80)
 @given(junk=JSON, key=st.sampled_from(KEYS))
 def test_any_json_in_the_place_of_a_manifest_or_of_a_part_of_it_is_an_error(saved, tmp_path_factory, junk, key):
     path, whole = saved
@@ -134,7 +135,7 @@ def deep(body: Any, data: Any) -> tuple[Any, Any]:
         body = inner
 
 
-@settings(max_examples=120)
+@examples(48, 120)
 @given(data=st.data(), junk=JSON)
 def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(saved, tmp_path_factory, data, junk):
     """Also with a checksum that fits: nothing outside of the folder is read, and no other error comes."""

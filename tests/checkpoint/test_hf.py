@@ -21,6 +21,7 @@ from fzero.checkpoint.hf import _read, _write
 from fzero.checkpoint.hf._read import INDEX, SINGLE
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
 from tests.checkpoint.test_damage import JSON
+from tests.helpers import examples
 
 
 def params_in(layout: Layout, params: Any, seed: int = 0) -> tuple[fzero.zero.ShardedStep, Any, Any]:
@@ -39,7 +40,7 @@ def folder_of(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(path.iterdir())}
 
 
-@settings(max_examples=40)
+@examples(16, 40)
 @given(
     params=params_of(), source=LAYOUTS, target=LAYOUTS, max_file=st.sampled_from([1, 200, 1 << 30]), seed=st.integers()
 )
@@ -67,7 +68,7 @@ def test_any_layout_is_written_alike_and_read_into_any(tmp_path_factory, params,
         assert index["weight_map"].keys() == theirs.keys()
 
 
-@settings(max_examples=25)
+@examples(12, 25)
 @given(
     source=LAYOUTS,
     target=LAYOUTS,

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
@@ -14,9 +14,10 @@ from fzero.checkpoint import _blocks as _bytes
 from fzero.checkpoint._blocks import BlockRange, runs
 from fzero.checkpoint._holdings import holdings
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
+from tests.helpers import examples
 
 
-@settings(max_examples=40)
+@examples(16, 40)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS, seed=st.integers(0, 99))
 def test_any_layout_is_read_into_any(tmp_path_factory, params, source, target, seed):
     path = tmp_path_factory.mktemp("saved")
@@ -27,7 +28,7 @@ def test_any_layout_is_read_into_any(tmp_path_factory, params, source, target, s
     assert same_bits(whole_of(other, fzero.load(path, like=like, mesh=other.mesh)), whole)
 
 
-@settings(max_examples=15)
+@examples(8, 15)
 @given(params=params_of(), layout=LAYOUTS)
 def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory, params, layout):
     step, state = state_in(layout, params)
@@ -44,7 +45,7 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
         assert same_bits(fzero.checkpoint.read(one, path), fzero.checkpoint.read(other, path))
 
 
-@settings(max_examples=60)
+@examples(30, 60)
 @given(params=params_of(), layout=LAYOUTS)
 def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
@@ -72,7 +73,7 @@ def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     assert all(x.eq(1).all() for x in bits)
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
     saved, mine = [holdings("state", s, step.mesh).cut for step, s in (state_in(x, params) for x in (source, target))]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -17,6 +17,7 @@ from fzero.sharding._stacked import prefix_of
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.checkpoint.test_damage import body_of, write_manifest
+from tests.helpers import examples
 from tests.parallel.pipeline.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -92,7 +93,7 @@ def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str,
     return {**state, **parts}
 
 
-@settings(max_examples=20)
+@examples(8, 20)
 @given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "none", "offload"]))
 def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, target, tied, name):
     """Bit for bit the state of training without a pipeline, and on the disk under the same names."""
@@ -122,7 +123,7 @@ def test_what_one_pipeline_saves_another_loads(tmp_path_factory, depth, source, 
     assert same_bits(fzero.load(folder / "1", like=zeros), dense)
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(st.integers(2, 6), PLACED, st.booleans())
 def test_what_ranks_write_is_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import PerRank
 from fzero.testing import world_sizes
+from tests.helpers import examples
 
 N = world_sizes()
 
@@ -93,7 +94,7 @@ def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
-@settings(max_examples=40)
+@examples(16, 40)
 @given(names, N)
 def test_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
@@ -114,7 +115,7 @@ def test_lockstep_equals_vmap_bit_for_bit(name, n):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@settings(max_examples=120)
+@examples(60, 120)
 @given(names, N, st.integers(0, 9))
 def test_transpose_by_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
@@ -191,7 +192,7 @@ def test_grad_of_grad(name, n):
     torch.testing.assert_close(inside, outside, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=20)
+@examples(10, 20)
 @given(names, st.integers(1, 4))
 def test_traces_with_make_fx(name, n):
     f, shape, _ = COLLECTIVES[name]

@@ -1,5 +1,6 @@
 """What is communicated and what is held: exactly the table of the design, plus padding."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fzero import optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import trees, world_sizes
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 
@@ -28,9 +29,10 @@ def expected_elements(stage: int, k: int, exact: int, padded: int) -> int:
     return [2 * exact, 2 * padded, (k + 1) * padded, 2 * k * padded][stage]
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("model", ["gpt", "odd sizes"])
+SOME = [("gpt", 1, 4), ("gpt", 3, 1), ("odd sizes", 2, 1), ("odd sizes", 8, 4)]
+
+
+@pytest.mark.parametrize("model,n,k", cases(SOME, itertools.product(("gpt", "odd sizes"), (1, 2, 3, 8), (1, 4))))
 def test_elements_moved_are_the_tables(model, n, k):
     if model == "gpt":
         params, loss, batch = gpt_params(), gpt_loss, torch.zeros(n * k, 9, dtype=torch.int64)

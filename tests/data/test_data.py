@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import data, optim
+from tests.helpers import examples
 
 
 class Squares(torch.utils.data.Dataset):
@@ -145,6 +146,7 @@ def step_on(stage: int, n: int, **options: Any) -> Any:
     return step, step.init({"w": W.clone()}, optim.sgd(0.1))[0]
 
 
+@examples(40, 100)
 @given(cases(), st.integers(0, 3), st.booleans())
 def test_a_mean_over_ranks_is_the_mean_over_examples(case, stage, weighted):
     n, batch, length, _ = case

@@ -47,7 +47,7 @@ ODD: dict[str, Callable[..., Any]] = {
 }
 
 
-@examples(15, 150)
+@examples(6, 150)
 @given(names=st.lists(st.sampled_from([*STEPS, *ODD]), min_size=1, max_size=4), lengths=lengths_of_calls)
 def test_a_function_at_any_length_equals_itself(names, lengths):
     """Whatever Python does with the length: if in doubt, it is traced."""
@@ -190,7 +190,7 @@ def batch(n: int, k: int, length: int) -> Any:
     return {"x": torch.randint(11, (n * k, length), generator=torch.Generator().manual_seed(length))}
 
 
-@examples(3, 60)
+@examples(2, 60)
 @given(
     n=st.integers(1, 3),
     stage=st.sampled_from([0, 1, 2, 3]),
@@ -209,7 +209,7 @@ def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengt
     assert run.traces < len(lengths) == each.traces
 
 
-@examples(3, 30)
+@examples(2, 30)
 @given(
     n=st.integers(1, 2),
     stage=st.sampled_from([0, 3]),
@@ -231,7 +231,7 @@ def test_the_length_may_be_the_examples_of_a_batch(n, stage, k, rows):
     assert run.traces < 6 or k == 3
 
 
-@examples(3, 40)
+@examples(2, 40)
 @given(n=st.integers(1, 3), stage=st.sampled_from([0, 2, 3]), k=st.sampled_from([1, 3]), lengths=lengths_of_calls)
 def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths):
     run, state = steps(n, stage, k, "fx")

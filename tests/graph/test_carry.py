@@ -1,5 +1,6 @@
 """Reductions that go on from one turn of a loop to the next. On processes: tests/distributed/jit_cases.py."""
 
+import itertools
 import operator
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _cost
 from fzero.graph.planning._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, ranges_of_a_turn
-from tests.helpers import train_step_for
+from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 ADAMW = optim.adamw(1e-3)
@@ -49,8 +50,7 @@ def scheduled(traced: Any, in_flight: int, across_turns: bool = True, bucket_byt
     return PassManager(traced, PassContext()).scheduled(choice)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 9])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (3, 2), (2, 9)], itertools.product((2, 3), (1, 2, 9))))
 def test_the_next_turn_waits_before_it_starts_as_many(stage, in_flight):
     graph = scheduled(entry(plain(), stage).traced.graph, in_flight)
     (loop,) = loops(graph)

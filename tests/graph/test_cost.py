@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.graph.planning._cost import DEVICES, Device, seconds
+from tests.helpers import examples
 
 X = torch.ones(4)  # 16 bytes
 # an operation of the device takes 1 s, a copy 1 s, and one of the host of 32 bytes 4 s
@@ -56,6 +57,7 @@ def test_where_both_are_one_there_is_one_clock():
 speeds = st.floats(1, 1e3)
 
 
+@examples(40, 100)
 @given(host=speeds, link=speeds, slower=st.floats(0.1, 1))
 def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     graph = traced(down_up)

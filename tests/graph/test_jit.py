@@ -1,5 +1,6 @@
 """fzero.jit: the numbers of the eager step, one trace a signature, and memory that is really handed over."""
 
+import itertools
 import logging
 import math
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -18,7 +19,7 @@ from fzero import optim, tree
 from fzero.graph.run._program import program_of
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.test_equivalence import loss_of_tree
 
@@ -55,7 +56,7 @@ def train_both(
 # ---------------------------------------------------------------- the same numbers
 
 
-@settings(max_examples=15)
+@examples(6, 15)
 @given(params=trees(), opt=optimizers(), stage=stages(), n=world_sizes(), k=st.integers(1, 3))
 def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
     step = fzero.shard(train_step_for(loss_of_tree, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=n))
@@ -66,13 +67,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(params, opt, stage, n, k):
 
 @pytest.mark.parametrize(
     "stage,k",
-    [
-        (0, 4),
-        (1, 1),
-        (2, 4),
-        (3, 4),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 1), (1, 4), (2, 1), (3, 1))],
-    ],
+    cases([(1, 1), (3, 4)], itertools.product(range(4), (1, 4))),
 )
 def test_a_jitted_gpt_equals_the_eager_one_bitwise_after_5_steps(stage, k):
     step = fzero.shard(train_step_for(gpt_loss, ADAM, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

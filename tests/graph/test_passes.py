@@ -155,7 +155,7 @@ def check_results(sample: Sample, graph: Graph, donated: bool, late: bool, expec
                 assert x.untyped_storage().data_ptr() not in taken
 
 
-@examples(60, 100)
+@examples(24, 100)
 @given(samples(), settings_of_passes())
 def test_every_pass_keeps_the_results_to_the_bit(make, how):
     sample = make()
@@ -168,7 +168,7 @@ def test_every_pass_keeps_the_results_to_the_bit(make, how):
             check_results(sample, graph, donated, late, expected)
 
 
-@settings(max_examples=50)
+@examples(20, 50)
 @given(samples(), settings_of_passes())
 def test_a_pass_leaves_its_graph_as_it_was(make, how):
     sample = make()
@@ -181,7 +181,7 @@ def test_a_pass_leaves_its_graph_as_it_was(make, how):
         graph = out
 
 
-@settings(max_examples=50)
+@examples(20, 50)
 @given(samples(), settings_of_passes())
 def test_a_pass_depends_on_the_graph_alone(make, how):
     sample, renamed = make(), make(rename=True)
@@ -211,7 +211,7 @@ def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
         assert nodes[-1].op == "output"
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), settings_of_passes())
 def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
     sample = make()
@@ -279,7 +279,7 @@ def test_donate_and_schedule_keep_the_collectives(make, prefetch, in_flight):
         assert Counter(str(n.target) for n in scheduled.nodes) == Counter(str(n.target) for n in graph.nodes)
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(samples(), st.sampled_from(BUCKETS), st.sampled_from(REUSES))
 def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make, size, reuse):
     graph = regather(make().graph, reuse)
@@ -327,7 +327,7 @@ def test_collectives_of_two_groups_stay_apart():
     assert lines(bucket(graph, 1 << 20)) == lines(sort(graph))
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), st.sampled_from(REUSES))
 def test_regather_only_adds_gathers_of_inputs(make, reuse):
     graph = make().graph
@@ -376,7 +376,7 @@ def test_an_activation_function_runs_again_and_what_is_dear_or_random_does_not()
     assert lines(recompute(graph, 1 << 20)) == lines(graph)
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), st.booleans())
 def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(make, donated):
     sample = make()
@@ -506,7 +506,7 @@ def events(graph: Graph) -> list[tuple[int, str, int]]:
     return sorted(found)
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(samples(), st.sampled_from(REUSES))
 def test_regather_lets_go_just_where_more_is_used_in_between(make, reuse):
     graph = make().graph
@@ -526,7 +526,7 @@ def test_regather_lets_go_just_where_more_is_used_in_between(make, reuse):
 # ---------------------------------------------------------------- order and memory
 
 
-@settings(max_examples=50)
+@examples(20, 50)
 @given(chains(stages=[3], sam=False), st.integers(0, 2), st.integers(0, 2))
 def test_no_more_units_are_gathered_than_prefetched_and_one(chain, prefetch, in_flight):
     graph = schedule(donate_all(regather(build_chain(chain).graph, 0), chain), prefetch, in_flight)
@@ -539,7 +539,7 @@ def test_no_more_units_are_gathered_than_prefetched_and_one(chain, prefetch, in_
         assert max(counts) == prefetch + 1
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(chains(stages=[3], sam=False), st.integers(1, 3), st.integers(0, 1), st.sampled_from((0, 0.5, 1, 1.1, 1.3, 2)))
 def test_gathers_start_ahead_just_where_there_is_room(chain, prefetch, in_flight, part):
     graph = donate_all(regather(build_chain(chain).graph, 0), chain)
@@ -584,7 +584,7 @@ def donate_all(graph: Graph, chain: Chain) -> Graph:
     return donate(graph, [(i, i) for i in range(count)], list(range(count)))
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(chains(stages=[3], sam=False))
 def test_all_of_a_unit_is_there_at_once_without_prefetch(chain):
     """A gather starts when work needs it, and nothing but its wait and views lies in between."""
@@ -597,7 +597,7 @@ def test_all_of_a_unit_is_there_at_once_without_prefetch(chain):
             assert nodes[i + 1].args[0] is n
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(chains(stages=[0, 1, 3], sam=False), st.booleans())
 def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
     graph = build_chain(chain).graph
@@ -614,7 +614,7 @@ def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
         assert position[wait] < position[packed]
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(chains(sam=False), st.sampled_from((0, math.inf)), st.booleans())
 def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, donated):
     graph = regather(build_chain(chain).graph, reuse)
@@ -622,7 +622,7 @@ def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, do
     assert peak_bytes(schedule(graph)) <= peak_bytes(graph)
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), settings_of_passes())
 def test_live_bytes_are_what_a_run_holds(make, how):
     sample = make()
@@ -633,7 +633,7 @@ def test_live_bytes_are_what_a_run_holds(make, how):
     assert expected[count - 1 :] == measured(graph, sample.args(), sample.n)[count - 1 :]
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), settings_of_passes())
 def test_arguments_are_alive_throughout(make, how):
     sample = make()
@@ -651,7 +651,7 @@ def is_view_of_any(node: Node) -> bool:
     return not is_input(node) and len({*storages(node.graph).born} & {node}) == 0
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), settings_of_passes(), st.integers(0, 2))
 def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):
     sample = make()
@@ -661,7 +661,7 @@ def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):
         check_results(sample, graph, how["donate"], late, expected)
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(chains(), st.integers(1, 2))
 def test_no_more_collectives_are_in_flight_while_work_goes_on_than_asked(chain, in_flight):
     graph = schedule(build_chain(chain).graph, 0, in_flight)
@@ -686,7 +686,7 @@ def in_a_world(program: Program, world: World) -> Program:
     return program._replace(instructions=new)
 
 
-@settings(max_examples=100)
+@examples(40, 100)
 @given(samples(), settings_of_passes(), st.booleans())
 def test_executors_compute_what_the_graph_says(make, how, late):
     sample = make()
@@ -707,7 +707,7 @@ def test_executors_compute_what_the_graph_says(make, how, late):
             assert all(out[i] is given_args[j] for i, j in into.items())
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(specs(local=True))
 def test_local_graphs_are_one_segment_a_block(spec):
     sample = build(spec)
@@ -728,7 +728,7 @@ class Reads(list):
         return super().__getitem__(i)
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(samples(), settings_of_passes())
 def test_a_slot_is_free_right_after_its_last_use(make, how):
     sample = make()
@@ -753,7 +753,7 @@ def test_a_slot_is_free_right_after_its_last_use(make, how):
     assert freed == {s: i for s, i in last.items() if s not in kept}
 
 
-@settings(max_examples=12)
+@examples(6, 12)
 @given(chains(stages=[0, 3], sam=False))
 def test_segments_to_compile_do_not_grow_with_the_blocks(chain):
     def distinct(depth: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
@@ -36,7 +36,7 @@ from fzero.graph.passes import (
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._liveness import live_bytes, live_in, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 # ---------------------------------------------------------------- order
 
@@ -74,7 +74,7 @@ SHARDED = Chain(2, (4, 4, 4, 4), 5, 3, False, False, False, False, False, False)
 REPLICATED = SHARDED._replace(stage=1)
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(chains(), st.lists(choices(), min_size=1, max_size=3), st.booleans(), st.booleans())
 @example(REPLICATED, [Choice(False, math.inf, 0)], False, False)
 def test_the_list_is_the_passes_one_after_the_other(chain, chosen, functional, by_itself):
@@ -161,7 +161,7 @@ def test_the_settings_that_a_plan_tells_are_the_choices():
     }
 
 
-@settings(max_examples=20)
+@examples(8, 20)
 @given(chains(stages=[3], sam=False))
 def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
     sample = build_chain(chain)

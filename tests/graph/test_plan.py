@@ -1,6 +1,7 @@
 """Plans: true to the allocator, monotone in the stage, made for worlds that are not there."""
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ from fzero import optim, tree
 from fzero.graph.planning._text import size
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 from tests.tiny_gpt import gpt_loss, gpt_params
@@ -102,7 +103,7 @@ def test_stage_3_holds_the_prefetched_and_the_current_units(model, prefetch):
     assert len(gathers) > len([c for c in once.collectives if c.kind == "all_gather"])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_the_plans_peak_is_the_allocators(stage):
     """A simulated world has no collectives to wait for, so every byte is seen."""
     opt = optim.adamw(1e-3)
@@ -253,8 +254,9 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
     )
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "micro_batches,stage", cases([(1, 0), (2, 1), (1, 2), (2, 3)], itertools.product((1, 2), range(4)))
+)
 def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
     """As they are when the step is traced: the last product of the loss is forward, and the first of a gradient not."""
     plan = planned("A", stage, micro_batches)

@@ -1,13 +1,14 @@
 """Laws of recast: no step holds the wide copies of all gradients, whatever waits for their norm."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
@@ -20,6 +21,7 @@ from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._listing import roles
 from fzero.graph.planning._liveness import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
+from tests.helpers import cases, examples
 
 HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 LAYERS, WIDTH = 4, 96
@@ -57,7 +59,7 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
     return max(sum(r.start <= i <= r.stop for r in found) for i in range(len(nodes)))
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
 def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
     graph = clipped(sizes, scaled=scaled)
@@ -145,8 +147,9 @@ def planned(stage: Any, ranks: int, clip: bool, **knobs: Any) -> fzero.graph.Pla
     return fzero.plan(fzero.jit(step, **knobs), params, state, step.mesh.split(x), world_size=ranks)
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-@pytest.mark.parametrize("ranks", (2, 4, 8, 32, 256, 4096))
+@pytest.mark.parametrize(
+    "ranks,stage", cases([(2, 2), (8, 3), (8, 2), (4096, 3)], itertools.product((2, 4, 8, 32, 256, 4096), (2, 3)))
+)
 def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
     """The half-precision shards of all units wait for the norm; their copies in float32 do not."""
     numel = tree.numel(layers())

@@ -17,6 +17,7 @@ from fzero.graph._storages import SpaceError, check_spaces, on_host
 from fzero.sharding._boxes import Shard, is_box
 from fzero.sharding._pieces import spaces
 from fzero.sharding._spec import ALIGN
+from tests.helpers import cases as few
 from tests.optim.offloading import BF16, Row, by_path, normal, train_step_of
 
 WIDTH, LAYERS = 128, 3
@@ -64,14 +65,20 @@ def elements(world_size: int = 2) -> int:
 
 # ---------------------------------------------------------------- plans
 
-cases = pytest.mark.parametrize(
-    "name,update",
-    [("masters", "host"), ("clip before", "host"), ("masters", "device"), ("float32", "host"), ("no decay", "host")],
+ROWS_AND_UPDATES = [
+    ("masters", "host"),
+    ("clip before", "host"),
+    ("masters", "device"),
+    ("float32", "host"),
+    ("no decay", "host"),
+]
+cases = pytest.mark.parametrize("name,update", ROWS_AND_UPDATES)
+
+
+@pytest.mark.parametrize(
+    "name,update,stage",
+    few([("masters", "host", 2), ("masters", "device", 2)], [(*r, s) for r in ROWS_AND_UPDATES for s in (0, 2, 3)]),
 )
-
-
-@cases
-@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update, stage):
     plans = [planned(name, ratio, stage, update) for ratio in RATIOS]
     device, host = ([plan.peak_of(space) for plan in plans] for space in ("device", "host"))

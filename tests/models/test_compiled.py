@@ -1,4 +1,7 @@
-"""Six kinds of models in the default backend, each with one block: `make sweep` has all others, and more ways."""
+"""Six kinds of models in the default backend, each with one block, two of them in `make test`.
+
+`make sweep` has all others, and more ways.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +10,7 @@ import pytest
 
 import fzero
 from tests.graph.test_compile import needs_compiler
+from tests.helpers import cases
 from tests.sweep.cases import Case
 from tests.sweep.families import MODELS, of_transformers
 from tests.sweep.run import ERRORS, Task, difference
@@ -23,7 +27,7 @@ CASES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(("gpt2", "mixtral"), CASES))
 def test_a_model_trains_compiled(name, monkeypatch):
     model = MODELS[name]
     build = of_transformers(name, model.kind, **ONE.get(name, {"num_hidden_layers": 1}))

@@ -13,6 +13,7 @@ from torch.nn import functional
 import fzero
 from fzero import optim, tree
 from fzero.observe import nonfinite
+from tests.helpers import examples
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -85,7 +86,7 @@ def line_of(f: Callable[..., Any]) -> str:
     micro_batches=st.sampled_from([1, 2]),
     lockstep=st.booleans(),
 )
-@settings(max_examples=24)
+@examples(10, 24)
 def test_what_is_planted_is_found(loss, stage, ranks, rank, micro_batches, lockstep):
     rank %= ranks
     mesh = fzero.mesh(dp=ranks, simulate="lockstep" if lockstep else "vmap")

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
 from tests.arena import Arena, MixedError
 from tests.graph.test_spaces import ROWS, WIDTH, loss_of, params_of
+from tests.helpers import examples
 from tests.optim.offloading import train_step_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -22,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 COUNTERS = 64  # bytes of numbers, which may lie in either memory
 
 
-@settings(max_examples=8)
+@examples(3, 8)
 @given(
     name=st.sampled_from(sorted(ROWS)),
     option=st.sampled_from(sorted(OPTIONS)),

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.parallel import experts as moe
 from fzero.testing import assert_equivalent
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.parallel.experts.model import batch_of, experts_params, loss_for, params_of
 
 OPT = optim.chain(optim.clip_by_expert(0.02), optim.adamw(1e-2, eps=1e-3))
@@ -42,7 +42,7 @@ def test_each_expert_of_each_layer_has_its_own_norm(limit, dtype):
                 torch.testing.assert_close(after["experts"][name][e], x[e] * scale, rtol=tolerance, atol=1e-7)
 
 
-@settings(max_examples=12)
+@examples(5, 12)
 @given(st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from([None, 0.5]), st.booleans())
 def test_training_is_dense_training(mesh, stage, capacity, one_unit):
     """Rows of an expert are cut anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""

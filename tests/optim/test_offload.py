@@ -54,7 +54,7 @@ layouts = {"stage": stages(), "n": st.integers(0, 5), "micro_batches": st.intege
 units = st.sampled_from([None, *sorted(RULES)])
 
 
-@examples(12, 30)
+@examples(5, 30)
 @given(name=st.sampled_from(sorted(POINTWISE)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("adamw", small_params(), by_path, None, 3, 3, 1)
 @example("masters, clip before", small_params(), 0.37, "one unit", 2, 2, 2)
@@ -64,7 +64,7 @@ def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, st
     check_bitwise(way, POINTWISE[name], params, ratio, "host")
 
 
-@settings(max_examples=16)
+@examples(6, 16)
 @given(name=st.sampled_from(sorted(LIFTED)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("muon", small_params(), 0.37, "one unit", 2, 2, 1)
 @example("adafactor", small_params(), 0.37, None, 3, 3, 1)
@@ -83,7 +83,7 @@ def test_every_pair_that_reads_leaves_is_updated_on_the_device(name):
     check_bitwise(Way(2, 2), ON_DEVICE_ONLY[name], small_params(), 0.37, "device")
 
 
-@settings(max_examples=4)
+@examples(3, 4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(0, 3))
 @example("masters, clip before", 0.37, 2, 2)
 def test_a_jitted_step_with_host_updates_trains_bit_for_bit(name, ratio, stage, n):
@@ -128,7 +128,7 @@ def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage
     check_bitwise(Way(stage, n, k, True), PAIRS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
 
 
-@settings(max_examples=4)
+@examples(3, 4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(1, 3))
 def test_in_lockstep_it_trains_bit_for_bit(name, ratio, stage, n):
     way, row = Way(stage, n, simulate="lockstep"), POINTWISE[name]
@@ -189,7 +189,7 @@ def pieces_of(values: Any) -> list[tuple[str, torch.Tensor]]:
     return [pair for box in boxes for pair in zip(spaces(box), box.parts, strict=True)]
 
 
-@settings(max_examples=30)
+@examples(15, 30)
 @given(params=params_of(), ratio=st.floats(0, 1), stage=st.integers(1, 3), n=world_sizes(5), rule=units)
 def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     """Of all elements of a rank's shards, the last ones: the end of one unit, and all of those behind it."""
@@ -290,7 +290,7 @@ def on(step: fzero.zero.ShardedStep, state: Any, batches: list[Any]) -> Any:
 CHANGES = st.sampled_from([(0.3, 0.7), (1, 0), (0, 0.5), (0.37, by_path), (by_path, 1), (0.6, 0.6)])
 
 
-@settings(max_examples=6)
+@examples(3, 6)
 @given(
     name=st.sampled_from(["adamw", "masters, clip before", "a mask", "muon", "adafactor", "third party"]),
     change=CHANGES,
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
         assert same_bits(other.partition(step.gather(tuple(state)), like=got), got)
 
 
-@settings(max_examples=5)
+@examples(3, 5)
 @given(
     name=st.sampled_from(["adamw", "masters", "a mask", "muon", "third party", "a loss scale around"]),
     change=CHANGES,
@@ -477,7 +477,7 @@ def one_late(pair: Any, path_is_late: Any) -> optim.Optimizer:
     return optim.Optimizer(init, update)
 
 
-@settings(max_examples=12)
+@examples(5, 12)
 @given(
     name=st.sampled_from(["adamw", "momentum", "lion", "a schedule", "clip before"]),
     blocks=st.integers(0, 3),
@@ -547,7 +547,7 @@ def test_a_delay_says_what_it_cannot():
 # ---------------------------------------------------------------- parameters
 
 
-@examples(4, 8)
+@examples(3, 8)
 @given(
     name=st.sampled_from(["adamw", "momentum", "masters, clip before", "a loss scale around", "averaged parameters"]),
     params=params_of(),
@@ -600,6 +600,7 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
     assert set(low.live_of("parameters", "host")) == {blocks * shard} and not any(low.live_of("parameters", "device"))
 
 
+@examples(40, 100)
 @given(params=params_of(), ratio=RATIOS, n=st.integers(1, 4), low=st.booleans())
 def test_bytes_are_counted_by_memory(params, ratio, n, low):
     step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=n))

@@ -1,5 +1,6 @@
 """Optimizers: torch.optim's numbers, and the same numbers on every layout."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, trees
-from tests.helpers import train_step_for
+from tests.helpers import cases, examples, train_step_for
 
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
 SIZES = [1, 3, 4]  # numbers of ranks
@@ -334,6 +335,7 @@ def norm_by_hand(params: Any) -> torch.Tensor:
     return torch.cat([x.double().flatten() for x in leaves]).norm()
 
 
+@examples(50, 100)
 @given(params=trees(), n=st.sampled_from(SIZES))
 def test_global_norm_is_the_same_on_shards(params, n):
     expected = norm_by_hand(params)
@@ -342,6 +344,7 @@ def test_global_norm_is_the_same_on_shards(params, n):
     torch.testing.assert_close(sharded, expected, rtol=1e-14, atol=0)
 
 
+@examples(50, 100)
 @given(params=trees(), n=st.sampled_from(SIZES), value=st.sampled_from([1e6, math.inf, math.nan]))
 def test_padding_never_counts_in_the_global_norm(params, n, value):
     boxes = poison(partitioned(params, n), value)
@@ -349,6 +352,7 @@ def test_padding_never_counts_in_the_global_norm(params, n, value):
     torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
 
 
+@examples(50, 100)
 @given(params=trees(), n=st.sampled_from(SIZES), mask=st.integers(0, 2**8))
 def test_replicated_leaves_count_once_in_the_global_norm(params, n, mask):
     def units(path: str, leaf: torch.Tensor) -> str | None:
@@ -503,8 +507,13 @@ THIRD_PARTY = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torchopt's addcmul_ under vmap
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", THIRD_PARTY)
+@pytest.mark.parametrize(
+    "name,stage",
+    cases(
+        [(name, s) for i, name in enumerate(THIRD_PARTY) for s in (i % 2, 3 - i % 2)],
+        itertools.product(THIRD_PARTY, range(4)),
+    ),
+)
 def test_torchopt_is_the_same_on_shards(name, stage):
     def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
         loss, grads = fzero.value_and_grad(loss_of)(params, batch)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import examples, train_step_for
+from tests.helpers import either, examples, train_step_for
 from tests.optim.test_optim import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
 from tests.zero.test_equivalence import RULES, loss_of_tree
 
@@ -251,10 +251,10 @@ def test_schedules_equal_optax(name):
 def test_every_stage_and_world_size_equals_unsharded_training(name):
     opt = TABLE[name].pair
     step = train_step_for(small_loss, opt)
-    assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=(1, 4))
+    assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=either((4,), (1, 4)))
 
 
-@examples(40, 80)
+@examples(16, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
     params=trees(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, trees
-from tests.helpers import train_step_for
+from tests.helpers import examples, train_step_for
 from tests.optim.test_optim import (
     SIZES,
     batches_of,
@@ -48,6 +48,7 @@ def gathered_norms(params: Any, n: int, units: Any) -> Any:
     return tree.map(lambda x, p: x.flatten()[0] if x.numel() else torch.zeros((), dtype=p.dtype), norms, params)
 
 
+@examples(50, 100)
 @given(params=trees(), n=st.integers(1, 8), rule=st.integers(0, 2), tie=st.booleans())
 def test_leaf_norms_are_the_same_on_shards(params, n, rule, tie):
     params = {**params, "again": params["first"]} if tie else params

@@ -1,5 +1,6 @@
 """Random numbers by key: one draw for one key, on every rank, at every stage, in every world; and good numbers."""
 
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from fzero import PerRank, optim, random, tree
 from fzero.random import _seeded
 from fzero.random._keys import bits
 from fzero.testing import assert_trees_close
+from tests.helpers import cases
 
 N = 1 << 16
 seeds = st.integers(-(2**70), 2**70)
@@ -440,8 +442,12 @@ BATCH = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
+MESHES = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    "axes,k", cases(zip(MESHES, (3, 1, 3), strict=True), itertools.product(MESHES, (1, 3))), ids=str
+)
 def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
     opt, key, found = optim.adam(1e-2), random.key(1), []
     for stage in range(4):

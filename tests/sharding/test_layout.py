@@ -16,7 +16,7 @@ from fzero import PerRank, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close, trees, world_sizes
-from tests.helpers import mlp_batch, mlp_loss, mlp_params
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 RULES = st.sampled_from([None, lambda p, x: "all", lambda p, x: p, lambda p, x: None if x.ndim == 0 else p[:3]])
@@ -31,7 +31,7 @@ def forget(values: Any) -> Any:
     return tree.map(lambda x: x.clone(), values)
 
 
-@settings(max_examples=100)
+@examples(50, 100)
 @given(trees(DTYPES), world_sizes(), RULES)
 def test_gather_after_partition_is_the_identity(params, n, rule):
     """Bitwise, with the memory of the origin and without it, for every dtype."""
@@ -41,7 +41,7 @@ def test_gather_after_partition_is_the_identity(params, n, rule):
         assert_trees_close(out, params, rtol=0)
 
 
-@settings(max_examples=100)
+@examples(50, 100)
 @given(trees(DTYPES), world_sizes(), RULES)
 def test_partition_after_gather_is_the_identity(params, n, rule):
     mesh = fzero.mesh(dp=n)
@@ -66,7 +66,7 @@ def test_shards_are_the_unit_cut_in_equal_parts(params, n):
     assert cut == {p for p, x in leaves.items() if x is not None and x.is_floating_point()}
 
 
-@settings(max_examples=60)
+@examples(30, 60)
 @given(trees(), world_sizes(), RULES)
 def test_reduce_scatter_is_the_transpose_of_gather(params, n, rule):
     """The dot-product test: the gradient of <gather(shards), y> is reduce_scatter(y)."""
@@ -231,7 +231,7 @@ def test_origin_never_leaves_the_step():
     assert boxes["w"].origin is None
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(trees(), world_sizes(), st.floats(-9, 9))
 def test_padding_has_no_effect(params, n, noise):
     """Whatever the padding holds, gathered leaves, norms and gradients are the same."""

@@ -14,7 +14,7 @@ from fzero import optim, tree
 from fzero.sharding import _units as layout_units
 from fzero.sharding._units import pieces
 from fzero.testing import assert_equivalent, trees
-from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
@@ -51,7 +51,7 @@ def sizes(draw: st.DrawFn) -> dict[str, int]:
     return {".".join(path): draw(st.integers(0, 9)) for path in sorted(keys)}
 
 
-@settings(max_examples=300)
+@examples(150, 300)
 @given(sizes(), st.integers(1, 30), st.integers(0, 30))
 def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room):
     most = least + room
@@ -63,14 +63,14 @@ def test_pieces_cover_each_leaf_once_and_keep_to_their_sizes(numels, least, room
         assert piece.numel <= most or len(piece.paths) == 1
 
 
-@settings(max_examples=300)
+@examples(120, 300)
 @given(sizes(), st.integers(1, 30))
 def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
     found = pieces(numels, least)
     assert all(x.numel >= least for x in found) or len(found) == 1
 
 
-@settings(max_examples=300)
+@examples(150, 300)
 @given(sizes(), st.integers(1, 30))
 def test_a_subtree_that_is_small_is_never_cut(numels, least):
     """Nor one that is just large enough, whose children are all too small."""

@@ -18,6 +18,7 @@ from fzero.tuning._row import Digest, Way, row_of
 from fzero.tuning._search import Measure, depths_of, fullest_of
 from fzero.tuning._space import Dimensions, space_of
 from fzero.tuning.command import page
+from tests.helpers import cases
 from tests.tuning.spaces import WIDTH, apply_block, make_step
 from tests.tuning.test_models import TINY
 
@@ -236,7 +237,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("changed", RECIPES, ids=str)
+@pytest.mark.parametrize("changed", cases(RECIPES[1::2], RECIPES), ids=str)
 def test_the_lines_to_paste_run(changed):
     """They make the mesh and the step that were planned, and train as the whole model does."""
     config = replace(Configuration(2, 2, 1, precision="float32", ranks=2, depth=4), **changed)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import tuning
 from fzero.testing import world_sizes
 from fzero.tuning._ratio import first_fit
+from tests.helpers import examples
 from tests.tuning.steps import maker, planned
 
 PARTS = 5
@@ -46,7 +47,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
     assert len(asked) <= 5
 
 
-@settings(max_examples=4)
+@examples(3, 4)
 @given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
 @example((2, False, "host"), 8, 0.0)
 def test_a_ratio_is_that_of_trying_all(way, n, share):

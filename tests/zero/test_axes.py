@@ -13,7 +13,7 @@ import fzero
 from fzero import PerRank, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees
 from tests.collectives.test_collectives import COLLECTIVES, simulations, stacked
-from tests.helpers import train_step_for
+from tests.helpers import cases, examples, train_step_for
 from tests.zero.test_equivalence import loss_of_tree
 
 SHAPES = [
@@ -95,7 +95,7 @@ def test_transposes_on_several_axes(mesh_and_axes, data, simulate):
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(meshes_and_axes(), st.data())
 def test_lockstep_equals_vmap_on_several_axes(mesh_and_axes, data):
     axes, names = mesh_and_axes
@@ -127,7 +127,7 @@ def test_axis_index_counts_in_the_order_of_the_names(axes):
 # ---------------------------------------------------------------- values that are equal along an axis
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(st.integers(1, 4), st.integers(1, 3), simulations)
 def test_megatrons_f_and_g_give_the_dense_gradients(tp, layers, simulate):
     """A column and row parallel MLP: value, gradient of the replicated input, and of each part of the weights."""
@@ -163,7 +163,7 @@ def test_megatrons_f_and_g_give_the_dense_gradients(tp, layers, simulate):
 @given(st.integers(1, 4), simulations)
 def test_all_gather_invariant_gives_each_rank_the_gradient_of_its_part(tp, simulate):
     x, w = stacked(tp, 2, 3), stacked(2 * tp, 3, seed=1)
-    f = lambda x: (fzero.collectives.all_gather_invariant(x, "tp") * w).square().sum()
+    f = lambda x: (fzero.collectives.all_gather_invariant(x, "tp") * w).square().sum()  # noqa: E731
     mesh = fzero.mesh(tp=tp, simulate=simulate)
     got = mesh.spmd(lambda x: PerRank(torch.func.grad(f)(x)))(PerRank(x)).value
     expected = torch.func.grad(lambda x: (x.flatten(0, 1) * w).square().sum())(x)
@@ -263,7 +263,7 @@ ARRANGEMENTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@settings(max_examples=12)
+@examples(5, 12)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.integers(1, 2), simulations, st.booleans())
 def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, clip):
     axes, options = ARRANGEMENTS[name]
@@ -284,7 +284,7 @@ def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, cli
     assert_trees_close(step.gather(list(state)), list(ref))
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(
     trees(),
     st.sampled_from(["hybrid", "hybrid, uneven", "both axes", "three axes", "small leaves on every rank"]),
@@ -299,8 +299,11 @@ def test_any_tree_on_two_axes_equals_unsharded_training(params, name, stage):
     assert_equivalent(step, params, opt, batches, stages=(stage,), meshes=[fzero.mesh(**axes)], **options)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "tensor parallel", "experts over dp, the rest over both", "all three"])
-@pytest.mark.parametrize("stage", range(4))
+SOME = ("hybrid", "tensor parallel", "experts over dp, the rest over both", "all three")
+AT = [*zip(SOME, range(4), strict=True), *zip(SOME, (3, 2, 1, 0), strict=True)]
+
+
+@pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, range(4))))
 def test_bytes_and_elements_on_several_axes(name, stage):
     """What a rank holds and moves, by the formulas of each unit's own ranks; the same in both simulations."""
     axes, options = ARRANGEMENTS[name]

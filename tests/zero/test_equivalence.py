@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
@@ -23,7 +23,7 @@ def loss_of_tree(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@examples(60, 100)
+@examples(24, 100)
 @given(
     params=trees(),
     opt=optimizers(),
@@ -49,7 +49,7 @@ def test_every_stage_equals_unsharded_training(params, opt, stage, n, micro_batc
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,))
 
 
-@settings(max_examples=40)
+@examples(16, 40)
 @given(params=trees(dtypes=[torch.float64, torch.float32]), stage=stages(), n=world_sizes(), k=st.integers(1, 2))
 def test_mixed_dtypes_equal_unsharded_training(params, stage, n, k):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9))
@@ -67,7 +67,7 @@ RULES = {
 }
 
 
-@settings(max_examples=50)
+@examples(20, 50)
 @given(params=trees(), rule=st.sampled_from(sorted(RULES)), stage=stages(), n=world_sizes(5), k=st.integers(1, 2))
 def test_any_unit_rule_equals_unsharded_training(params, rule, stage, n, k):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-3))
@@ -76,7 +76,7 @@ def test_any_unit_rule_equals_unsharded_training(params, rule, stage, n, k):
     assert_equivalent(step, params, opt, batches, stages=(stage,), world_sizes=(n,), units=RULES[rule])
 
 
-@settings(max_examples=25)
+@examples(12, 25)
 @given(stage=stages(), n=world_sizes(4), k=st.integers(1, 2), seed=st.integers(0, 9))
 def test_integer_trees_beside_the_parameters_pass_through(stage, n, k, seed):
     """Integer leaves live in an argument that is not differentiated; they come back as they went in."""

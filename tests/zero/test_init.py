@@ -1,16 +1,18 @@
 """Parameters from an init function or a meta module: the values of an ordinary call, and never the whole tree."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
 from fzero.graph._one_rank import absent
 from fzero.testing import assert_trees_close, stages, trees
+from tests.helpers import cases, examples
 from tests.memory import peak_bytes
 from tests.zero.test_axes import ARRANGEMENTS, parallel_params
 
@@ -38,7 +40,7 @@ def random_like(values: Any) -> Any:
     return tree.map_with_path(draw, values)
 
 
-@settings(max_examples=60)
+@examples(24, 60)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.sampled_from(MESHES), st.integers(0, 9))
 def test_an_init_function_gives_what_an_ordinary_call_gives(values, stage, axes, seed):
     """Values, random numbers drawn, layout, optimizer state; for every mesh."""
@@ -55,8 +57,11 @@ def test_an_init_function_gives_what_an_ordinary_call_gives(values, stage, axes,
     assert tree.flatten(got)[1] == tree.flatten(expected)[1]
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-@pytest.mark.parametrize("name", sorted(ARRANGEMENTS))
+SIMULATED = ("vmap", "lockstep")
+ALL = itertools.product(sorted(ARRANGEMENTS), SIMULATED)
+
+
+@pytest.mark.parametrize("name,simulate", cases(zip(sorted(ARRANGEMENTS), itertools.cycle(SIMULATED)), ALL))
 def test_on_every_arrangement_of_axes(name, simulate):
     axes, options = ARRANGEMENTS[name]
     step = step_on(3, simulate, options, **axes)

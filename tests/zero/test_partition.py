@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
@@ -51,7 +51,7 @@ def assert_inverse(step: fzero.zero.ShardedStep, params: Any, opt_state: Any) ->
         assert_same(step.partition(step.gather(x), like=x), x, step)
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(st.sampled_from(sorted(PAIRS)), stages(), st.sampled_from([1, 3, 4]), st.booleans())
 def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_unit):
     opt = PAIRS[name]
@@ -69,7 +69,7 @@ def test_partition_is_the_inverse_of_gather_for_every_pair(name, stage, n, one_u
     assert_same(step.partition(step.gather(state), like=like[1]), state, step)
 
 
-@examples(8, 15)
+@examples(3, 15)
 @given(st.sampled_from(sorted(ARRANGEMENTS)), stages(), st.sampled_from(["vmap", "lockstep"]))
 def test_on_every_arrangement_of_axes(name, stage, simulate):
     axes, options = ARRANGEMENTS[name]
@@ -81,7 +81,7 @@ def test_on_every_arrangement_of_axes(name, stage, simulate):
     assert_inverse(step, params, state)
 
 
-@settings(max_examples=30)
+@examples(12, 30)
 @given(trees(dtypes=[torch.float64, torch.float32, torch.int64]), stages(), st.integers(1, 5), st.booleans())
 def test_of_any_tree(values, stage, n, tie):
     values = {**values, "again": values["first"]} if tie else values

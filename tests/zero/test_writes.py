@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
+from tests.helpers import cases
 
 PARAMS = {"w": torch.arange(1.0, 4.0), "b": torch.ones(2)}
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -93,7 +94,7 @@ def test_what_torch_does_not_count_is_right_or_an_error(stage):
         assert_trees_close(step.gather(got), train_step(tree.map(torch.clone, PARAMS), (), X)[0])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("write", list(WRITES))
 def test_jit_refuses_at_every_stage(write, stage):
     """As one rank of a world; torch.vmap refuses some by itself."""

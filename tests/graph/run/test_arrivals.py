@@ -1,5 +1,6 @@
 """Copies to the host that are on their way: numbers are the same, and nothing reads one before it has arrived."""
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from fzero.collectives import _moves as moves
 from fzero.graph.run import _backends as _lower
 from fzero.graph.run import _program as _arrivals
 from tests.checkpoint.states import same_bits
+from tests.helpers import cases
 from tests.optim.offloading import BF16, Row, Way, small_params, trained
 
 ROWS = {
@@ -58,9 +60,11 @@ def late(monkeypatch):
     return queue
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ROWS)
+MASTERS, PLAIN = ROWS
+SOME = [(MASTERS, "host", 2), (PLAIN, "device", 2), (PLAIN, "a step late", 2), (MASTERS, "parameters, too", 2)]
+
+
+@pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))
 def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
     def wrap(pair: Any) -> Any:
         return optim.offload(pair, 0.6, **OPTIONS[option])
@@ -71,7 +75,7 @@ def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
     assert late.copies
 
 
-@pytest.mark.parametrize("backend", ["fx", "inductor"])
+@pytest.mark.parametrize("backend", cases(["fx"], ["inductor"]))
 def test_activations_that_wait_on_the_host_arrive(late, backend):
     """In a loop over micro-batches, too; compiled pieces read what has arrived."""
 

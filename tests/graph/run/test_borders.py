@@ -203,7 +203,8 @@ def projected(width: int, heads: int) -> Any:
 
 
 @needs_compiler
-@pytest.mark.parametrize("ranks, stage", [(1, 3), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the models of tests/models/test_compiled.py are such
+@pytest.mark.parametrize("ranks, stage", [(1, 3), (2, 0)])
 def test_separate_projections_and_causal_attention_train_compiled(ranks, stage):
     loss_fn, params = projected(64, 2)
     opt = optim.sgd(1e-2)

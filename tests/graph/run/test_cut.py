@@ -17,7 +17,7 @@ from fzero.graph.run._segment import Segment
 from fzero.optim import schedules
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
-from tests.helpers import train_step_for
+from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 FALLING = schedules.warmup_cosine(1e-3, 2, 9)
@@ -136,8 +136,12 @@ def test_the_last_reader_of_what_is_larger_stays_with_it():
     assert home[part] == home[new]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", ["adamw, hyperparameters as tensors", "lion, clipped"])
+TENSORS = "adamw, hyperparameters as tensors"
+
+
+@pytest.mark.parametrize(
+    "name,stage", cases([(TENSORS, 2), ("lion, clipped", 0)], [(TENSORS, 0), ("lion, clipped", 2)])
+)
 def test_scalars_of_all_units_run_at_once(name, stage):
     def counts(layers: int) -> tuple[int, int]:
         segments = segments_of(*training(OPTIMIZERS[name](), stage, layers))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import hessian, linearize, vmap
 
 import fzero
 from fzero import tree
+from tests.helpers import examples
 
 Tensors = list[torch.Tensor]
 
@@ -37,7 +38,7 @@ def values(n: int = 2) -> Tensors:
     return [torch.arange(1.0 + i, 4.0 + i) for i in range(n)]
 
 
-@settings(max_examples=25)
+@examples(12, 25)
 @given(names=st.lists(st.sampled_from(sorted({*IN_PLACE} - {"set_", "resize_"})), min_size=1, max_size=3))
 def test_writes_into_values_of_its_own_are_those_of_the_eager_step(names):
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:

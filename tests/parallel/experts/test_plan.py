@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero.parallel import experts as moe
-from tests.helpers import train_step_for
+from tests.helpers import cases, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, ffn, params_of
 
 LAYERS = [f"blocks.{i}" for i in range(3)]
@@ -25,8 +25,13 @@ def loss_of(capacity: float | None) -> Any:
     return loss_fn
 
 
-@pytest.mark.parametrize("capacity", [1.0, None])
-@pytest.mark.parametrize("stage,k", [(0, 1), (2, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize(
+    "stage,k,capacity",
+    cases(
+        [(0, 1, 1.0), (2, 3, None), (3, 3, 1.0)],
+        [(*x, c) for x in ((0, 1), (2, 3), (3, 1), (3, 3)) for c in (1.0, None)],
+    ),
+)
 def test_exchanges_are_called_by_their_layer(stage, k, capacity):
     ends, blocks = params_of(), [params_of(seed=i)["layer"] for i in range(3)]
     mesh, train_step = fzero.mesh(dp=2, ep=2), train_step_for(loss_of(capacity), OPT, micro_batches=k)

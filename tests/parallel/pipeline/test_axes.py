@@ -1,10 +1,11 @@
 """Pipelines with tensor parallelism and experts on one mesh: training is that of the whole model."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,6 +14,7 @@ from fzero import optim
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.testing import assert_trees_close
+from tests.helpers import cases, examples
 from tests.parallel.pipeline.model import OPT, step_of
 
 VOCABULARY, WIDTH = 8, 4
@@ -87,7 +89,7 @@ def check(
     assert_trees_close(loss.unstack(step.gather(state[0]), mesh), whole[0], 1e-9)
 
 
-@settings(max_examples=6)
+@examples(3, 6)
 @given(
     st.sampled_from([(2, 2, 2), (1, 2, 2), (1, 4, 2), (2, 2, 1)]),
     st.integers(0, 3),
@@ -112,7 +114,7 @@ def test_a_mean_over_tp_is_refused_and_the_pipelines_axis_stays_in_it():
         step(*state, mesh.split(batch_of(8, 0), "dp"))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", cases([2], [0, 3]))
 def test_with_experts(stage):
     """Their balance loss travels with the tokens, and is added at the end."""
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=moe.split("experts"))
@@ -125,8 +127,10 @@ def test_with_experts_and_tensor_parallelism():
     check(fzero.mesh(ep=2, pp=2, tp=2, simulate="lockstep"), 3, loss, params_of(2, experts=4))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize(
+    "simulate,sequence",
+    cases([("vmap", True), ("lockstep", False)], itertools.product(("vmap", "lockstep"), (False, True))),
+)
 def test_a_model_of_transformers(simulate, sequence):
     """Cut into stages, by heads and columns, and along the sequence, without being edited."""
     torch.manual_seed(0)

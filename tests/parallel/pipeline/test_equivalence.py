@@ -1,5 +1,6 @@
 """A pipelined loss trains as the model without a pipeline does: by ticks, by tables, at every stage of ZeRO."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.helpers import examples
+from tests.helpers import cases, examples
 from tests.parallel.pipeline.model import (
     WIDTH,
     batch_of,
@@ -26,6 +27,13 @@ from tests.parallel.pipeline.model import (
 )
 from tests.parallel.schedules.strategies import schedules
 
+SIMULATED = ("vmap", "lockstep")
+
+
+def one_unit(path: str, leaf: Any) -> str:
+    return "all"
+
+
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 simulations = st.sampled_from(["vmap", "lockstep"])
 
@@ -34,7 +42,7 @@ def close(found: Any, expected: Any) -> None:
     assert_trees_close(found, expected, 1e-9)
 
 
-@examples(10, 30)
+@examples(4, 30)
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
 def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
@@ -48,7 +56,7 @@ def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, 
     close(trained_on(mesh, stage, loss, params, size, gather=gather), trained(loss, params, size))
 
 
-@examples(24, 40)
+@examples(10, 40)
 @given(schedules(), st.integers(0, 3), st.integers(0, 3))
 def test_any_table_trains_the_same(schedule, extra, stage):
     depth = schedule.stages + extra
@@ -137,8 +145,9 @@ def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize(
+    "simulate,remat", cases([("vmap", True), ("lockstep", False)], itertools.product(SIMULATED, (False, True)))
+)
 def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
     key, params = fzero.random.key(3), params_of(4)
     loss = loss_of(4, block=dropping, remat=remat)
@@ -285,8 +294,9 @@ def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
         close(step.program(lambda p, b: fzero.collectives.psum(loss(p, b)))(cut, batch), expected)
 
 
-@pytest.mark.parametrize("units", [None, lambda path, leaf: "all"])
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize(
+    "simulate,units", cases([("vmap", None), ("lockstep", one_unit)], itertools.product(SIMULATED, (None, one_unit)))
+)
 def test_idle_places_count_in_no_norm(simulate, units):
     """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
     opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
@@ -389,7 +399,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
             assert found <= schedule.in_flight(rank) if halves else found == schedule.in_flight(rank)
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("simulate", cases(["vmap"], SIMULATED))
 def test_optimizers_see_each_block_by_itself(simulate):
     """Its norms, its matrices and vectors: a stacked leaf stands for as many leaves as there are ranks."""
 

@@ -1,5 +1,6 @@
 """What a pipeline says of each example: for evaluation and prediction, on any mesh, as without a pipeline."""
 
+import itertools
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero
+from tests.helpers import cases
 from tests.parallel.pipeline.model import OPT, batch_of, loss_of, params_of, step_of
 
 NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
@@ -51,8 +53,12 @@ def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> N
         torch.testing.assert_close(whole, value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-@pytest.mark.parametrize("name", NAMED)
+SIMULATED = ("vmap", "lockstep")
+
+
+@pytest.mark.parametrize(
+    "name,simulate", cases(zip(NAMED, itertools.cycle(SIMULATED)), itertools.product(NAMED, SIMULATED))
+)
 def test_examples_are_those_without_a_pipeline(name, simulate):
     for stage, axes in ((0, {"dp": 2, "pp": 2}), (3, {"pp": 3, "dp": 2}), (1, {"dp": 1, "pp": 4}), (2, {"dp": 2})):
         check(fzero.mesh(simulate=simulate, **axes), stage, name)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero.parallel.schedules import Action, Message, Schedule, check, greedy, schedule
+from tests.helpers import examples
 from tests.parallel.schedules.strategies import durations, schedules
 
 KNOWN = [
@@ -37,6 +38,7 @@ def test_no_more_is_in_flight_than_the_cap(ranks, micro_batches, stages, extra, 
     assert all(made.in_flight(rank) <= cap(rank) for rank in range(ranks))
 
 
+@examples(50, 100)
 @given(st.sampled_from(KNOWN), counts, st.integers(1, 20), st.data())
 def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(known, ranks, micro_batches, data):
     (name, stages), given = known, data.draw(durations(known[1] * ranks))
@@ -53,6 +55,7 @@ def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(k
     assert all(made.in_flight(rank) <= least(rank) for rank in range(ranks))
 
 
+@examples(40, 100)
 @given(counts, st.integers(1, 24))
 def test_efficiencies_are_those_of_the_papers(ranks, micro_batches):
     m, p = micro_batches, ranks
