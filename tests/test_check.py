@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from tests.check import Deadline, mirrored
+from tests.mutants.changes import never
 from tests.mutants.mutant import Mutant
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
     for name in ("tests/a/test_b.py", "tests/a/test_c.py", "tests/d/test_e.py", "fzero/a/_f.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    fault = Mutant("a fault", "a/_g.py", "1", "2", ("tests/d/test_e.py", "-k", "x"))
+    fault = Mutant("a fault", "a/_g.py", "g", (never("A"),), ("tests/d/test_e.py", "-k", "x"))
     assert mirrored("fzero/a/_b.py", tmp_path, [fault]) == ["tests/a/test_b.py"]
     assert mirrored("fzero/a/_g.py", tmp_path, [fault]) == ["tests/d/test_e.py"]
     assert mirrored("fzero/a/_f.py", tmp_path, [fault]) == ["tests/a/test_b.py", "tests/a/test_c.py"]

@@ -219,6 +219,7 @@ def test_a_docstring_is_in_plain_sentences(path):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_mutant_still_finds_its_line(mutant):
+    """Where it does not, the error says which symbol, or which place in it, the file does not have any more."""
     assert mutant.planted(text := (ROOT / mutant.file).read_text()) != text
 
 

@@ -1,4 +1,4 @@
-"""Faults, one line each, that the tests must catch: a table for each folder of fzero."""
+"""Faults that the tests must catch, each a change in the syntax of one symbol: a table for each folder of fzero."""
 
 from tests.mutants import (
     checkpoint,
@@ -19,6 +19,7 @@ from tests.mutants import (
     random,
     ranks,
     road,
+    run,
     schedules,
     stacked,
     stages,
@@ -37,6 +38,7 @@ TABLES = (
     offload,
     optim,
     graph,
+    run,
     random,
     ranks,
     nn,

@@ -1,6 +1,9 @@
-"""Plant one-line faults in fzero, one at a time, and show that the tests catch each.
+"""Plant faults in fzero, one at a time, and show that the tests catch each.
 
 python -m tests.mutants [NAME ...]      (`make mutants`)
+
+A fault is killed if a test fails, has survived if none does, and is not applicable if the place that it names is not
+found any more. Only if all are killed is the exit code 0.
 
 Each fault gets a copy of the project, and a process that runs its tests there until one fails. The processes are
 forked from this one, which has imported torch and runs nothing: fzero they import themselves, from their copy.
@@ -15,10 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.mutants import MUTANTS, Mutant
@@ -28,11 +33,14 @@ WORKERS, SECONDS = 2, 900  # at the same time; of one fault's tests
 PRELOAD = ("pytest", "hypothesis", "numpy", "torch", "torch._dynamo", "torch._inductor.compile_fx", "transformers")
 
 
+KILLED, SURVIVED, NOT_APPLICABLE = "killed", "survived", "not applicable"
+
+
 class Verdict(NamedTuple):
-    """Whether a fault was caught, and by which test; else what was seen instead."""
+    """What became of a fault, and which test killed it; else what was seen instead."""
 
     mutant: Mutant
-    caught: bool
+    outcome: str
     by: str
 
 
@@ -95,8 +103,8 @@ def verdict(run: Run, status: int) -> Verdict:
     shutil.rmtree(run.folder)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if os.waitstatus_to_exitcode(status) == 1 and failed:
-        return Verdict(run.mutant, True, failed[0].split(" - ")[0].removeprefix("FAILED "))
-    return Verdict(run.mutant, False, f"exit code {os.waitstatus_to_exitcode(status)}: {output[-300:]}")
+        return Verdict(run.mutant, KILLED, failed[0].split(" - ")[0].removeprefix("FAILED "))
+    return Verdict(run.mutant, SURVIVED, f"exit code {os.waitstatus_to_exitcode(status)}: {output[-300:]}")
 
 
 def verdicts(mutants: list[Mutant], project: pathlib.Path) -> Iterator[Verdict]:
@@ -116,17 +124,36 @@ def verdicts(mutants: list[Mutant], project: pathlib.Path) -> Iterator[Verdict]:
 
 
 def chosen(names: list[str]) -> list[Mutant]:
-    """Return the mutants of these names, or all; check that each finds its line."""
+    """Return the mutants of these names, or all."""
     unknown = set(names) - {m.name for m in MUTANTS}
     if unknown:
         raise SystemExit(f"no mutant has the name {', '.join(map(repr, sorted(unknown)))}")
-    found = [m for m in MUTANTS if not names or m.name in names]
-    for mutant in found:
+    return [m for m in MUTANTS if not names or m.name in names]
+
+
+def not_applicable(mutants: list[Mutant], project: pathlib.Path) -> list[Verdict]:
+    """Tell which faults have no place in the project any more."""
+    found = []
+    for mutant in mutants:
         try:
-            mutant.planted((ROOT / "fzero" / mutant.file).read_text())
-        except LookupError as error:
-            raise SystemExit(str(error)) from None
+            mutant.planted((project / "fzero" / mutant.file).read_text())
+        except (LookupError, FileNotFoundError) as error:
+            found.append(Verdict(mutant, NOT_APPLICABLE, str(error.args[0] if len(error.args) == 1 else error)))
     return found
+
+
+def table(found: list[Verdict]) -> Table:
+    """Show what became of each fault."""
+    shown = Table("fault", "outcome", "by")
+    for v in found:
+        shown.add_row(v.mutant.name, v.outcome if v.outcome == KILLED else f"[red]{v.outcome}", escape(v.by))
+    return shown
+
+
+def summary(found: list[Verdict]) -> str:
+    """Count the outcomes in one line."""
+    count = Counter(v.outcome for v in found)
+    return f"{len(found)} faults: " + ", ".join(f"{count[x]} {x}" for x in (KILLED, SURVIVED, NOT_APPLICABLE))
 
 
 def main() -> None:
@@ -135,18 +162,19 @@ def main() -> None:
     mutants = chosen(sys.argv[1:])
     for name in PRELOAD:
         importlib.import_module(name)
-    console, found = Console(width=150), list[Verdict]()
-    with tempfile.TemporaryDirectory() as project:  # as it is now, whatever is edited meanwhile
-        copy(ROOT, pathlib.Path(project))
-        for i, v in enumerate(verdicts(mutants, pathlib.Path(project)), 1):
-            console.print(f"{i:>4} {'caught  ' if v.caught else 'SURVIVED'} {v.mutant.name}", highlight=False)
+    console = Console(width=150)
+    with tempfile.TemporaryDirectory() as folder:
+        project = pathlib.Path(folder)
+        copy(ROOT, project)  # as it is now, whatever is edited meanwhile
+        found = not_applicable(mutants, project)
+        lost = [v.mutant for v in found]
+        for i, v in enumerate(verdicts([m for m in mutants if m not in lost], project), 1):
+            outcome = v.outcome if v.outcome == KILLED else v.outcome.upper()
+            console.print(f"{i:>4} {outcome:<8} {v.mutant.name}", highlight=False, markup=False)
             found.append(v)
-    table = Table("fault", "caught by")
-    for v in sorted(found, key=lambda v: mutants.index(v.mutant)):
-        table.add_row(v.mutant.name, v.by if v.caught else f"[red]nothing: {v.by}")
-    console.print(table)
-    console.print(f"{sum(v.caught for v in found)} of {len(found)} faults caught")
-    sys.exit(not all(v.caught for v in found))
+    console.print(table(sorted(found, key=lambda v: mutants.index(v.mutant))))
+    console.print(summary(found))
+    sys.exit(any(v.outcome != KILLED for v in found))
 
 
 if __name__ == "__main__":

@@ -1,355 +1,198 @@
 """Faults in fzero/checkpoint."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import after, always, bare, becomes, before, dropped, never, returns, skipped
+from tests.mutants.mutant import Fault, File
 
-BLOCKS, LAWS = ("tests/checkpoint/test_blocks.py",), ("tests/checkpoint/test_laws.py",)
-CRASH, DAMAGE = ("tests/checkpoint/test_crash.py",), ("tests/checkpoint/test_damage.py",)
-FOLDER, INPUT = ("tests/checkpoint/test_folder.py",), ("tests/checkpoint/test_input.py",)
+BLOCKS = ("tests/checkpoint/test_blocks.py",)
+LAWS = ("tests/checkpoint/test_laws.py",)
+CRASH = ("tests/checkpoint/test_crash.py",)
+DAMAGE = ("tests/checkpoint/test_damage.py",)
+FOLDER = ("tests/checkpoint/test_folder.py",)
+INPUT = ("tests/checkpoint/test_input.py",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "checkpoint-2")
 HF = ("tests/checkpoint/test_hf.py",)
 SHARING = ("tests/checkpoint/test_sharing.py",)
 
 MUTANTS = [
-    # what is shared, and what changes meanwhile
-    Mutant("values change after a save", "checkpoint/_holdings.py", "copy.deepcopy(value)", "value", FOLDER),
-    Mutant("what memory lost is a beginning", "checkpoint/_folder.py", "unread = unread or str(error)", "pass", FOLDER),
-    Mutant(
-        "a link's checkpoint goes with it", "checkpoint/_files.py", "if os.path.islink(self.path):", "if False:", FOLDER
+    *File("checkpoint/_holdings.py", LAWS).faults(
+        Fault("values change after a save", "_Found.add_value", bare("copy.deepcopy(A)"), FOLDER),
+        Fault("paths in boxes need no check", "_Found._take", never("A in self.origins"), INPUT),
+        Fault("a tied leaf is stored twice", "_Found.add_plain", never("id(A) in self.B")),
+        Fault("a tied leaf of a unit is stored twice", "_Found._add_members", never("A.index in B")),
+        Fault("rows of a simulation are ranks", "Boxed.lying", becomes("A.index(self.B, C)", "C % len(self.parts[0])")),
     ),
-    Mutant(
-        "a save disturbs who reads",
-        "checkpoint/_load.py",
-        "            if not _replaced(files, seen, mesh):\n                raise",
-        "            raise",
-        FOLDER,
+    *File("checkpoint/_folder.py", FOLDER).faults(
+        Fault("what memory lost is a beginning", "Checkpoints.restore", skipped("A = A or str(B)")),
+        Fault("steps have 16 digits", "Checkpoints._start", becomes("10 ** A", "10 ** 16"), INPUT),
+        Fault("the next save does not wait", "Checkpoints._start", skipped("self.wait()")),
+        Fault("the newest is found by its name", "Checkpoints._find", skipped("A(self._files.B(C(D)))")),
+        Fault("one too many is let go", "Checkpoints._let_go", becomes("-self.A", "-self.A + 1")),
+        Fault("a damaged one ends the search", "Checkpoints.restore", becomes("DamagedError", "ZeroDivisionError")),
+        Fault("another tree is taken for damage", "Checkpoints.restore", becomes("DamagedError", "CheckpointError")),
+        Fault("nobody is told of newer steps", "Checkpoints._look_ahead", becomes("A > B", "A > 10 * B")),
+        Fault("a copy of a run has its memory", "_run_of.known", bare("A + B.C.encode()")),
     ),
-    Mutant("steps have 16 digits", "checkpoint/_folder.py", "step < 10**_DIGITS", "step < 10**16", INPUT),
-    Mutant(
-        "what is shared is read once",
-        "checkpoint/_blocks.py",
-        "for i, (key, x) in enumerate(plain.items()) if i in shared",
-        "for key, x in ()",
-        SHARING,
+    *File("checkpoint/_files.py", CRASH).faults(
+        Fault("a link's checkpoint goes with it", "LocalFolder.remove_all", never("os.A.islink(self.A)"), FOLDER),
+        Fault("data is not made durable", "LocalFolder.write", skipped("os.fsync(A)")),
+        Fault("a manifest is not made durable", "LocalFolder.put", skipped("os.fsync(A.fileno())")),
+        Fault("a name is not made durable", "LocalFolder.sync", skipped("os.fsync(A)")),
+        Fault("a manifest is written in place", "LocalFolder.put", bare("f'.{A}.tmp'", at="1 of 2")),
+        Fault("a part of a write is all of it", "_finish", becomes("while views: ...", "if views: ...")),
+        Fault("a lock outlives its save", "locked", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
+        Fault("folders have no lock", "locked", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
-    Mutant(
-        "boxes may share memory",
-        "checkpoint/_blocks.py",
-        "not x.is_meta and i not in shared for",
-        "not x.is_meta for",
-        SHARING,
+    *File("checkpoint/_load.py", INPUT).faults(
+        Fault("a save disturbs who reads", "load_files", always("not A(B, C, D)"), FOLDER),
+        Fault("sums are not compared", "read_blocks", never("A(B) != C.sum(D)"), DAMAGE),
+        Fault("what is between leaves is not summed", "_views", becomes("A += B", "A += 0 * B"), DAMAGE),
+        Fault(
+            "untied leaves get the first one's bytes only",
+            "_apart",
+            becomes("(A if B.C >= D else E).append(B)", "A.append(B) if B.C >= D else None"),
+            LAWS,
+        ),
+        Fault(
+            "a like is written into before all is checked",
+            "_load_files.prepare",
+            before("A(B, C.D, E.D, F)", "[x.zero_() for m in E.memory for x in m.tensors()]"),
+        ),
+        Fault("what is in place of a value stays", "_load_files", bare("B.get(C, A)")),
+        Fault("a load is no write", "_fill", skipped("A.increment_version(B)")),
+        Fault(
+            "ranks may read different things",
+            "_load_files",
+            becomes("A(f'loading {B.C!r}', D.E(), F)", "print(f'loading {B.C!r}', D.E(), F)"),
+            ON_GLOO,
+        ),
     ),
-    Mutant(
-        "columns of a matrix overlap",
-        "checkpoint/_blocks.py",
-        "return bool(_bytes_in(taken, y, b - first).any())",
-        "return True",
-        SHARING,
+    *File("checkpoint/_blocks.py", SHARING).faults(
+        Fault(
+            "what is shared is read once",
+            "made_of",
+            becomes("{A: B for C, (A, D) in E if C in F}", "{A: B for A, D in ()}"),
+        ),
+        Fault("boxes may share memory", "made_of", dropped("A not in B")),
+        Fault("columns of a matrix overlap", "_meet", returns("True", at="2 of 2")),
+        Fault("only neighbours overlap", "overlapping", becomes("A.append(B)", "A = [B]")),
+        Fault(
+            "an expanded leaf has a place for each",
+            "overlapping",
+            becomes("A = {B for *C, B in D if E(F[B])}", "A: set[int] = set()"),
+        ),
+        Fault(
+            "a run is a row too long", "_common", becomes("A and B == mine[A] == C[A]", "A and B == mine[A]"), BLOCKS
+        ),
+        Fault("a rectangle begins at its block", "_place", returns("at"), BLOCKS),
+        Fault("the rest of a row is left out", "rectangles", never("A * B < C"), BLOCKS),
+        Fault(
+            "chunks of a copy are the first one",
+            "whole_or_chunks",
+            becomes("A(B, C, min(C + D, E))", "A(B, start, min(start + D, E))"),
+            LAWS,
+        ),
+        Fault(
+            "padding is what the memory held",
+            "_zeros",
+            becomes("torch.zeros", "torch.full"),
+            ("tests/checkpoint/test_laws.py", "-k", "padding"),
+        ),
     ),
-    Mutant("only neighbours overlap", "checkpoint/_blocks.py", "active.append(span)", "active = [span]", SHARING),
-    Mutant(
-        "an expanded leaf has a place for each",
-        "checkpoint/_blocks.py",
-        "found = {i for *_, i in spans if _repeats(tensors[i])}",
-        "found: set[int] = set()",
-        SHARING,
+    *File("checkpoint/_save.py", FOLDER).faults(
+        Fault("meta leaves are saved", "start_save.prepare", skipped("A(B[0])"), INPUT),
+        Fault(
+            "rank 0 alone knows of the lock",
+            "_write_all",
+            (
+                becomes("A = B.C(D, E)", "stack.enter_context(files.alone())"),
+                after("A.enter_context(B.C())", "failed = reports.lead(write, commit)", at="2 of 2"),
+            ),
+            ON_GLOO,
+        ),
+        Fault("plain leaves need no comparison", "start_save", skipped("A(B, mesh)"), ON_GLOO),
+        Fault(
+            "the manifest comes before the files",
+            "_write_all.write",
+            before(
+                "return {A: B(C, D, E(F, A), G) for A, G in H}",
+                "C.put(MANIFEST, Manifest.of(reports.nonce, F, [File(9, '')] * F.ranks).encoded())",
+            ),
+            CRASH,
+        ),
+        Fault("all saves have one nonce", "start_save", becomes("secrets.token_hex(8)", "'0' * 16"), CRASH),
+        Fault("old files stay", "_write_all.tidy", bare("B.remove(A)"), CRASH),
+        Fault("there is always room", "_check_room", becomes("A < B", "A < 0"), CRASH),
+        Fault("nothing is staged", "start_save", never("background")),
+        Fault("what was saved is held on to", "Saving.__init__", becomes("self.A = A", "self.A, self.held = (A, run)")),
+        Fault("an error in the background is forgotten", "Saving._guarded", skipped("self._error = A")),
+        Fault(
+            "a thread ends with the script", "Saving.__init__", before("self._thread.A()", "self._thread.daemon = True")
+        ),
+        Fault("a failed save is silent", "Saving._guarded", skipped("A(f'fzero: {B}')")),
+        Fault(
+            "a rank without memory leaves the others waiting", "start_save", bare("B('save', lambda: A, C)"), ON_GLOO
+        ),
     ),
-    Mutant("meta leaves are saved", "checkpoint/_save.py", "_check_values(held[0])", "pass", INPUT),
-    Mutant("paths in boxes need no check", "checkpoint/_holdings.py", "if path in self.origins:", "if False:", INPUT),
-    Mutant(
-        "one node without names takes all names",
-        "tree.py",
-        "pairs, (_, structure) = _numbered(tree, is_leaf), flatten(tree, is_leaf)",
-        "leaves, structure = flatten(tree, is_leaf)\n"
-        "        pairs = [((pytree.SequenceKey(i),), x) for i, x in enumerate(leaves)]",
-        INPUT,
+    *File("tree.py", INPUT).faults(
+        Fault(
+            "one node without names takes all names",
+            "flatten_with_paths",
+            (
+                becomes("A, (B, C) = (D(E, F), G(E, F))", "leaves, C = G(E, F)"),
+                after("leaves, A = B(C, D)", "pairs = [((pytree.SequenceKey(i),), x) for i, x in enumerate(leaves)]"),
+            ),
+        ),
     ),
-    Mutant(
-        "a dict of values is one or nothing",
-        "checkpoint/_manifest.py",
-        "if path in saved or type(value) is not dict or not value:",
-        "if True:",
-        INPUT,
+    *File("checkpoint/_manifest.py", DAMAGE).faults(
+        Fault("a dict of values is one or nothing", "paths_of", always("path in A or B or not C"), INPUT),
+        Fault("a nonce may be any text", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
+        Fault("a manifest's own sum is not compared", "parsed", dropped("int(frame[1], 16) != A")),
+        Fault("leaves may be larger than the files", "_manifest", always("A <= B(C.size for C in D)")),
     ),
-    Mutant(
-        "keys within a value are not found",
-        "checkpoint/_look.py",
-        "if path in cut.values else ABSENT",
-        "if path == name and path in cut.values else ABSENT",
-        INPUT,
+    *File("checkpoint/_look.py", INPUT).faults(
+        Fault("keys within a value are not found", "read", becomes("A in B.values", "A == name and A in B.values")),
+        Fault("an export may replace the manifest", "export", skipped("A(files, B)")),
     ),
-    Mutant(
-        "an export may replace the manifest",
-        "checkpoint/_look.py",
-        "_check_apart(files, target)\n    if",
-        "pass\n    if",
-        INPUT,
+    *File("checkpoint/_cut.py", LAWS).faults(
+        Fault(
+            "rank 0 writes what all hold, and all others too",
+            "ShardedTree.owned_span",
+            (bare("-(-A // self.size(B))"), bare("min(A + self.index(B, C) * D, E)")),
+        ),
+        Fault("padding is stored", "ShardedTree.held_span", becomes("min(A + B.C, D)", "A + B.C")),
+        Fault("parts of split leaves are all the first", "ShardedTree.block", bare("A + self.index((B.axis,), C)")),
+        Fault("small elements come first", "ShardedTree.order", bare("-A")),
+        Fault(
+            "a shard is the next rank's",
+            "ShardedTree.held_span",
+            becomes("self.index(A.B, C)", "(self.index(A.B, C) + 1) % self.size(A.B)"),
+        ),
     ),
-    Mutant(
-        "rank 0 alone knows of the lock",
-        "checkpoint/_save.py",
-        "                failed = reports.lead(write_alone, commit)",
-        "                stack.enter_context(files.alone())\n                failed = reports.lead(write, commit)",
-        ON_GLOO,
+    *File("sharding/_flat.py", LAWS).faults(
+        Fault(
+            "strided leaves are written from their start",
+            "put_elements",
+            becomes("A[B:B + C.numel()]", "A[:C.numel()]"),
+        ),
     ),
-    Mutant("plain leaves need no comparison", "checkpoint/_save.py", "    _check_equal(mine, mesh)\n", "", ON_GLOO),
-    # what is written and when
-    Mutant(
-        "the manifest comes before the files",
-        "checkpoint/_save.py",
-        "        return {rank: _write(",
-        "        files.put(MANIFEST, Manifest.of(reports.nonce, cut, [File(9, '')] * cut.ranks).encoded())\n"
-        "        return {rank: _write(",
-        CRASH,
+    *File("checkpoint/hf/_write.py", HF).faults(
+        Fault("files of Hugging Face have no lock", "_reserve", skipped("A.enter_context(B(C, D.E))")),
     ),
-    Mutant(
-        "data is not made durable",
-        "checkpoint/_files.py",
-        "            os.fsync(fd)\n        self",
-        "        self",
-        CRASH,
+    *File("checkpoint/_agree.py", ON_GLOO).faults(
+        Fault("trees are not compared", "agree", never("A[0] != B[0][0]")),
+        Fault("a rank that fails is silent", "Reports.follow", always("A is None")),
+        Fault("damage on one rank is another's other error", "_raise_together", never("max(A) == 1")),
+        Fault("a rank's own error is enough", "all_or_none", never("any(A)")),
+        Fault("keys have no nonce", "Reports._key", returns("f'fzero/{topic}/{rank}'")),
     ),
-    Mutant("a manifest is not made durable", "checkpoint/_files.py", "            os.fsync(f.fileno())\n", "", CRASH),
-    Mutant(
-        "a name is not made durable",
-        "checkpoint/_files.py",
-        "            os.fsync(fd)\n        finally",
-        "            pass\n        finally",
-        CRASH,
+    *File("checkpoint/hf/_read.py", ON_GLOO).faults(
+        Fault("ranks may read different names", "read", becomes("A(B, C.encode(), D)", "print(B, C.encode(), D)")),
     ),
-    Mutant("a manifest is written in place", "checkpoint/_files.py", 'f".{name}.tmp"), "wb"', 'name), "wb"', CRASH),
-    Mutant("all saves have one nonce", "checkpoint/_save.py", "secrets.token_hex(8)", '"0" * 16', CRASH),
-    Mutant(
-        "a part of a write is all of it",
-        "checkpoint/_files.py",
-        "    while views:\n        moved",
-        "    if views:\n        moved",
-        CRASH,
+    *File("checkpoint/dcp.py", ON_GLOO).faults(
+        Fault(
+            "ranks may read different names of DCP",
+            "load",
+            becomes("A(B, repr(C).encode(), D)", "print(B, repr(C).encode(), D)"),
+        ),
     ),
-    Mutant(
-        "old files stay", "checkpoint/_save.py", "            files.remove([n for n", "            ([n for n", CRASH
-    ),
-    Mutant("there is always room", "checkpoint/_save.py", "free < needed", "free < 0", CRASH),
-    # who writes what
-    Mutant(
-        "rank 0 writes what all hold, and all others too",
-        "checkpoint/_cut.py",
-        "k = -(-(stop - start) // self.size(others))\n        first = min(start + self.index(others, rank) * k, stop)",
-        "k = stop - start\n        first = start",
-        LAWS,
-    ),
-    Mutant("padding is stored", "checkpoint/_cut.py", "min(start + group.shard, end)", "start + group.shard", LAWS),
-    Mutant("a tied leaf is stored twice", "checkpoint/_holdings.py", "if id(x) in self.own:", "if False:", LAWS),
-    Mutant("a tied leaf of a unit is stored twice", "checkpoint/_holdings.py", "if m.index in at:", "if False:", LAWS),
-    Mutant(
-        "parts of split leaves are all the first",
-        "checkpoint/_cut.py",
-        "(offset * s.size + self.index((s.axis,), rank), size)",
-        "(offset * s.size, size)",
-        LAWS,
-    ),
-    Mutant("small elements come first", "checkpoint/_cut.py", "-self.itemsize(g))", "self.itemsize(g))", LAWS),
-    Mutant(
-        "a shard is the next rank's",
-        "checkpoint/_cut.py",
-        "start = self.index(group.axes, rank) * group.shard",
-        "start = (self.index(group.axes, rank) + 1) % self.size(group.axes) * group.shard",
-        LAWS,
-    ),
-    Mutant(
-        "rows of a simulation are ranks",
-        "checkpoint/_holdings.py",
-        "row = cut.index(self.axes, rank)",
-        "row = rank % len(self.parts[0])",
-        LAWS,
-    ),
-    # ranges
-    Mutant("a run is a row too long", "checkpoint/_blocks.py", "== mine[d] == theirs[d]", "== mine[d]", BLOCKS),
-    Mutant(
-        "a rectangle begins at its block",
-        "checkpoint/_blocks.py",
-        "    return at - within.start",
-        "    return at",
-        BLOCKS,
-    ),
-    Mutant(
-        "the rest of a row is left out",
-        "checkpoint/_blocks.py",
-        "    if last * row < stop:\n        yield from _in_row(shape, last, 0",
-        "    if False:\n        yield from _in_row(shape, last, 0",
-        BLOCKS,
-    ),
-    Mutant(
-        "strided leaves are written from their start",
-        "sharding/_flat.py",
-        "values[at : at + part.numel()]",
-        "values[: part.numel()]",
-        LAWS,
-    ),
-    Mutant(
-        "chunks of a copy are the first one",
-        "checkpoint/_blocks.py",
-        "elements(x, at, min(at + step, stop))",
-        "elements(x, start, min(start + step, stop))",
-        LAWS,
-    ),
-    # reading
-    Mutant("sums are not compared", "checkpoint/_load.py", "if sum_of(views) != file.sum(block):", "if False:", DAMAGE),
-    Mutant(
-        "what is between leaves is not summed",
-        "checkpoint/_load.py",
-        "            used += gap\n",
-        "            used += 0 * gap\n",
-        DAMAGE,
-    ),
-    Mutant("a nonce may be any text", "checkpoint/_manifest.py", 're.fullmatch("[0-9a-f]{16}", nonce)', "True", DAMAGE),
-    Mutant(
-        "a manifest's own sum is not compared",
-        "checkpoint/_manifest.py",
-        "if not frame or int(frame[1], 16) != zlib.crc32(frame[2]):",
-        "if not frame:",
-        DAMAGE,
-    ),
-    Mutant(
-        "leaves may be larger than the files",
-        "checkpoint/_manifest.py",
-        "    _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files)",
-        "    _check(True",
-        DAMAGE,
-    ),
-    Mutant(
-        "untied leaves get the first one's bytes only",
-        "checkpoint/_load.py",
-        "(some if w.at >= end else rest).append(w)",
-        "some.append(w) if w.at >= end else None",
-        LAWS,
-    ),
-    Mutant(
-        "a like is written into before all is checked",
-        "checkpoint/_load.py",
-        "        check_alike(files, manifest.cut, mine.cut, partial)\n",
-        "        [x.zero_() for m in mine.memory for x in m.tensors()]\n"
-        "        check_alike(files, manifest.cut, mine.cut, partial)\n",
-        INPUT,
-    ),
-    Mutant("what is in place of a value stays", "checkpoint/_load.py", "values.get(p, x)", "x", INPUT),
-    Mutant("a load is no write", "checkpoint/_load.py", "torch.autograd.graph.increment_version(x)", "pass", INPUT),
-    Mutant(
-        "padding is what the memory held",
-        "checkpoint/_blocks.py",
-        "return torch.zeros(",
-        "return torch.full(",
-        ("tests/checkpoint/test_laws.py", "-k", "padding"),
-    ),
-    # beside the training
-    Mutant(
-        "nothing is staged",
-        "checkpoint/_save.py",
-        "    if background:  # a rank",
-        "    if False:  # a rank",
-        FOLDER,
-    ),
-    Mutant(
-        "what was saved is held on to",
-        "checkpoint/_save.py",
-        "        self.path = path\n",
-        "        self.path, self.held = path, run\n",
-        FOLDER,
-    ),
-    Mutant(
-        "the next save does not wait",
-        "checkpoint/_folder.py",
-        "        self.wait()\n        if files",
-        "        if files",
-        FOLDER,
-    ),
-    Mutant(
-        "an error in the background is forgotten",
-        "checkpoint/_save.py",
-        "            self._error = error",
-        "            pass",
-        FOLDER,
-    ),
-    Mutant(
-        "a thread ends with the script",
-        "checkpoint/_save.py",
-        "            self._thread.start()",
-        "            self._thread.daemon = True\n            self._thread.start()",
-        FOLDER,
-    ),
-    Mutant(
-        "the newest is found by its name",
-        "checkpoint/_folder.py",
-        "                read_whole(self._files.at(step_name(step)))\n",
-        "                pass\n",
-        FOLDER,
-    ),
-    Mutant(
-        "one too many is let go", "checkpoint/_folder.py", "whole[-self._keep :]", "whole[-self._keep + 1 :]", FOLDER
-    ),
-    Mutant(
-        "a damaged one ends the search",
-        "checkpoint/_folder.py",
-        "except DamagedError as error:",
-        "except ZeroDivisionError as error:",
-        FOLDER,
-    ),
-    Mutant(
-        "another tree is taken for damage",
-        "checkpoint/_folder.py",
-        "except DamagedError as error:",
-        "except CheckpointError as error:",
-        FOLDER,
-    ),
-    Mutant("nobody is told of newer steps", "checkpoint/_folder.py", "if n > step]", "if n > 10 * step]", FOLDER),
-    Mutant("a failed save is silent", "checkpoint/_save.py", 'notice(f"fzero: {error}")', "pass", FOLDER),
-    Mutant("a copy of a run has its memory", "checkpoint/_folder.py", " + files.path.encode()", "", FOLDER),
-    Mutant(
-        "a lock outlives its save",
-        "checkpoint/_files.py",
-        "            fcntl.flock(fd, fcntl.LOCK_UN)",
-        "            pass",
-        FOLDER,
-    ),
-    Mutant(
-        "files of Hugging Face have no lock",
-        "checkpoint/hf/_write.py",
-        "    stack.enter_context(locked(fd, files.path))\n",
-        "",
-        HF,
-    ),
-    Mutant("folders have no lock", "checkpoint/_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH", FOLDER),
-    # between ranks
-    Mutant("trees are not compared", "checkpoint/_agree.py", "if numbers[0] != everyones[0][0]]", "if False]", ON_GLOO),
-    Mutant(
-        "a rank that fails is silent",
-        "checkpoint/_agree.py",
-        '"" if error is None else _line(error), "files"',
-        '"", "files"',
-        ON_GLOO,
-    ),
-    Mutant(
-        "damage on one rank is another's other error",
-        "checkpoint/_agree.py",
-        "kind = DamagedError if max(kinds) == 1 else CheckpointError",
-        "kind = CheckpointError",
-        ON_GLOO,
-    ),
-    Mutant(
-        "a rank's own error is enough",
-        "checkpoint/_agree.py",
-        "        if any(kinds):\n",
-        "        if False:\n",
-        ON_GLOO,
-    ),
-    Mutant("ranks may read different things", "checkpoint/_load.py", "    check_same(", "    print(", ON_GLOO),
-    Mutant("ranks may read different names", "checkpoint/hf/_read.py", "    check_same(", "    print(", ON_GLOO),
-    Mutant("ranks may read different names of DCP", "checkpoint/dcp.py", "    check_same(", "    print(", ON_GLOO),
-    Mutant(
-        "a rank without memory leaves the others waiting",
-        "checkpoint/_save.py",
-        'all_or_none("save", lambda: _staged(pieces, staging), mesh)',
-        "_staged(pieces, staging)",
-        ON_GLOO,
-    ),
-    Mutant("keys have no nonce", "checkpoint/_agree.py", 'f"fzero/{self.nonce}/{topic}/', 'f"fzero/{topic}/', ON_GLOO),
 ]

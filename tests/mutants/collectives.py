@@ -1,93 +1,48 @@
 """Faults in fzero/collectives."""
 
-from tests.mutants.mutant import AXES, GLOO, STEP, Mutant
+from tests.mutants.changes import bare, becomes, constant, dropped, never, skipped
+from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File
 
 MUTANTS = [
-    Mutant(
-        "half-precision sums", "collectives/_sums.py", 'psum", x / n, axes, Whole())', 'psum", x, axes, Whole()) / n'
+    *File("collectives/_sums.py").faults(
+        Fault("half-precision sums", "pmean.mean", becomes("A('psum', B / C, D, E())", "A('psum', B, D, E()) / C")),
+        Fault("a user's vmap shifts a dimension", "along", bare("A - B.ndim")),
+        Fault("integer means become floats", "pmean.mean", becomes("(A // B).to(C.dtype)", "A / B")),
     ),
-    Mutant("an inner vmap is the axis", "collectives/_table.py", "if in_dims[0] is None:", "if False:"),
-    Mutant(
-        "a user's vmap shifts a dimension",
-        "collectives/_sums.py",
-        "Along(dimension(name, x, dim) - x.ndim)",
-        "Along(dimension(name, x, dim))",
+    *File("collectives/_table.py").faults(
+        Fault("an inner vmap is the axis", "_LinearMap.vmap", never("A[0] is None")),
+        Fault("what differs is called invariant", "_LinearMap.vmap", never("A.invariant"), AXES),
+        Fault("ranks share results", "_meet.compute", bare("A.clone()"), STEP),
     ),
-    Mutant(
-        "integer means become floats",
-        "collectives/_sums.py",
-        "axes, Whole()) // n).to(leaf.dtype)",
-        "axes, Whole()) / n)",
+    *File("collectives/_invariant.py", AXES).faults(
+        Fault("f adds nothing up", "", constant("psum_invariant", "pvary", at="2 of 4")),
+        Fault("g adds up twice", "", constant("pvary", "psum_invariant", at="3 of 4")),
     ),
-    Mutant("f adds nothing up", "collectives/_invariant.py", 'transpose="psum_invariant"', 'transpose="pvary"', AXES),
-    Mutant("g adds up twice", "collectives/_invariant.py", 'transpose="pvary"', 'transpose="psum_invariant"', AXES),
-    Mutant(
-        "count the other axis's ranks",
-        "collectives/_record.py",
-        "full.get(kind, sent) // binding.mapped",
-        "full.get(kind, sent)",
-        AXES,
+    *File("collectives/_record.py", AXES).faults(
+        Fault("count the other axis's ranks", "add", bare("A // B.C")),
     ),
-    Mutant("nobody receives from others", "collectives/_exchange.py", "[xs[0].transpose(0, options.dim)]", "[xs[0]]"),
-    Mutant(
-        "the way back is the way there",
-        "collectives/_exchange.py",
-        "Pairs(tuple([(to, sender) for",
-        "Pairs(tuple([(sender, to) for",
+    *File("collectives/_exchange.py").faults(
+        Fault("nobody receives from others", "", bare("A.transpose(0, B.dim)")),
+        Fault("the way back is the way there", "", becomes("(to, A)", "(A, to)")),
+        Fault("a broadcast's gradient goes to all", "_only", becomes("A == B", "A >= 0")),
     ),
-    Mutant(
-        "a broadcast's gradient goes to all", "collectives/_exchange.py", "rank == source, total", "rank >= 0, total"
-    ),
-    Mutant(
-        "what differs is called invariant",
-        "collectives/_table.py",
-        "if row.invariant and any(",
-        "if False and any(",
-        AXES,
-    ),
-    Mutant(
-        "ranks share results",
-        "collectives/_table.py",
-        "(y if row.replicated else y[r]).clone()",
-        "(y if row.replicated else y[r])",
-        STEP,
-    ),
-    Mutant(
-        "a message is another rank's",
-        "collectives/gloo.py",
-        "dist.isend(sends[to]",
-        "dist.isend(sends[source]",
-        ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
-    ),
-    Mutant(
-        "messages have the tags of a user's",
-        "collectives/gloo.py",
-        "FIRST_TAG, TAGS = 1 << 20",
-        "FIRST_TAG, TAGS = 0",
-        GLOO,
-    ),
-    Mutant("every reduction is a sum", "collectives/gloo.py", 'op != "sum" or not _applies', "not _applies", GLOO),
-    Mutant("a wait for two messages", "collectives/gloo.py", "while sent.works:", "for _ in range(2):", GLOO),
-    Mutant(
-        "parts are not summed",
-        "collectives/gloo.py",
-        "lambda: _summed(rows, rank)",
-        "lambda: rows[0]",
-        GLOO,
-    ),
-    Mutant(
-        "all ranks' parts of a leaf are the own one",
-        "collectives/gloo.py",
-        "at, r * k, r * k + k)",
-        "at, rank * k, rank * k + k)",
-        GLOO,
-    ),
-    Mutant("the own part of a leaf stays old", "collectives/gloo.py", "rows[rank].copy_(mine)", "pass", GLOO),
-    Mutant(
-        "a sum is written over what is sent",
-        "collectives/gloo.py",
-        "out=rows[0 if rank else 1]",
-        "out=rows[rank]",
-        GLOO,
+    *File("collectives/gloo.py", GLOO).faults(
+        Fault(
+            "a message is another rank's",
+            "_exchange",
+            becomes("to", "source", at="3 of 4"),
+            ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", "core-4"),
+        ),
+        Fault("messages have the tags of a user's", "TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
+        Fault("every reduction is a sum", "reduce_scatter", dropped("A != 'sum'")),
+        Fault("a wait for two messages", "wait", becomes("while A.works: ...", "for _ in range(2): ...")),
+        Fault("parts are not summed", "reduce_scatter", becomes("A(B, rank)", "B[0]")),
+        Fault(
+            "all ranks' parts of a leaf are the own one",
+            "all_gather_into",
+            (becomes("r", "rank", at="1 of 3"), becomes("r * A", "rank * A")),
+        ),
+        Fault("the own part of a leaf stays old", "all_gather_into", skipped("A[B].copy_(C)")),
+        Fault("a sum is written over what is sent", "_summed", bare("0 if A else 1")),
     ),
 ]

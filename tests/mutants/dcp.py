@@ -1,26 +1,26 @@
 """Faults in fzero/dcp, and in the command."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import bare, becomes, never, skipped
+from tests.mutants.mutant import Fault, File
 
-DCP, COMMAND = ("tests/checkpoint/test_dcp.py",), ("tests/checkpoint/test_command.py",)
+DCP = ("tests/checkpoint/test_dcp.py",)
+COMMAND = ("tests/checkpoint/test_command.py",)
 
 MUTANTS = [
-    Mutant("a checkpoint of DCP is overwritten", "checkpoint/dcp.py", "        if there:", "        if False:", DCP),
-    Mutant(
-        "the names of DCP are ours",
-        "checkpoint/dcp.py",
-        "names = names_of(mine.cut, name)",
-        "names = names_of(mine.cut, None)",
-        DCP,
+    *File("checkpoint/dcp.py", DCP).faults(
+        Fault("a checkpoint of DCP is overwritten", "save.prepare", never("there")),
+        Fault("the names of DCP are ours", "load.prepare", becomes("name", "None")),
     ),
-    Mutant("differences are counted in bytes", "checkpoint/_look.py", ".view(z.numel(), -1)", ".view(-1, 1)", COMMAND),
-    Mutant(
-        "the largest difference is the last one's",
-        "checkpoint/_look.py",
-        "max(largest, _largest(x[differ], y[differ]), key=_nan_last)",
-        "_largest(x[differ], y[differ])",
-        COMMAND,
+    *File("checkpoint/_look.py", COMMAND).faults(
+        Fault(
+            "differences are counted in bytes",
+            "_compared",
+            (becomes("z.numel()", "-1"), becomes("-1", "1", at="2 of 2")),
+        ),
+        Fault("the largest difference is the last one's", "_compared", bare("max(B, A, key=C)")),
+        Fault("an export keeps the dtype", "_leaves", bare("A.to(B(C, D))")),
     ),
-    Mutant("an export keeps the dtype", "checkpoint/_look.py", "x.to(_dtype(leaf, dtype))", "x", COMMAND),
-    Mutant("damage is no failure", "checkpoint/__main__.py", "            failed += 1\n", "", COMMAND),
+    *File("checkpoint/__main__.py", COMMAND).faults(
+        Fault("damage is no failure", "_verify", skipped("A += 1")),
+    ),
 ]

@@ -1,161 +1,90 @@
 """Faults in fzero/layout."""
 
-from tests.mutants.mutant import AXES, GRAPH, HALF, WRITES, Mutant
+from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
+from tests.mutants.mutant import AXES, GRAPH, HALF, LAWS, WRITES, Fault, File
 
-FLAT, RECORDER = ("tests/sharding/test_flat.py",), ("tests/_torch/test_recorder.py",)
+FLAT = ("tests/sharding/test_flat.py",)
+RECORDER = ("tests/_torch/test_recorder.py",)
 
 MUTANTS = [
-    Mutant(
-        "a slot is the unit's first leaf",
-        "sharding/_boxes.py",
-        "self.spec.whole_shapes[self.index]",
-        "self.spec.whole_shapes[0]",
-        ("tests/sharding/test_answers.py",),
-    ),
-    Mutant(
-        "a moment has its parameter's dtype",
-        "sharding/_boxes.py",
-        "        return self.parts[0].dtype",
-        "        return self.spec.dtype",
-        ("tests/sharding/test_answers.py",),
-    ),
-    Mutant(
-        "a part of a leaf is the leaf",
-        "sharding/_boxes.py",
-        "for shape in self.spec.whole_shapes)",
-        "for shape in self.spec.shapes)",
-        ("tests/sharding/test_answers.py",),
-    ),
-    # a unit as one buffer
-    Mutant("a pack leaves its padding out", "sharding/_flat.py", "    if padding:", "    if False:", FLAT),
-    Mutant(
-        "padding is what the memory held", "sharding/_flat.py", "at, padding).zero_()", "at, padding).fill_(7)", FLAT
-    ),
-    Mutant(
-        "a stand-in's parts begin where its memory does",
-        "sharding/_flat.py",
-        "at, found = buffer.storage_offset(), []",
-        "at, found = 0, []",
-        FLAT,
-    ),
-    Mutant(
-        "an executor packs as a trace does",
-        "graph/run/_compiled.py",
-        ", packed: packed_by_copies}",
-        "}",
-        FLAT,
-    ),
-    Mutant(
-        "every item lies where the first does",
-        "graph/_storages.py",
-        "(found.of[source][index],)",
-        "(found.of[source][0],)",
-        GRAPH,
-    ),
-    Mutant(
-        "constants are recorded as data",
-        "_torch/recorder.py",
-        "if found is None or found.constant is not None:",
-        "if found is None:",
-        RECORDER,
-    ),
-    Mutant(
-        "a constant keeps its value when data is written into it",
-        "_torch/recorder.py",
-        "if known.constant is not None and storage_id(known.constant) in written:",
-        "if False:",
-        RECORDER,
-    ),
-    Mutant(
-        "items are counted without those that are none",
-        "_torch/recorder.py",
-        "for i, x in enumerate(out):",
-        "for i, x in enumerate([y for y in out if y is not None]):",
-        RECORDER,
-    ),
-    Mutant(
-        "other traces record one node, too",
-        "_torch/recorder.py",
-        "if mode is not None and recorder is not None:",
-        "if mode is not None:",
-        RECORDER,
-    ),
-    Mutant("drop the padding", "sharding/_spec.py", "-(-self.numel // self.ranks)", "self.numel // self.ranks"),
-    Mutant(
-        "origin that outlives a change",
-        "sharding/_boxes.py",
-        "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)",
-        "return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid, _LAST.get(uid))",
-        more=(  # a memory that no flattening clears
+    *File("sharding/_boxes.py", ("tests/sharding/test_answers.py",)).faults(
+        Fault("a slot is the unit's first leaf", "_ShardedLeaf.shape", becomes("self.index", "0")),
+        Fault("a moment has its parameter's dtype", "Shard.dtype", becomes("self.parts[0]", "self.spec")),
+        Fault("a part of a leaf is the leaf", "Shard.whole_numel", becomes("self.A.B", "self.A.shapes")),
+        Fault(
+            "origin that outlives a change",
+            "Shard",
             (
-                "if origin is None else _Origin(origin,",
-                "if _LAST.setdefault(uid, origin) is None else _Origin(_LAST[uid],",
+                before("class A(...): ...", "_LAST: dict = {}"),
+                elsewhere("Shard.__init__", becomes("A is None", "_LAST.setdefault(uid, A) is None")),
+                elsewhere("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[uid], C(D))")),
+                elsewhere("box_of", becomes("A(B, uid)", "A(B, uid, _LAST.get(uid))")),
             ),
-            ("class Shard(", "_LAST: dict = {}\n\n\nclass Shard("),
+            LAWS,
         ),
+        Fault("a written shard is what it was", "Shard.origin", never("self._origin.A != B(self.data)"), WRITES),
     ),
-    Mutant(
-        "a written shard is what it was",
-        "sharding/_boxes.py",
-        "self._origin.written != _written(self.data)",
-        "False",
-        WRITES,
+    *File("sharding/_flat.py", FLAT).faults(
+        Fault("a pack leaves its padding out", "packed", never("A")),
+        Fault(
+            "padding of a packed unit is not zero",
+            "packed_by_copies",
+            becomes("A.narrow(B, C, D).zero_()", "A.narrow(B, C, D).fill_(7)"),
+        ),
+        Fault("a stand-in's parts begin where its memory does", "_strided", becomes("A.storage_offset()", "0")),
+        Fault("summed in half precision", "wire_dtype", becomes("A.B[0]", "A.dtype"), HALF),
     ),
-    Mutant(
-        "memory is known by its address",
-        "_torch/levels.py",
-        "StorageWeakRef(x.untyped_storage()))",
-        "x.untyped_storage()._cdata)",
-        ("tests/_torch/test_torch.py",),
+    *File("graph/run/_compiled.py", FLAT).faults(
+        Fault("an executor packs as a trace does", "INSTEAD", dropped("A: B")),
     ),
-    Mutant(
-        "skip the psum in the norm",
-        "sharding/_segments.py",
-        "[psum(square, axes) for axes, square in",
-        "[square for axes, square in",
+    *File("graph/_storages.py", GRAPH).faults(
+        Fault("every item lies where the first does", "_item", becomes("(A.B[C][D],)", "(A.B[C][0],)")),
     ),
-    Mutant(
-        "count the padding in the norm",
-        "sharding/_segments.py",
-        "position < numel, x",
-        "position < numel + 9, x",
+    *File("_torch/recorder.py", RECORDER).faults(
+        Fault("constants are recorded as data", "_nodes", dropped("A.B is not None")),
+        Fault(
+            "a constant keeps its value when data is written into it",
+            "_forget_constants",
+            never("A.B is not None and C(A.B) in D"),
+        ),
+        Fault(
+            "items are counted without those that are none",
+            "_record",
+            becomes("enumerate(A)", "enumerate([y for y in A if y is not None])"),
+        ),
+        Fault("other traces record one node, too", "OneNode.__call__", bare("A and B is not None")),
     ),
-    Mutant("count a tied leaf twice", "sharding/_segments.py", "plain[id(x)] =", "plain[len(plain)] ="),
-    Mutant("untie a leaf", "sharding/_units.py", "or tree.identity(leaf) in seen", "or False"),
-    Mutant("every part is cut along dimension 0", "sharding/_units.py", "dim=split[i][name]", "dim=0", AXES),
-    Mutant("axes in the wrong order", "sharding/_rows.py", "for a in rest[::-1]:", "for a in rest:", AXES),
-    Mutant("summed in half precision", "sharding/_flat.py", "else spec.cast[0]", "else spec.dtype", HALF),
-    Mutant(
-        "shift the rank in the simulation",
-        "sharding/_rows.py",
-        'return [rearrange(_flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n)]',
-        'return [rearrange(_flat.pack(_spec(options), xs), "... (n k) -> n ... k", n=n).roll(1, 0)]',
+    *File("sharding/_spec.py").faults(
+        Fault("drop the padding", "Spec.shard_numel", returns("self.numel // self.ranks")),
     ),
-    Mutant(
-        "shift the rank in a process",
-        "sharding/_rows.py",
-        "xs, binding.rank, binding.size)]",
-        "xs, (binding.rank + 1) % binding.size, binding.size)]",
-        ("tests/distributed",),
+    *File("_torch/levels.py", ("tests/_torch/test_torch.py",)).faults(
+        Fault("memory is known by its address", "written", becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)")),
     ),
-    Mutant(
-        "swap the gather order",
-        "sharding/_rows.py",
-        "rearrange(_narrow(spec, xs[0]), ",
-        "rearrange(_narrow(spec, xs[0]).flip(0), ",
+    *File("sharding/_segments.py").faults(
+        Fault("skip the psum in the norm", "global_norm", bare("B(A, axes)")),
+        Fault("count the padding in the norm", "without_padding", becomes("A < B", "A < B + 9")),
+        Fault("count a tied leaf twice", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
     ),
-    Mutant("gather is no transpose", "sharding/_rows.py", 'transpose="reduce_scatter"', 'transpose="partition"'),
-    Mutant(
-        "skip the all_reduce of stage 0",
-        "sharding/_rows.py",
-        "x.sum(0, dtype=_flat.wire_dtype(spec, x))) for",
-        "x[0]) for",
+    *File("sharding/_units.py").faults(
+        Fault("untie a leaf", "assign", never("A.B(C) in D")),
+        Fault("every part is cut along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES),
     ),
-    Mutant(
-        "whole weights on the wire",
-        "sharding/_rows.py",
-        "return x.to(_flat.gathered_dtype",
-        "return x.to(_flat.wire_dtype",
-        HALF,
+    *File("sharding/_rows.py").faults(
+        Fault("axes in the wrong order", "apply_over_unit_axes", bare("A[::-1]"), AXES),
+        Fault(
+            "shift the rank in the simulation",
+            "_uniform_partition",
+            becomes("rearrange(A.B(C(D), E), F, n=G)", "rearrange(A.B(C(D), E), F, n=G).roll(1, 0)"),
+        ),
+        Fault(
+            "shift the rank in a process",
+            "",
+            becomes("A.B(C(D), E, F.G, F.size)", "A.B(C(D), E, (F.G + 1) % F.size, F.size)"),
+            ("tests/distributed",),
+        ),
+        Fault("swap the gather order", "_stacked_gather", becomes("A(B, C[0])", "A(B, C[0]).flip(0)")),
+        Fault("gather is no transpose", "", constant("reduce_scatter", "partition", at="1 of 6")),
+        Fault("skip the all_reduce of stage 0", "_stacked_sum", becomes("A.sum(0, dtype=B.C(D, A))", "A[0]")),
+        Fault("whole weights on the wire", "_narrow", becomes("A.B(C, D)", "A.wire_dtype(C, D)"), HALF),
     ),
 ]

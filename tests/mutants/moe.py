@@ -1,6 +1,7 @@
 """Faults in fzero/moe."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped, swapped
+from tests.mutants.mutant import Fault, File
 
 ROUTE = ("tests/parallel/experts/test_route.py",)
 SEATS = ("tests/parallel/experts/test_seats.py",)
@@ -15,393 +16,182 @@ BY_HAND = ("tests/parallel/experts/test_by_hand.py",)
 INPUT = ("tests/parallel/experts/test_input.py",)
 
 MUTANTS = [
-    # routing
-    Mutant(
-        "the bias is in the gates",
-        "parallel/experts/_route.py",
-        "gates = probs.gather(-1",
-        "gates = scores.gather(-1",
-        ROUTE,
+    *File("parallel/experts/_route.py", ROUTE).faults(
+        Fault("the bias is in the gates", "route", becomes("A.gather", "scores.gather")),
+        Fault(
+            "gates are not detached from the choice",
+            "route",
+            (becomes("bias.detach()", "bias"), becomes("A.gather(-1, B)", "scores.gather(-1, B) - bias[B]")),
+        ),
+        Fault("gates are not scaled", "route", bare("A * B")),
+        Fault("a group is as good as its best", "_in_best_groups", constant(2, 1, at="1 of 3")),
+        Fault("a nan takes a seat", "route", bare("torch.where(B, C.shape[-1], A)")),
+        Fault("routing in half precision", "route", becomes("torch.float32", "logits.dtype")),
+        Fault("all ranks jitter alike", "jitter", becomes("A * B.shape[0]", "A * 0")),
+        Fault("k is not checked", "_check_choices", becomes("1 <= k <= A", "1 <= k"), INPUT),
+        Fault("gates are divided by zero", "route", bare("A.clamp(min=B)")),
+        Fault("micro-batches jitter alike", "jitter", becomes("A.B(C, D())", "A.B(C, 0)"), BY_HAND),
     ),
-    Mutant(
-        "gates are not detached from the choice",
-        "parallel/experts/_route.py",
-        "else probs.detach() + bias.detach()",
-        "else probs.detach() + bias",
-        ROUTE,
-        (("gates = probs.gather(-1, experts)", "gates = scores.gather(-1, experts) - bias[experts]"),),
+    *File("parallel/experts/_dispatch.py", SEATS).faults(
+        Fault(
+            "capacity is counted per rank",
+            "seats",
+            (
+                becomes("A(B, count)", "A(rearrange(B, 's q -> 1 (s q)'), count).view(B.shape)"),
+                becomes("A < c", "A < c * len(queue)"),
+                becomes("A * B + C", "A * B + C % B"),
+            ),
+            TRAINING,
+        ),
+        Fault(
+            "drops depend on the rest of the batch",
+            "seats",
+            becomes("A(B, count)", "A(rearrange(B, 's q -> 1 (s q)'), count).view(B.shape)"),
+            LAYER,
+        ),
+        Fault(
+            "second choices are seated with the first",
+            "seats",
+            (constant("s t k -> s (k t)", "s t k -> s (t k)"), constant("s (k t) -> s t k", "s (t k) -> s t k")),
+        ),
+        Fault("one seat too many", "seats", swapped("A < c", "<=")),
+        Fault("seats are rounded down", "seats_of_an_expert", becomes("math.ceil", "math.floor")),
+        Fault(
+            "choices queue in any order",
+            "_places",
+            (
+                becomes("A.sort(dim=-1, stable=True)", "A.sort(dim=-1, stable=True, descending=True)"),
+                elsewhere("_sending", becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)")),
+                elsewhere(
+                    "_by_expert",
+                    returns("torch.argsort(marked.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
+                ),
+            ),
+        ),
+        Fault(
+            "the way back has its dimensions swapped",
+            "combine",
+            (constant(1, 0, at="2 of 4"), constant(0, 1, at="2 of 2")),
+        ),
+        Fault("the way back goes nowhere", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
+        Fault(
+            "an empty seat holds the last token",
+            "_Moved.forward",
+            becomes("A.new_zeros((1, A.shape[1]))", "A[-1:]"),
+            LAYER,
+        ),
+        Fault("rows are not copied back", "_Moved.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
+        Fault("sequences share their seats", "_flat", bare("A + B")),
+        Fault("seats are counted in binary", "seats_of_an_expert", bare("round(A, 9)")),
+        Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
+        Fault("rows arrive in the senders' order", "sort_rows", becomes("A(B, room)", "torch.arange(len(got))")),
+        Fault("counts stay at home", "sort_rows", becomes("A(counts, B)", "counts")),
+        Fault("there is room for one choice", "sort_rows", becomes("min(A, B // C)", "1")),
+        Fault(
+            "places count from the own expert and not the rank's first", "_sending", becomes("A * (B // C)", "ordered")
+        ),
+        Fault("sorted rows go back as they lie", "unsort_rows", bare("B(A, A.shape[0])")),
+        Fault("gates do not learn", "weighted", becomes("A.to", "A.detach().to"), BY_HAND),
+        Fault("rows' tangents double", "_Moved.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
     ),
-    Mutant("gates are not scaled", "parallel/experts/_route.py", "gates * scale", "gates", ROUTE),
-    Mutant(
-        "a group is as good as its best",
-        "parallel/experts/_route.py",
-        "topk(min(2, of_groups",
-        "topk(min(1, of_groups",
-        ROUTE,
+    *File("parallel/experts/_grouped.py", GROUPED).faults(
+        Fault(
+            "ends count the padding",
+            "_mm",
+            (
+                becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]"),
+                elsewhere("_outer", becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]")),
+            ),
+        ),
+        Fault("rows behind the last are not masked", "_mm", constant(0, 1, at="2 of 4")),
+        Fault("the gradient's matrices are not transposed", "_GroupedOuter.backward", bare("A.mT")),
+        Fault("a leaf may begin anywhere", "_aligned", always("A and whole"), LAYER),
+        Fault("a plan counts the padding", "_flops", becomes("2 * A", "2 * x[0]")),
+        Fault("no columns go to the kernel", "_has_kernel", bare("B and A"), BY_HAND),
     ),
-    Mutant(
-        "a nan takes a seat",
-        "parallel/experts/_route.py",
-        "torch.where(nowhere, logits.shape[-1], experts)",
-        "experts",
-        ROUTE,
+    *File("parallel/experts/_losses.py", ROUTE).faults(
+        Fault("the loss is of the rank's own means", "balance_loss", bare("B(A, C)"), TRAINING),
+        Fault(
+            "the share is divided by k twice", "_shares", becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)")
+        ),
+        Fault("the load is the rank's own", "load", bare("B(A, C)")),
+        Fault("the bias favours the busy", "balance_bias", (bare("A.mean()"), becomes("A - A", "A - A.mean()"))),
+        Fault(
+            "sequences are balanced together",
+            "balance_loss",
+            becomes(
+                "if A != 'sequence':\n    raise B",
+                "if A == 'sequence':\n    share, score = (share.mean(0), score.mean(0))\nelse:\n    raise B",
+            ),
+            TRAINING,
+        ),
+        Fault("nobody learns to balance", "balance_loss", becomes("A.probs.mean", "A.probs.detach().mean"), BY_HAND),
+        Fault("the entropy is of what sums to no one", "stats", bare("A / A.sum(-1, keepdim=True)"), BY_HAND),
     ),
-    Mutant(
-        "routing in half precision",
-        "parallel/experts/_route.py",
-        "logits.dtype, torch.float32)",
-        "logits.dtype, logits.dtype)",
-        ROUTE,
+    *File("parallel/experts/_layer.py", INPUT).faults(
+        Fault("rows come back along ep, whatever the axis", "layer", dropped("axis", at="7 of 7"), BY_HAND),
+        Fault(
+            "one matrix passes for all experts",
+            "_check_linear",
+            (
+                becomes("A.shape[:2]", "A.shape[-2]"),
+                swapped("A.shape[-2] != (B, C.shape[-1])", "not in"),
+                becomes("(A, B.shape[-1])", "(1, B.shape[-1])"),
+            ),
+        ),
+        Fault("a bias is not added", "batched_linear", always("A is None"), LAYER),
+        Fault("every rank has all experts", "ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
+        Fault("experts that are not split pass", "_check_size", always("A == B // C")),
+        Fault("shared experts are split too", "ExpertSplit.__call__", becomes("A in self.B", "A.endswith(self.B)")),
+        Fault(
+            "experts are split over another axis than tokens travel along",
+            "check_axis",
+            never("A and B not in A"),
+            AXES,
+        ),
+        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data"), AXES),
     ),
-    Mutant(
-        "all ranks jitter alike", "parallel/experts/_route.py", "to(x.device) * x.shape[0]", "to(x.device) * 0", ROUTE
+    *File("_torch/levels.py", AXES).faults(
+        Fault("all ranks along ep have the same experts", "may_differ", constant(False, True)),
     ),
-    Mutant("k is not checked", "parallel/experts/_route.py", "not 1 <= k <= choices", "not 1 <= k", INPUT),
-    Mutant("gates are divided by zero", "parallel/experts/_route.py", ".clamp(min=_TINY)", "", ROUTE),
-    # seats
-    Mutant(
-        "capacity is counted per rank",
-        "parallel/experts/_dispatch.py",
-        'queue = rearrange(experts, "s t k -> s (k t)").contiguous()\n    place = _places(queue, count)',
-        'queue = rearrange(experts, "s t k -> s (k t)").contiguous()\n'
-        '    place = _places(rearrange(queue, "s q -> 1 (s q)"), count).view(queue.shape)',
-        TRAINING,
-        (("(place < c)", "(place < c * len(queue))"), ("queue * c + place", "queue * c + place % c")),
+    *File("parallel/experts/transformers.py", TRANSFORMERS).faults(
+        Fault(
+            "weights are taken as they are stored",
+            "_experts.stored",
+            returns("weight.mT if module.is_transposed else weight"),
+        ),
+        Fault("biases are left out", "_experts", never("A.has_bias", at="1 of 2")),
+        Fault("a part of the experts passes for all", "_count", bare("getattr(B, 'num_experts', A)")),
+        Fault(
+            "experts of any implementation are split", "_axis_of", becomes("A or B.func is not C", "not callable(B)")
+        ),
+        Fault("what experts share is split", "split", dropped("len(A) == B")),
+        Fault("experts that were chosen are replaced", "use_differentiable", always("A == 'grouped_mm'")),
     ),
-    Mutant(
-        "drops depend on the rest of the batch",
-        "parallel/experts/_dispatch.py",
-        "    place = _places(queue, count)",
-        '    place = _places(rearrange(queue, "s q -> 1 (s q)"), count).view(queue.shape)',
-        LAYER,
+    *File("graph/planning/_plan.py", ("tests/parallel/experts/test_plan.py",)).faults(
+        Fault(
+            "an exchange is called by what comes before it",
+            "_nearest",
+            becomes("[A for B in C for A in B.users if D]", "[]"),
+        ),
+        Fault("in a loop nobody knows the layers", "layers", dropped("held")),
     ),
-    Mutant(
-        "second choices are seated with the first",
-        "parallel/experts/_dispatch.py",
-        '"s t k -> s (k t)"',
-        '"s t k -> s (t k)"',
-        SEATS,
-        (('"s (k t) -> s t k"', '"s (t k) -> s t k"'),),
+    *File("sharding/_rows.py", ("tests/parallel/experts/test_plan.py",)).faults(
+        Fault("what gathers new experts has no name", "", dropped("unit=A", at="3 of 6")),
     ),
-    Mutant("one seat too many", "parallel/experts/_dispatch.py", "(place < c)", "(place <= c)", SEATS),
-    Mutant("seats are rounded down", "parallel/experts/_dispatch.py", "math.ceil(round(", "math.floor(round(", SEATS),
-    Mutant(
-        "choices queue in any order",
-        "parallel/experts/_dispatch.py",
-        "stable=True",
-        "stable=True, descending=True",
-        SEATS,
+    *File("graph/_one_rank.py", PLAN).faults(
+        Fault("a plan keeps the parts of experts", "_cut_for", skipped("A[B] = C // D")),
+        Fault("experts are planned in unequal parts", "_cut_for", never("A % B")),
     ),
-    Mutant(
-        "the way back has its dimensions swapped",
-        "parallel/experts/_dispatch.py",
-        "split_dim=1, concat_dim=0",
-        "split_dim=0, concat_dim=1",
-        SEATS,
+    *File("optim/_clip.py", CLIP).faults(
+        Fault("an expert is not summed over tp", "_rows_of_cut", never("A.dims[B] != 0")),
+        Fault("a wrong name clips nothing", "_clipped", never("A and not any(B)")),
+        Fault("a list of experts is clipped row by row", "_layer", becomes("A.isdigit()", "False")),
+        Fault("experts are summed over ep", "_rows_of_cut", always("A.dims[B] != 0")),
+        Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
+        Fault("a rank's rows begin at 0", "_row_ids", becomes("A(B.unit.uid).to(C)", "0")),
     ),
-    Mutant(
-        "the way back goes nowhere",
-        "parallel/experts/_dispatch.py",
-        "all_to_all(y, where_bound(axis)",
-        "all_to_all(y, ()",
-        SEATS,
-    ),
-    Mutant(
-        "an empty seat holds the last token",
-        "parallel/experts/_dispatch.py",
-        "x.new_zeros((1, x.shape[1]))",
-        "x[-1:]",
-        LAYER,
-    ),
-    Mutant(
-        "rows are not copied back",
-        "parallel/experts/_dispatch.py",
-        "moved(grad, back, at)",
-        "moved(grad, back * 0, at)",
-        SEATS,
-    ),
-    Mutant("sequences share their seats", "parallel/experts/_dispatch.py", "at + first", "at", SEATS),
-    Mutant(
-        "seats are counted in binary",
-        "parallel/experts/_dispatch.py",
-        "round(capacity * tokens * k / count, 9)",
-        "capacity * tokens * k / count",
-        SEATS,
-    ),
-    Mutant(
-        "one gate passes for all", "parallel/experts/_dispatch.py", "if gates.shape != (s, t, k):", "if False:", INPUT
-    ),
-    # sorted rows
-    Mutant(
-        "rows arrive in the senders' order",
-        "parallel/experts/_dispatch.py",
-        "_by_expert(got_counts, room) if ep",
-        "torch.arange(len(got)) if ep",
-        SEATS,
-    ),
-    Mutant("counts stay at home", "parallel/experts/_dispatch.py", "all_to_all(counts, ep)", "counts", SEATS),
-    Mutant("there is room for one choice", "parallel/experts/_dispatch.py", "min(k, count // n)", "1", SEATS),
-    Mutant(
-        "places count from the own expert and not the rank's first",
-        "parallel/experts/_dispatch.py",
-        "first[rank * (count // n)]",
-        "first[ordered]",
-        SEATS,
-    ),
-    Mutant(
-        "sorted rows go back as they lie",
-        "parallel/experts/_dispatch.py",
-        "inverse(order.order, order.order.shape[0])",
-        "order.order",
-        SEATS,
-    ),
-    # grouped products
-    Mutant(
-        "ends count the padding",
-        "parallel/experts/_grouped.py",
-        "enumerate(ends.tolist())",
-        "enumerate([*ends.tolist()[:-1], len(x)])",
-        GROUPED,
-    ),
-    Mutant(
-        "rows behind the last are not masked",
-        "parallel/experts/_grouped.py",
-        "real.unsqueeze(-1), y, 0)",
-        "real.unsqueeze(-1), y, 1)",
-        GROUPED,
-    ),
-    Mutant(
-        "the gradient's matrices are not transposed",
-        "parallel/experts/_grouped.py",
-        "apply_mm(y, grad.mT",
-        "apply_mm(y, grad",
-        GROUPED,
-    ),
-    Mutant(
-        "a leaf may begin anywhere",
-        "parallel/experts/_grouped.py",
-        "return x if tight and whole else",
-        "return x if True else",
-        LAYER,
-    ),
-    Mutant(
-        "a plan counts the padding", "parallel/experts/_grouped.py", "2 * likely * x[1]", "2 * x[0] * x[1]", GROUPED
-    ),
-    Mutant(
-        "no columns go to the kernel", "parallel/experts/_grouped.py", "all(size and size % 8", "all(size % 8", BY_HAND
-    ),
-    # balance
-    Mutant(
-        "the loss is of the rank's own means",
-        "parallel/experts/_losses.py",
-        "share, score = pmean((share.mean(0), score.mean(0)), axis)",
-        "share, score = share.mean(0), score.mean(0)",
-        TRAINING,
-    ),
-    Mutant(
-        "the share is divided by k twice",
-        "parallel/experts/_losses.py",
-        "max(routing.experts.shape[1:].numel(), 1)",
-        "max(routing.experts.shape[1:].numel() * routing.experts.shape[-1], 1)",
-        ROUTE,
-    ),
-    Mutant(
-        "the load is the rank's own",
-        "parallel/experts/_losses.py",
-        "pmean(_shares(routing).mean(0), axis)",
-        "_shares(routing).mean(0)",
-        ROUTE,
-    ),
-    Mutant(
-        "the bias favours the busy", "parallel/experts/_losses.py", "mean.mean() - mean", "mean - mean.mean()", ROUTE
-    ),
-    Mutant(
-        "sequences are balanced together",
-        "parallel/experts/_losses.py",
-        '    elif over != "sequence":',
-        '    elif over == "sequence":\n        share, score = share.mean(0), score.mean(0)\n    else:',
-        TRAINING,
-    ),
-    Mutant(
-        "nobody learns to balance",
-        "parallel/experts/_losses.py",
-        "routing.probs.mean(1)",
-        "routing.probs.detach().mean(1)",
-        BY_HAND,
-    ),
-    Mutant(
-        "the entropy is of what sums to no one",
-        "parallel/experts/_losses.py",
-        "probs / probs.sum(-1, keepdim=True)",
-        "probs",
-        BY_HAND,
-    ),
-    Mutant(
-        "micro-batches jitter alike",
-        "parallel/experts/_route.py",
-        "fold_in(key, micro_batch())",
-        "fold_in(key, 0)",
-        BY_HAND,
-    ),
-    Mutant(
-        "gates do not learn",
-        "parallel/experts/_dispatch.py",
-        "gates.to(rows.dtype)",
-        "gates.detach().to(rows.dtype)",
-        BY_HAND,
-    ),
-    Mutant(
-        "rows' tangents double",
-        "parallel/experts/_dispatch.py",
-        "moved(tangent, *ctx",
-        "moved(2 * tangent, *ctx",
-        BY_HAND,
-    ),
-    Mutant(
-        "rows come back along ep, whatever the axis",
-        "parallel/experts/_layer.py",
-        "combine(done, seated, routing.gates, axis)",
-        "combine(done, seated, routing.gates)",
-        BY_HAND,
-    ),
-    # the layer
-    Mutant(
-        "one matrix passes for all experts",
-        "parallel/experts/_layer.py",
-        "weight.shape[:2] != (count, rows.shape[-1])",
-        "weight.shape[-2] not in (1, rows.shape[-1])",
-        INPUT,
-    ),
-    Mutant(
-        "a bias is not added",
-        "parallel/experts/_layer.py",
-        "return y if bias is None else",
-        "return y if True else",
-        LAYER,
-    ),
-    Mutant(
-        "every rank has all experts", "parallel/experts/_layer.py", "return {self.axis: 0}", "return None", TRAINING
-    ),
-    Mutant(
-        "experts that are not split pass", "parallel/experts/_layer.py", "if size == count // n:", "if True:", INPUT
-    ),
-    Mutant(
-        "shared experts are split too",
-        "parallel/experts/_layer.py",
-        "if part in self.names]",
-        "if part.endswith(self.names)]",
-        INPUT,
-    ),
-    Mutant(
-        "experts are split over another axis than tokens travel along",
-        "parallel/experts/_layer.py",
-        "if over and axis not in over:",
-        "False",
-        AXES,
-    ),
-    Mutant(
-        "the axis of the experts is none of the data's",
-        "parallel/experts/_layer.py",
-        "if axis not in data:",
-        "if False:",
-        AXES,
-    ),
-    Mutant(
-        "all ranks along ep have the same experts",
-        "_torch/levels.py",
-        "        x = functorch.get_unwrapped(x)\n    return False",
-        "        x = functorch.get_unwrapped(x)\n    return True",
-        AXES,
-    ),
-    # transformers
-    Mutant(
-        "weights are taken as they are stored",
-        "parallel/experts/transformers.py",
-        "weight if module.is_transposed else weight.mT",
-        "weight.mT if module.is_transposed else weight",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "biases are left out",
-        "parallel/experts/transformers.py",
-        "if module.has_bias else None\n    h = linear",
-        "if False else None\n    h = linear",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "a part of the experts passes for all",
-        "parallel/experts/transformers.py",
-        'getattr(module, "num_experts", len(weight) * n)',
-        "len(weight) * n",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "an exchange is called by what comes before it",
-        "graph/planning/_plan.py",
-        "after = [m for n in after for m in n.users if m not in seen]",
-        "after = []",
-        ("tests/parallel/experts/test_plan.py",),
-    ),
-    Mutant(
-        "in a loop nobody knows the layers",
-        "graph/planning/_plan.py",
-        "layers(loop.body, held)",
-        "layers(loop.body)",
-        ("tests/parallel/experts/test_plan.py",),
-    ),
-    # plans of other worlds, and names
-    Mutant(
-        "what gathers new experts has no name",
-        "sharding/_rows.py",
-        'transpose="reduce_scatter_flat",\n        replicated=True,\n        unit=_unit,',
-        'transpose="reduce_scatter_flat",\n        replicated=True,',
-        ("tests/parallel/experts/test_plan.py",),
-    ),
-    Mutant("a plan keeps the parts of experts", "graph/_one_rank.py", "shape[dim] = whole // n", "pass", PLAN),
-    Mutant("experts are planned in unequal parts", "graph/_one_rank.py", "if whole % n:", "if False:", PLAN),
-    # clipping by expert
-    Mutant("an expert is not summed over tp", "optim/_clip.py", "if s.dims[i] != 0]", "if False]", CLIP),
-    Mutant("a wrong name clips nothing", "optim/_clip.py", "if paths and not any(layers):", "if False:", CLIP),
-    Mutant(
-        "a list of experts is clipped row by row",
-        "optim/_clip.py",
-        "part.isdigit() for part in parts[found",
-        "False for part in parts[found",
-        CLIP,
-    ),
-    Mutant("experts are summed over ep", "optim/_clip.py", "if s.dims[i] != 0]", "if True]", CLIP),
-    Mutant(
-        "each leaf of an expert is clipped alone", "optim/_clip.py", '".".join(parts[: found[0] + 1])', "path", CLIP
-    ),
-    Mutant(
-        "a rank's rows begin at 0", "optim/_clip.py", "unit_index(c.unit.uid).to(device) * known", "0 * known", CLIP
-    ),
-    Mutant(
-        "experts of any implementation are split",
-        "parallel/experts/transformers.py",
-        "if not isinstance(f, partial) or f.func is not _experts:",
-        "if not callable(f):",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "what experts share is split",
-        "parallel/experts/transformers.py",
-        "p.ndim and len(p) == count",
-        "p.ndim",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "experts over no axis were cut",
-        "zero/_checks.py",
-        "if x.origin is None and facts(x.uid).axes:",
-        "if x.origin is None:",
-        ("tests/parallel/experts/test_training.py",),
-    ),
-    Mutant(
-        "experts that were chosen are replaced",
-        "parallel/experts/transformers.py",
-        'config._experts_implementation == "grouped_mm"',
-        "True",
-        ("tests/parallel/experts/test_transformers.py",),
+    *File("zero/_checks.py", TRAINING).faults(
+        Fault("experts over no axis were cut", "check_unwritten", dropped("A(B.uid).C")),
     ),
 ]

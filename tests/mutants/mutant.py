@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from tests.mutants.changes import Change
+
 LAWS = (  # the quickest first
     "tests/sharding/test_layout.py",
     "tests/zero/test_equivalence.py",
@@ -29,23 +31,52 @@ GLOO = ("tests/distributed/test_gloo.py", "-k", "core-2")
 
 
 class Mutant(NamedTuple):
-    """A fault: in a file of fzero, `old` becomes `new`, also each pair of `more`; `tests` must fail."""
+    """A fault: changes in a symbol of a file of fzero, which make `tests` fail."""
 
     name: str
     file: str
-    old: str
-    new: str
+    symbol: str
+    changes: tuple[Change, ...]
     tests: tuple[str, ...] = LAWS
-    more: tuple[tuple[str, str], ...] = ()
 
     def planted(self, text: str) -> str:
         """Return the file's text with the fault in it.
 
         Raises:
-            LookupError: The text does not hold a line to change.
+            LookupError: The file has no such symbol, or no such place in it to change, or several.
         """
-        for old, new in ((self.old, self.new), *self.more):
-            if old not in text:
-                raise LookupError(f"mutant {self.name!r}: {old!r} is not in {self.file} any more")
-            text = text.replace(old, new)
+        for change in self.changes:
+            try:
+                text = change.planted(text, self.symbol)
+            except LookupError as error:
+                raise LookupError(f"mutant {self.name!r}: fzero/{self.file} {error.args[0]}") from None
         return text
+
+
+class Fault(NamedTuple):
+    """A row of a table: what is wrong, in which function, class or assignment, and the change; tests of its own."""
+
+    name: str
+    symbol: str
+    change: Change | tuple[Change, ...]
+    tests: tuple[str, ...] | None = None
+
+
+class File(NamedTuple):
+    """A file of fzero, and the tests that catch the faults in it."""
+
+    path: str
+    tests: tuple[str, ...] = LAWS
+
+    def faults(self, *rows: Fault) -> list[Mutant]:
+        """Plant faults in the file."""
+        return [
+            Mutant(
+                row.name,
+                self.path,
+                row.symbol,
+                (row.change,) if isinstance(row.change, Change) else row.change,
+                self.tests if row.tests is None else row.tests,
+            )
+            for row in rows
+        ]

@@ -1,65 +1,34 @@
 """Faults in fzero/nn."""
 
-from tests.mutants.mutant import REMAT, STEP, Mutant
+from tests.mutants.changes import always, bare, becomes, never, skipped
+from tests.mutants.mutant import REMAT, STEP, Fault, File
 
 WRITTEN = ("tests/nn/test_written.py",)
-
 LEFT = ("tests/nn/test_left_behind.py",)
-
 CLOSURES = ("tests/nn/test_closures.py",)
 
 MUTANTS = [
-    Mutant(
-        "buffers are the module's own",
-        "nn/_functional.py",
-        "b.detach().clone() for",
-        "b.detach() for",
-        ("tests/nn/test_nn.py",),
+    *File("nn/_functional.py", STEP).faults(
+        Fault("buffers are the module's own", "functional", bare("A().clone"), ("tests/nn/test_nn.py",)),
+        Fault("a rank reads another's module", "Apply._own_module", bare("B(A, C)")),
+        Fault("one module for all ranks", "Apply._own_module", always("not A()")),
+        Fault("a gradient's hook is dropped", "_check_hooks", becomes("A(x)", "[]"), WRITTEN),
+        Fault("only the first call is looked at", "Apply._run", becomes("A not in self.B.C", "not self.B.C"), WRITTEN),
+        Fault("a trace leaves stand-ins behind", "Apply._run", becomes("A(B, traced=C())", "A(B, traced=False)"), LEFT),
     ),
-    Mutant("an attribute's function reads the module", "nn/_closures.py", "m.__dict__[name] = y", "pass", CLOSURES),
-    Mutant("a hook reads the module", "nn/_closures.py", "key: _follow(hook, memo) for", "key: hook for", CLOSURES),
-    Mutant(
-        "a rank reads another's module", "nn/_functional.py", "copy_module(self.module, shared)", "self.module", STEP
+    *File("nn/_closures.py", CLOSURES).faults(
+        Fault("an attribute's function reads the module", "copy_module", skipped("A.__dict__[B] = C")),
+        Fault("a hook reads the module", "copy_module", becomes("A(hook, B)", "hook")),
+        Fault("a default reads the module", "_follow_function", becomes("A[1]", "parts[1]")),
+        Fault("globals go unseen", "_globals_of", never("A.opname == 'LOAD_GLOBAL'")),
     ),
-    Mutant("a default reads the module", "nn/_closures.py", "f.__name__, new[1],", "f.__name__, parts[1],", CLOSURES),
-    Mutant("globals go unseen", "nn/_closures.py", 'i.opname == "LOAD_GLOBAL"', "False", CLOSURES),
-    Mutant("one module for all ranks", "nn/_functional.py", "if not in_lockstep():", "if True:", STEP),
-    Mutant(
-        "remat updates statistics twice",
-        "nn/_blocks.py",
-        "name: buffers[name].clone()",
-        "name: buffers[name]",
-        REMAT,
+    *File("nn/_blocks.py", REMAT).faults(
+        Fault("remat updates statistics twice", "_Forward.body", bare("A.clone()")),
     ),
-    Mutant(
-        "a gradient's hook is dropped",
-        "nn/_functional.py",
-        "for method in gradient_hooks(x):",
-        "for method in []:",
-        WRITTEN,
+    *File("nn/_written.py", WRITTEN).faults(
+        Fault("a tensor in an attribute goes unseen", "check_left", never("A - B.C.get(D, set())")),
+        Fault("a list in an attribute goes unseen", "tensors_in", never("isinstance(A, B)", at="2 of 3")),
+        Fault("a replaced parameter goes unseen", "check_written", never("A[B] is not C")),
+        Fault("weights outlive a call", "put_back", becomes("before", "()"), LEFT),
     ),
-    Mutant(
-        "a tensor in an attribute goes unseen",
-        "nn/_written.py",
-        "if ids - before.tensors.get(name, set())]",
-        "if False]",
-        WRITTEN,
-    ),
-    Mutant(
-        "a list in an attribute goes unseen",
-        "nn/_written.py",
-        "elif isinstance(x, CONTAINERS):",
-        "elif False:",
-        WRITTEN,
-    ),
-    Mutant("a replaced parameter goes unseen", "nn/_written.py", "state[name] is not x:", "False:", WRITTEN),
-    Mutant(
-        "only the first call is looked at",
-        "nn/_functional.py",
-        "structure not in self._memory.seen",
-        "not self._memory.seen",
-        WRITTEN,
-    ),
-    Mutant("a trace leaves stand-ins behind", "nn/_functional.py", "traced=is_tracing()", "traced=False", LEFT),
-    Mutant("weights outlive a call", "nn/_written.py", "for was in before:", "for was in ():", LEFT),
 ]

@@ -1,400 +1,203 @@
 """Faults in what lies on the host: moves, pieces, offload, spaces of graphs."""
 
-from tests.mutants.mutant import REMAT, Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, negated, never, returns, skipped, swapped
+from tests.mutants.mutant import REMAT, Fault, File
 
-MOVES, OFFLOAD = ("tests/collectives/test_moves.py",), ("tests/optim/test_offload.py",)
-SPACES, ARRIVALS = ("tests/graph/test_spaces.py",), ("tests/graph/run/test_arrivals.py",)
-ROOM, ARENA, COST = ("tests/zero/test_host_memory.py",), ("tests/optim/test_arena.py",), ("tests/graph/test_cost.py",)
+MOVES = ("tests/collectives/test_moves.py",)
+OFFLOAD = ("tests/optim/test_offload.py",)
+SPACES = ("tests/graph/test_spaces.py",)
+ARRIVALS = ("tests/graph/run/test_arrivals.py",)
+ROOM = ("tests/zero/test_host_memory.py",)
+ARENA = ("tests/optim/test_arena.py",)
+COST = ("tests/graph/test_cost.py",)
 
 MUTANTS = [
-    # moves
-    Mutant(
-        "a move down is its own transpose",
-        "collectives/_moves.py",
-        '"to_host", "to_device", l',
-        '"to_host", "to_host", l',
-        MOVES,
+    *File("collectives/_moves.py", MOVES).faults(
+        Fault("a move down is its own transpose", "", constant("to_device", "to_host", at="2 of 4")),
+        Fault("a move where it is there already is no copy", "_down", becomes("A(B).copy_", "B.view_as")),
+        Fault(
+            "the fake of a copy keeps the strides",
+            "",
+            (becomes("A.new_empty", "torch.empty_like", at="1 of 2"), bare("A.shape", at="4 of 5")),
+        ),
+        Fault("moves count as collectives", "_add_row", constant("", "all_gather")),
+        Fault("an arrival is not waited for", "arrived", skipped("A.event.synchronize()"), ARRIVALS),
     ),
-    Mutant(
-        "a move where it is there already is no copy",
-        "collectives/_moves.py",
-        "    return _below(x).copy_(x)",
-        "    return x.view_as(x)",
-        MOVES,
+    *File("sharding/_spec.py", OFFLOAD).faults(
+        Fault(
+            "a cut off by one",
+            "Spec.pieces",
+            (becomes("A(0, B, 'device')", "A(0, B - 1, 'device')"), becomes("A(at, ...)", "A(at - 1, ...)")),
+        ),
+        Fault("a cut at any element", "Spec.pieces", bare("-(-A // B) * B")),
+        Fault(
+            "a share is rounded down",
+            "Spec.pieces",
+            becomes("-(-math.ceil(self.A * B) // C)", "math.ceil(self.A * B) // C"),
+        ),
     ),
-    Mutant(
-        "the fake of a copy keeps the strides",
-        "collectives/_moves.py",
-        'return x.new_empty(x.shape, device="meta" if x.is_meta else "cpu")',
-        'return torch.empty_like(x, device="meta" if x.is_meta else "cpu")',
-        MOVES,
+    *File("sharding/_pieces.py", OFFLOAD).faults(
+        Fault("pieces overlap", "in_pieces", becomes("piece.A", "0", at="3 of 6")),
+        Fault("pieces are joined in the wrong order", "concatenated", becomes("list(A)", "list(A)[::-1]")),
+        Fault("a piece keeps the whole shard", "in_pieces", skipped("A = A.clone()"), ARENA),
     ),
-    Mutant(
-        "moves count as collectives", "collectives/_moves.py", 'wire="", stacked', 'wire="all_gather", stacked', MOVES
+    *File("optim/_offload_plan.py", OFFLOAD).faults(
+        Fault("0.1 is a little more than 1/10", "_exact", bare("repr(float(A))")),
+        Fault("the first units lie on the host", "_taken", bare("A[::-1]")),
+        Fault("each unit takes the whole share", "_taken", skipped("A -= B")),
+        Fault("a rule's first leaf answers for its unit", "_by_rule", becomes("A(path)", "A(spec.paths[0])")),
+        Fault("a share of this mesh's elements", "_weight", returns("facts(uid).shard_numel"), OFFLOAD + SPACES),
+        Fault(
+            "tied leaves of a state part when they go down",
+            "OffloadPlan._base_of",
+            becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.first else []"),
+        ),
+        Fault("tied leaves part when they come up", "OffloadPlan.lifted", never("A in B")),
+        Fault("a ratio may be true", "check_ratio", dropped("isinstance(A, bool)")),
+        Fault("a state of a unit of its own stays", "OffloadPlan._uid_in_pieces", never("total")),
+        Fault("whole parameters go down", "OffloadPlan.cut", never("boxes_only")),
+        Fault("updates of low parameters go up", "OffloadPlan.joined", never("leaves_only")),
+        Fault(
+            "any ratio fits low parameters",
+            "OffloadPlan.cut",
+            (swapped("not in", "is"), becomes("(0, A(B).C)", "None")),
+        ),
+        Fault(
+            "low parameters at any stage",
+            "offload_params",
+            becomes("isinstance(A, B) and C(A.uid).D", "isinstance(A, object)"),
+        ),
     ),
-    # cuts
-    Mutant(
-        "a cut off by one",
-        "sharding/_spec.py",
-        'return (Piece(0, at, "device"), Piece(at, k',
-        'return (Piece(0, at - 1, "device"), Piece(at - 1, k',
-        OFFLOAD,
+    *File("sharding/_segments.py", OFFLOAD).faults(
+        Fault("a piece's offset is forgotten", "segment_ids", becomes("(A.B, A.C)", "(0, A.C - A.B)")),
     ),
-    Mutant(
-        "pieces overlap", "sharding/_pieces.py", "x.narrow(-1, piece.start, piece", "x.narrow(-1, 0, piece", OFFLOAD
+    *File("graph/_one_rank.py", SPACES).faults(
+        Fault("a plan keeps the cut of another world", "as_one_rank_holds.convert", becomes("A(B).C", "x.spec.C")),
     ),
-    Mutant(
-        "a cut at any element",
-        "sharding/_spec.py",
-        "-(-math.ceil(self.host * k) // ALIGN) * ALIGN",
-        "math.ceil(self.host * k)",
-        OFFLOAD,
+    *File("optim/_offload.py", OFFLOAD).faults(
+        Fault(
+            "the update comes up, not the new parameter",
+            "_by_gradients",
+            always("A.precision is None or B is None"),
+            SPACES,
+        ),
+        Fault("gradients go down widened", "_on_host", becomes("A.B(C, D)", "A.B(C, lambda x: D(x.float()))"), SPACES),
+        Fault(
+            "parameters go down, too, for nothing",
+            "_by_gradients",
+            becomes("lambda A: A", "lambda A: to_device(to_host(A), A.device)"),
+            SPACES,
+        ),
+        Fault("a state of another ratio is not told", "offload.updated", skipped("A.B(C)")),
+        Fault("whole leaves are read in pieces", "offload", never("update == 'host' and A")),
+        Fault("a loss scale goes inside", "offload", never("A.skips")),
+        Fault("gradients do not wait", "_late", bare("B.C(A, D.E)")),
+        Fault("gradients wait for ever", "_late", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
+        Fault("a delayed state fits any ratio", "_check_waiting", never("(A is None) != (B is None)")),
+        Fault("what waits at first are parameters", "_no_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
     ),
-    Mutant(
-        "a share is rounded down",
-        "sharding/_spec.py",
-        "-(-math.ceil(self.host * k) // ALIGN)",
-        "(math.ceil(self.host * k) // ALIGN)",
-        OFFLOAD,
+    *File("optim/_lamb.py", OFFLOAD).faults(
+        Fault("lamb does not say that it reads norms", "scale_by_trust_ratio", constant(False, None)),
     ),
-    Mutant(
-        "0.1 is a little more than 1/10",
-        "optim/_offload_plan.py",
-        "Fraction(repr(float(share)))",
-        "Fraction(share)",
-        OFFLOAD,
+    *File("optim/_loss_scale.py", OFFLOAD).faults(
+        Fault(
+            "a skipped step is not skipped on the host",
+            "_chosen",
+            returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
+        ),
     ),
-    Mutant(
-        "the first units lie on the host",
-        "optim/_offload_plan.py",
-        "for uid in units[::-1]:",
-        "for uid in units:",
-        OFFLOAD,
+    *File("checkpoint/_holdings.py", OFFLOAD).faults(
+        Fault(
+            "a host's piece is loaded from the wrong range",
+            "Boxed.lying",
+            (bare("A + a - B.C"), becomes("A + B - C.D", "A + B - a")),
+        ),
+        Fault(
+            "a host's piece begins where the shard does",
+            "Boxed.lying",
+            becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
+        ),
     ),
-    Mutant("each unit takes the whole share", "optim/_offload_plan.py", "        wanted -= here\n", "", OFFLOAD),
-    Mutant(
-        "a rule's first leaf answers for its unit",
-        "optim/_offload_plan.py",
-        "shares = [rule(path) for path in spec.paths]",
-        "shares = [rule(spec.paths[0]) for path in spec.paths]",
-        OFFLOAD,
+    *File("zero/_build.py", OFFLOAD).faults(
+        Fault("pieces are filled from the shard's start", "_Home.store", bare("A + B.C")),
     ),
-    Mutant(
-        "a share of this mesh's elements",
-        "optim/_offload_plan.py",
-        "return facts(uid).numel * facts(uid).split_ranks",
-        "return facts(uid).shard_numel",
-        OFFLOAD + SPACES,
+    *File("graph/passes/_recompute.py", SPACES).faults(
+        Fault("moves are made again", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
-    Mutant(
-        "a piece's offset is forgotten",
-        "sharding/_segments.py",
-        "(piece.start, piece.stop)",
-        "(0, piece.stop - piece.start)",
-        OFFLOAD,
+    *File("graph/_storages.py", SPACES).faults(
+        Fault(
+            "captured tables lie on the device",
+            "_spaces",
+            becomes("A.meta.get('space')", "A.meta.get('space', 'device')"),
+        ),
+        Fault("mixed operations pass", "_space_of_result", dropped("device")),
+        Fault("collectives take the host's values", "_space_of_result", becomes("A and (B(C) or D)", "A and D")),
+        Fault(
+            "numbers of the device lie nowhere",
+            "_space_of_result",
+            becomes("A if device else None", "A if device and getattr(node.meta['val'], 'ndim', 1) else None"),
+        ),
     ),
-    Mutant(
-        "pieces are joined in the wrong order",
-        "sharding/_pieces.py",
-        "torch.cat(list(parts), -1)",
-        "torch.cat(list(parts)[::-1], -1)",
-        OFFLOAD,
+    *File("graph/trace/_donation.py", SPACES).faults(
+        Fault(
+            "the host's results take the device's memory",
+            "pairs",
+            becomes("by_path[A, B.space] = C", "by_path[A, 'device'] = by_path[A, 'host'] = C"),
+        ),
+        Fault("free results take either memory", "pairs", always("A.B[C].space == D[E].space")),
     ),
-    Mutant(
-        "a plan keeps the cut of another world",
-        "graph/_one_rank.py",
-        "for p in spec_of(uid).pieces]",
-        "for p in x.spec.pieces]",
-        SPACES,
+    *File("graph/_entry.py", SPACES).faults(
+        Fault("the host's arguments count as the device's", "_space", never("A.dim() or B.space == 'host'")),
     ),
-    # offload
-    Mutant(
-        "tied leaves of a state part when they go down",
-        "optim/_offload_plan.py",
-        'keys = facts(place.base).unit.split(".")',
-        'keys = facts(place.base).unit.split(".") if place.first else []',
-        OFFLOAD,
+    *File("graph/planning/_liveness.py", SPACES).faults(
+        Fault("what the host computes counts as the device's", "_unnamed", never("A in B.C")),
     ),
-    Mutant(
-        "tied leaves part when they come up",
-        "optim/_offload_plan.py",
-        "whole[base] if base in whole else Slot(base, x.index)",
-        "Slot(base, x.index)",
-        OFFLOAD,
+    *File("graph/planning/_plan.py", SPACES).faults(
+        Fault(
+            "a loop's transfers count once", "plan_of", becomes("A(B, C(D), E(*F(D)), G)", "A(B, C(D), E(*F(D)), 1)")
+        ),
     ),
-    Mutant(
-        "the update comes up, not the new parameter",
-        "optim/_offload.py",
-        "if pair.precision is None or params is None:",
-        "if True:",
-        SPACES,
+    *File("graph/run/_program.py", ARRIVALS).faults(
+        Fault("what comes is read at once", "_wait_before_use", becomes("A[old]", "node if old is node else A[old]")),
+        Fault("a copy is waited for where it starts", "_wait_before_use", skipped("A.target = B")),
+        Fault("a copy is waited for too late", "_wait_before_use", becomes("min", "max")),
+        Fault("loops wait for no copy", "arriving", skipped("A(B, C(D.E, F))")),
     ),
-    Mutant(
-        "gradients go down widened",
-        "optim/_offload.py",
-        "_by_gradients(pair, lay, lay.cut(grads, to_host), state",
-        "_by_gradients(pair, lay, lay.cut(grads, lambda x: to_host(x.float())), state",
-        SPACES,
+    *File("graph/planning/_cost.py", COST).faults(
+        Fault("the host takes no time", "seconds", returns("work")),
+        Fault("the host waits for nothing", "_Host.computes", bare("max(A, self.B(C))")),
+        Fault("the device does not wait for the host", "seconds", bare("max(A, B.C(D))")),
+        Fault("a view is there at once", "seconds", skipped("A.B(C)")),
     ),
-    Mutant(
-        "parameters go down, too, for nothing",
-        "optim/_offload.py",
-        "narrow = lay.entries(lay.cut(params, lambda x: x))",
-        "narrow = lay.entries(lay.cut(params, lambda x: to_device(to_host(x), x.device)))",
-        SPACES,
+    *File("transforms/_remat/_remat.py", REMAT).faults(
+        Fault("leaves wait on the host", "taken_down", dropped("not A[B].is_leaf")),
+        Fault("numbers wait on the host", "taken_down", dropped("A[B].dim()")),
+        Fault("copies that wait are not tracked", "taken_down", becomes("torch.enable_grad", "torch.no_grad")),
     ),
-    Mutant("a state of another ratio is not told", "optim/_offload.py", "        lay.check(state)\n", "", OFFLOAD),
-    Mutant(
-        "whole leaves are read in pieces",
-        "optim/_offload.py",
-        'if update == "host" and known.pointwise is False:',
-        "if False:",
-        OFFLOAD,
+    *File("transforms/_remat/_call.py", REMAT).faults(
+        Fault("a slot alone is no box", "StandIns.has_boxes", bare("A | B")),
+        Fault("boxes wait on the host", "BlockCall.waiting", bare("A - self.arguments.B()")),
     ),
-    Mutant("a loss scale goes inside", "optim/_offload.py", "if known.skips:", "if False:", OFFLOAD),
-    Mutant("lamb does not say that it reads norms", "optim/_lamb.py", "pointwise=False", "pointwise=None", OFFLOAD),
-    Mutant(
-        "a skipped step is not skipped on the host",
-        "optim/_loss_scale.py",
-        'to_host(good) if space == "host" else good, new, old)',
-        'good, new, old) if space == "device" else new',
-        OFFLOAD,
+    *File("graph/passes/_keep_on_host.py", REMAT).faults(
+        Fault("gathered parameters wait on the host", "keep_on_host", negated("all(A.target is B for A in C)")),
     ),
-    Mutant("a ratio may be true", "optim/_offload_plan.py", " or isinstance(ratio, bool)", "", OFFLOAD),
-    Mutant(
-        "a state of a unit of its own stays",
-        "optim/_offload_plan.py",
-        "Fraction(host, total) if total else Fraction(0)",
-        "Fraction(0)",
-        OFFLOAD,
+    *File("graph/_pass_manager.py", REMAT).faults(
+        Fault("loops' parameters wait on the host", "PassManager.body", becomes("A(B.C)", "False", at="1 of 2")),
     ),
-    # checkpoints
-    Mutant(
-        "a host's piece is loaded from the wrong range",
-        "checkpoint/_holdings.py",
-        "BlockRange(block, start + a - piece.at, start + b - piece.at)",
-        "BlockRange(block, start, start + b - a)",
-        OFFLOAD,
+    *File("zero/_bytes.py", ROOM).faults(
+        Fault("the host has always room", "check_host_memory", never("A > B")),
+        Fault("one rank's share is the host's", "check_host_memory", bare("B * A")),
+        Fault("low parameters take no room", "check_host_memory", never("A.lowers")),
+        Fault("a group's limit is not read", "free_bytes", bare("min(A, int(B) - C)")),
+        Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
-    Mutant(
-        "a host's piece begins where the shard does",
-        "checkpoint/_holdings.py",
-        "x[row], a - first)",
-        "x[row], a if a - first + b - a <= x.shape[-1] and a < x.shape[-1] else 0)",
-        OFFLOAD,
+    *File("optim/_base.py", ROOM).faults(
+        Fault("a chain does not offload", "around", becomes("any(A.offloads for A in B)", "False")),
     ),
-    Mutant(
-        "pieces are filled from the shard's start",
-        "zero/_build.py",
-        "* k if self.spec.axes else 0) + piece.start",
-        "* k if self.spec.axes else 0)",
-        OFFLOAD,
+    *File("zero/_sharded_step.py", OFFLOAD).faults(
+        Fault("parameters go up to stay", "ShardedStep.init", becomes("getattr(A, 'lowers', 0)", "0")),
     ),
-    # graphs
-    Mutant(
-        "moves are made again",
-        "graph/passes/_recompute.py",
-        "is_collective(node) or is_move(node) or",
-        "is_collective(node) or",
-        SPACES,
-    ),
-    Mutant(
-        "captured tables lie on the device",
-        "graph/_storages.py",
-        'found[n] = n.meta.get("space")',
-        'found[n] = n.meta.get("space", "device")',
-        SPACES,
-    ),
-    Mutant(
-        "mixed operations pass",
-        "graph/_storages.py",
-        "if host and (is_collective(node) or device):",
-        "if host and is_collective(node):",
-        SPACES,
-    ),
-    Mutant(
-        "collectives take the host's values",
-        "graph/_storages.py",
-        "if host and (is_collective(node) or device):",
-        "if host and device:",
-        SPACES,
-    ),
-    Mutant(
-        "numbers of the device lie nowhere",
-        "graph/_storages.py",
-        'return "host" if host else "device" if device else None',
-        'return "host" if host else "device" if device and _is_large(node) else None',
-        SPACES,
-    ),
-    Mutant(
-        "the host's results take the device's memory",
-        "graph/trace/_donation.py",
-        'by_path[place.path.split(".", 1)[1], place.space] = i',
-        'by_path[place.path.split(".", 1)[1], "device"] = by_path[place.path.split(".", 1)[1], "host"] = i',
-        SPACES,
-    ),
-    Mutant(
-        "free results take either memory",
-        "graph/trace/_donation.py",
-        "if arguments.places[i].space == results[k].space",
-        "if True",
-        SPACES,
-    ),
-    Mutant(
-        "the host's arguments count as the device's",
-        "graph/_entry.py",
-        'return {"space": place.space} if x.dim() or place.space == "host" else {}',
-        "return {}",
-        SPACES,
-    ),
-    Mutant(
-        "what the host computes counts as the device's",
-        "graph/planning/_liveness.py",
-        '"host" if n in lent.on_host else "device")',
-        '"device")',
-        SPACES,
-    ),
-    Mutant(
-        "a loop's transfers count once",
-        "graph/planning/_plan.py",
-        "nbytes(*values(n)), times) for",
-        "nbytes(*values(n)), 1) for",
-        SPACES,
-    ),
-    # copies on their way
-    Mutant(
-        "what comes is read at once",
-        "graph/run/_program.py",
-        "use.replace_input_with(old, made[old])",
-        "use.replace_input_with(old, node if old is node else made[old])",
-        ARRIVALS,
-    ),
-    Mutant(
-        "a copy is waited for where it starts", "graph/run/_program.py", "node.target = on_its_way", "pass", ARRIVALS
-    ),
-    Mutant("a copy is waited for too late", "graph/run/_program.py", "min(users, key", "max(users, key", ARRIVALS),
-    Mutant(
-        "loops wait for no copy",
-        "graph/run/_program.py",
-        "with_body(node, arriving(loop.body, kinds))",
-        "pass",
-        ARRIVALS,
-    ),
-    Mutant("an arrival is not waited for", "collectives/_moves.py", "coming.event.synchronize()", "pass", ARRIVALS),
-    # clocks
-    Mutant("the host takes no time", "graph/planning/_cost.py", "return max(work, host.now)", "return work", COST),
-    Mutant(
-        "the host waits for nothing",
-        "graph/planning/_cost.py",
-        "max(self.now, self.arrival(node)) + takes",
-        "self.now + takes",
-        COST,
-    ),
-    Mutant(
-        "the device does not wait for the host",
-        "graph/planning/_cost.py",
-        "max(work, host.arrival(node)) +",
-        "work +",
-        COST,
-    ),
-    Mutant("a view is there at once", "graph/planning/_cost.py", "            host.passes_on(node)\n", "", COST),
-    # activations
-    Mutant("leaves wait on the host", "transforms/_remat/_remat.py", " and not tensors[i].is_leaf", "", REMAT),
-    Mutant("numbers wait on the host", "transforms/_remat/_remat.py", "tensors[i].dim() and ", "", REMAT),
-    Mutant(
-        "copies that wait are not tracked",
-        "transforms/_remat/_remat.py",
-        "torch.enable_grad()",
-        "torch.no_grad()",
-        REMAT,
-    ),
-    Mutant(
-        "a slot alone is no box",
-        "transforms/_remat/_call.py",
-        "isinstance(x, _ShardStandIn | Slot)",
-        "isinstance(x, _ShardStandIn)",
-        REMAT,
-    ),
-    Mutant("boxes wait on the host", "transforms/_remat/_call.py", " - self.arguments.boxed()", "", REMAT),
-    Mutant(
-        "gathered parameters wait on the host",
-        "graph/passes/_keep_on_host.py",
-        "if all(u.target is UP",
-        "if not all(u.target is UP",
-        REMAT,
-    ),
-    Mutant(
-        "loops' parameters wait on the host", "graph/_pass_manager.py", "moves=moves(loop.body))", "moves=False)", REMAT
-    ),
-    # delay
-    Mutant("gradients do not wait", "optim/_offload.py", "lay.replaced(new, state.waiting)", "new", OFFLOAD),
-    Mutant(
-        "gradients wait for ever",
-        "optim/_offload.py",
-        "DelayedState(waiting, inner)",
-        "DelayedState(state.waiting, inner)",
-        OFFLOAD,
-    ),
-    Mutant("a delayed state fits any ratio", "optim/_offload.py", "(x is None) != (before is None)", "False", OFFLOAD),
-    Mutant(
-        "what waits at first are parameters",
-        "optim/_offload.py",
-        "return torch.zeros_like(x, dtype=dtype)",
-        "return x.to(dtype)",
-        OFFLOAD,
-    ),
-    # room
-    Mutant("the host has always room", "zero/_bytes.py", "if needed > free:", "if False:", ROOM),
-    Mutant(
-        "one rank's share is the host's",
-        "zero/_bytes.py",
-        "needed = ranks * state_bytes",
-        "needed = state_bytes",
-        ROOM,
-    ),
-    Mutant("low parameters take no room", "zero/_bytes.py", "    if opt.lowers:", "    if False:", ROOM),
-    Mutant("a group's limit is not read", "zero/_bytes.py", "min(free, int(most) - taken)", "free", ROOM),
-    Mutant(
-        "a chain does not offload",
-        "optim/_base.py",
-        "offloads=any(pair.offloads for pair in known)",
-        "offloads=False",
-        ROOM,
-    ),
-    # pieces
-    Mutant("a piece keeps the whole shard", "sharding/_pieces.py", "part = part.clone()", "pass", ARENA),
-    # parameters
-    Mutant(
-        "bytes of one memory are those of both",
-        "zero/_bytes.py",
-        "if space not in (None, memory):",
-        "if False:",
-        OFFLOAD,
-    ),
-    Mutant("parameters go up to stay", "zero/_sharded_step.py", 'getattr(opt, "lowers", 0)', "0", OFFLOAD),
-    Mutant(
-        "whole parameters go down",
-        "optim/_offload_plan.py",
-        "boxes_only and place.shape",
-        "False and place.shape",
-        OFFLOAD,
-    ),
-    Mutant(
-        "updates of low parameters go up",
-        "optim/_offload_plan.py",
-        "leaves_only and place.shape",
-        "False and place.shape",
-        OFFLOAD,
-    ),
-    Mutant("a shard that came up stays", "graph/passes/_regather.py", "seen.intersection(chain)", "False", OFFLOAD),
-    Mutant(
-        "any ratio fits low parameters", "optim/_offload_plan.py", "not in (0, spec_of(uid).host)", "is None", OFFLOAD
-    ),
-    Mutant(
-        "low parameters at any stage",
-        "optim/_offload_plan.py",
-        "    if not any(isinstance(x, Shard) and spec_of(x.uid).axes",
-        "    if not any(isinstance(x, object)",
-        OFFLOAD,
+    *File("graph/passes/_regather.py", OFFLOAD).faults(
+        Fault("a shard that came up stays", "_bring_up_anew", never("A.intersection(B)")),
     ),
 ]

@@ -1,132 +1,69 @@
 """Faults in fzero/optim."""
 
-from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, WHOLE, Mutant
+from tests.mutants.changes import bare, becomes, constant, never, skipped, swapped
+from tests.mutants.mutant import HALF, OPTIM_LAWS, PAIRS, WHOLE, Fault, File
 
 MUTANTS = [
-    Mutant(
-        "bias correction one step late",
-        "optim/_adam.py",
-        "state.count + 1",
-        "state.count + 2",
-        ("tests/optim/test_optim.py",),
+    *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
+        Fault("bias correction one step late", "_moments", becomes("A.count + 1", "A.count + 2")),
+        Fault("decay every leaf", "adamw.update", bare("A * d")),
     ),
-    Mutant(
-        "decay every leaf", "optim/_adam.py", "weight_decay * d * p", "weight_decay * p", ("tests/optim/test_optim.py",)
+    *File("optim/_norms.py", PAIRS).faults(
+        Fault("padding counts in leaf norms", "_sums_of_squares", becomes("A.sum(1)[:-1]", "A.sum(1)[1:]")),
+        Fault("leaf norms of the own part", "_leaf_norms", bare("B(A, axes)")),
     ),
-    Mutant("padding counts in leaf norms", "optim/_norms.py", ".sum(1)[:-1]", ".sum(1)[1:]", PAIRS),
-    Mutant(
-        "leaf norms of the own part",
-        "optim/_norms.py",
-        "totals = psum(torch.cat(list(own.values())), axes)",
-        "totals = torch.cat(list(own.values()))",
-        PAIRS,
+    *File("sharding/_owners.py", WHOLE).faults(
+        Fault("an owner gets another's matrix", "_matrices_of_owner", becomes("parts[A]", "parts[0]")),
+        Fault("pieces go back to the wrong place", "_parts_of_owner", becomes("A[B.matrix]", "0", at="2 of 3")),
+        Fault(
+            "all matrices meet on rank 0",
+            "OwnerAssignment.owned",
+            (swapped("(A + B // C) % self.D", "*"), becomes("(A + B // C) * self.D", "(A + B // C) * 0")),
+        ),
+        Fault("padding of a shard is sent", "_unpack_from_shards", never("A > B")),
     ),
-    Mutant(
-        "an owner gets another's matrix",
-        "sharding/_owners.py",
-        "for p in parts[rank]:\n            found",
-        "for p in parts[0]:\n            found",
-        WHOLE,
+    *File("optim/_wrappers.py", WHOLE).faults(
+        Fault("the state of a whole pair is kept whole", "_put_state", never("A.ndim")),
+        Fault("a mask of whole units", "_where", bare("torch.where(B != 0, A, C)"), PAIRS),
+        Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
-    Mutant(
-        "pieces go back to the wrong place",
-        "sharding/_owners.py",
-        "narrow(-1, done[p.matrix], p.size)",
-        "narrow(-1, 0, p.size)",
-        WHOLE,
+    *File("optim/_muon.py", WHOLE).faults(
+        Fault("a split matrix is taken for whole", "_of_stack", becomes("reversed(A)", "()")),
+        Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
-    Mutant("all matrices meet on rank 0", "sharding/_owners.py", "% self.ranks][s]", "* 0][s]", WHOLE),
-    Mutant("padding of a shard is sent", "sharding/_owners.py", "if at > end:", "if False:", WHOLE),
-    Mutant(
-        "the state of a whole pair is kept whole",
-        "optim/_wrappers.py",
-        "known.unit if leaf.ndim else None",
-        "None",
-        WHOLE,
+    *File("sharding/_segments.py", OPTIM_LAWS).faults(
+        Fault("tied leaves part at a table of numbers", "per_leaf", skipped("A[B] = A[C]")),
     ),
-    Mutant(
-        "a split matrix is taken for whole",
-        "optim/_muon.py",
-        "for axis, dim in reversed(kind):",
-        "for axis, dim in ():",
-        WHOLE,
+    *File("optim/_lamb.py", PAIRS).faults(
+        Fault("a trust ratio of zero", "_scaled", bare("(B == 0) | A")),
     ),
-    Mutant("Muon's rate is not scaled", "optim/_muon.py", "math.sqrt(max(1, rows / columns))", "1.0", WHOLE),
-    Mutant(
-        "tied leaves part at a table of numbers",
-        "sharding/_segments.py",
-        "out[position] = out[tied]",
-        "pass",
-        OPTIM_LAWS,
+    *File("optim/_ema.py", PAIRS).faults(
+        Fault("average the old parameters", "params_ema.update", bare("B(A, grads)")),
+        Fault("an average shares memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
-    Mutant("a trust ratio of zero", "optim/_lamb.py", "(norm == 0) | (step_norm == 0)", "step_norm == 0", PAIRS),
-    Mutant("a mask of whole units", "optim/_wrappers.py", "return torch.where(mask != 0, x, y)", "return x", PAIRS),
-    Mutant(
-        "masked leaves count in norms",
-        "optim/_wrappers.py",
-        "chosen(grads, applies), state",
-        "grads, state",
-        OPTIM_LAWS,
+    *File("optim/_inject.py", PAIRS).faults(
+        Fault("hyperparameters in float32", "_number", becomes("torch.float64", "torch.float32")),
     ),
-    Mutant(
-        "average the old parameters",
-        "optim/_ema.py",
-        "apply_updates(params, grads), state.ema",
-        "params, state.ema",
-        PAIRS,
+    *File("optim/_adafactor.py", PAIRS).faults(
+        Fault("columns of stacked matrices mix", "_places_of_sums", bare("A + B // C * D")),
+        Fault("padding counts as a row", "_leaf_places", becomes("A(0, 1, 1, B, B)", "A(0, 1, 1, 0, B)"), OPTIM_LAWS),
     ),
-    Mutant("an average shares memory", "optim/_ema.py", "copy=True", "copy=False", OPTIM_LAWS),
-    Mutant(
-        "hyperparameters in float32",
-        "optim/_inject.py",
-        "dtype=torch.float64, device",
-        "dtype=torch.float32, device",
-        PAIRS,
+    *File("optim/_master.py", HALF).faults(
+        Fault(
+            "the master copy is dropped",
+            "master_weights.update",
+            becomes("A(B, state)", "tree.map(lambda p: p.to(master), B)"),
+        ),
+        Fault("narrow gradients will do", "_check_dtypes", becomes("expected", "torch.float32", at="2 of 3")),
     ),
-    Mutant(
-        "columns of stacked matrices mix",
-        "optim/_adafactor.py",
-        "inner // area * width + inner % width",
-        "inner % width",
-        PAIRS,
-    ),
-    Mutant(
-        "padding counts as a row",
-        "optim/_adafactor.py",
-        "_LeafPlace(0, 1, 1, end, end)",
-        "_LeafPlace(0, 1, 1, 0, end)",
-        OPTIM_LAWS,
-    ),
-    Mutant(
-        "the master copy is dropped",
-        "optim/_master.py",
-        "masters = master_params(params, state)",
-        "masters = tree.map(lambda p: p.to(master), params)",
-        HALF,
-    ),
-    Mutant(
-        "a rank skips alone",
-        "optim/_loss_scale.py",
-        "[psum(torch.stack(found).sum(), axes) for",
-        "[torch.stack(found).sum() for",
-        HALF,
-    ),
-    Mutant("a skipped step counts", "optim/_loss_scale.py", "good, new, old)\n", "good, new, new)\n", HALF),
-    Mutant(
-        "zero is taken for nothing", "optim/_loss_scale.py", "torch.full_like(u, -0.0)", "torch.zeros_like(u)", HALF
-    ),
-    Mutant(
-        "growth is not begun again",
-        "optim/_loss_scale.py",
-        "torch.where(grows, torch.zeros_like",
-        "torch.where(grows & False, torch.zeros_like",
-        HALF,
-    ),
-    Mutant(
-        "narrow gradients will do",
-        "optim/_master.py",
-        "given != torch.promote_types(given, expected)",
-        "given != torch.promote_types(given, torch.float32)",
-        HALF,
+    *File("optim/_loss_scale.py", HALF).faults(
+        Fault("a rank skips alone", "all_finite", bare("B(A, axes)")),
+        Fault("a skipped step counts", "_chosen", becomes("old", "new")),
+        Fault(
+            "zero is taken for nothing",
+            "dynamic_loss_scale.update",
+            becomes("torch.full_like(A, -0.0)", "torch.zeros_like(A)"),
+        ),
+        Fault("growth is not begun again", "dynamic_loss_scale.update", becomes("grows", "grows & False", at="3 of 3")),
     ),
 ]

@@ -1,84 +1,57 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Mutant
+from tests.mutants.changes import always, becomes, before, dropped, never, skipped
+from tests.mutants.mutant import DONATION, HALF, JIT, OWN, TEXTS, WRITES, Fault, File
 
 MUTANTS = [
-    Mutant(
-        "Dynamo is imported with fzero",
-        "_torch/dynamo.py",
-        "import importlib.abc\n",
-        "import importlib.abc\nimport torch._dynamo\n",
-        ("tests/test_import.py",),
+    *File("_torch/dynamo.py", ("tests/test_import.py",)).faults(
+        Fault("Dynamo is imported with fzero", "", before("import importlib.util", "import torch._dynamo")),
+        Fault("Dynamo is not told", "_Loader.exec_module", skipped("A.B(f)")),
     ),
-    Mutant(
-        "Dynamo is not told",
-        "_torch/dynamo.py",
-        "            module.allow_in_graph(f)",
-        "            pass",
-        ("tests/test_import.py",),
+    *File("tree.py").faults(
+        Fault("a tie breaks in tree.map", "map", always("A not in B")),
     ),
-    Mutant("a tie breaks in tree.map", "tree.py", "if key not in done:", "if True:"),
-    Mutant("an axis leaks", "axes/_scope.py", "_SCOPES.stack.pop()", "pass"),
-    Mutant("results need no check", "axes/_replicated.py", "if not message:", "if True:", ("tests/test_errors.py",)),
-    Mutant(
-        "vmap hides a write",
-        "_torch/levels.py",
-        "x = unwrapped(x)  # only",
-        "pass  # only",
-        WRITES,
+    *File("axes/_scope.py").faults(
+        Fault("an axis leaks", "within", skipped("A.stack.pop()")),
     ),
-    Mutant(
-        "steps are recorded for ever",
-        "zero/_checks.py",
-        "return x.detach() if own else x",
-        "return x",
-        ("tests/zero/test_parameters_with_grad.py",),
+    *File("axes/_replicated.py", ("tests/test_errors.py",)).faults(
+        Fault("results need no check", "_Replicated.vmap", always("not A")),
+        Fault("a process forgets what is its own", "check_inputs_replicated", never("A.name in B"), OWN),
     ),
-    Mutant(
-        "graphs are cut between steps",
-        "zero/_checks.py",
-        "and x.is_leaf and",
-        "and",
-        ("tests/zero/test_parameters_with_grad.py",),
+    *File("_torch/levels.py", WRITES).faults(
+        Fault("vmap hides a write", "written", skipped("A = B(A)")),
+        Fault("late reduction", "raise_priority", never("not A()"), ("tests/transforms/test_memory.py",)),
     ),
-    Mutant("a process forgets what is its own", "axes/_replicated.py", "if axis.name in known:", "if False:", OWN),
-    Mutant("jit lets a step write into its shards", "zero/_checks.py", "or not is_tracing():", "or True:", WRITES),
-    Mutant(
-        "late reduction",
-        "_torch/levels.py",
-        "if not is_tracing() and",
-        "if False and",
-        ("tests/transforms/test_memory.py",),
+    *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
+        Fault("steps are recorded for ever", "as_value", never("own")),
+        Fault("graphs are cut between steps", "as_value", dropped("A.is_leaf")),
+        Fault("jit lets a step write into its shards", "check_unwritten", always("not A()"), WRITES),
     ),
-    Mutant(
-        "masters start rounded",
-        "zero/_sharded_step.py",
-        'wide._placed("params", params, ',
-        'wide._placed("params", precision.cast(params() if callable(params) else params), ',
-        HALF,
+    *File("zero/_sharded_step.py", HALF).faults(
+        Fault(
+            "masters start rounded",
+            "ShardedStep.init",
+            becomes("A.B('params', C, D)", "A.B('params', precision.cast(C() if callable(C) else C), D)"),
+        ),
+        Fault("donate the batch", "ShardedStep._handed_on", always("A in self.B or A < len(C) and D(E, C[A])"), JIT),
     ),
-    Mutant(
-        "norms are narrowed",
-        "optim/_precision.py",
-        "return self.master if self.full",
-        "return self.param if self.full",
-        HALF,
+    *File("optim/_precision.py", HALF).faults(
+        Fault("norms are narrowed", "Precision.dtype_of", becomes("self.master", "self.param")),
     ),
-    Mutant(
-        "random numbers are constants",
-        "_torch/tracing.py",
-        "quiet, _mode_of(fakes), _without_values(), ",
-        "quiet, _without_values(), ",
-        JIT,
+    *File("_torch/tracing.py", JIT).faults(
+        Fault(
+            "random numbers are constants",
+            "trace",
+            becomes("with A, B(), C, D(E), F(), G(): ...", "with A, B(), C, F(), G(): ..."),
+        ),
     ),
-    Mutant(
-        "donate the batch",
-        "zero/_sharded_step.py",
-        "i in self.params or (i < len(results) and is_like(x, results[i]))",
-        "True",
-        JIT,
+    *File("_donated.py", DONATION).faults(
+        Fault("keep the old tensors", "empty", skipped("A.data = B(A.dtype, A.device)")),
     ),
-    Mutant("keep the old tensors", "_donated.py", "    x.data = _nothing(x.dtype, x.device)\n", "", DONATION),
-    Mutant("texts of two rounds are mixed", "ranks/_agreement.py", "_ROUNDS[topic] += 1", "_ROUNDS[topic] = 1", TEXTS),
-    Mutant("texts of two topics are mixed", "ranks/_agreement.py", "fzero/{topic}/", "fzero/", TEXTS),
+    *File("ranks/_agreement.py", TEXTS).faults(
+        Fault("texts of two rounds are mixed", "gather_texts", becomes("A[B] += 1", "A[B] = 1")),
+        Fault(
+            "texts of two topics are mixed", "gather_texts", becomes("f'fzero/{A}/{B[A]}/{C}'", "f'fzero/{B[A]}/{C}'")
+        ),
+    ),
 ]

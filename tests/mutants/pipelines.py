@@ -1,6 +1,7 @@
 """Faults in fzero/pipelines, in messages, and in a graph's phases."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
+from tests.mutants.mutant import Fault, File
 
 LAWS = ("tests/parallel/pipeline/test_equivalence.py",)
 PLAN = ("tests/parallel/pipeline/test_plan.py",)
@@ -8,316 +9,123 @@ ERRORS = ("tests/parallel/pipeline/test_errors.py",)
 AXES = ("tests/parallel/pipeline/test_axes.py",)
 MESSAGES = ("tests/collectives/test_messages.py",)
 PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
-DEPTH = "or self.depth not in (None, depth, counts)"
 
 MUTANTS = [
-    Mutant(
-        "accumulation around draws the same masks again",
-        "parallel/pipeline/_pipeline.py",
-        "outer + number, key",
-        "number, key",
-        LAWS,
+    *File("parallel/pipeline/_pipeline.py", LAWS).faults(
+        Fault("accumulation around draws the same masks again", "Pipeline._run.call_of", bare("B + A")),
+        Fault("micro-batches of a pipeline draw alike", "Pipeline._run.call_of", becomes("A + B", "0 * B")),
+        Fault("depth is not compared", "Pipeline._counts", dropped("self.A not in (None, A, B)"), ERRORS),
+        Fault(
+            "the mean may leave the pipeline out",
+            "Pipeline._run",
+            becomes("self.axis not in [A.name for A in B()]", "self.axis in ()"),
+            ERRORS,
+        ),
+        Fault("second derivatives by the table", "run_on", dropped("A > 1")),
+        Fault("evaluation runs backward", "run_on", always("A == 1")),
     ),
-    Mutant(
-        "the first block draws the masks of what comes first",
-        "parallel/pipeline/_model.py",
-        "random.fold_in(call.key, index + 1)",
-        "random.fold_in(call.key, index)",
-        LAWS,
+    *File("parallel/pipeline/_model.py", LAWS).faults(
+        Fault("the first block draws the masks of what comes first", "Model.run_block", bare("A + 1")),
+        Fault("a total stays in half precision", "Model.run_last", bare("A.to(torch.promote_types(A.dtype, B))")),
+        Fault("blocks of all ranks pass for one's own", "_own", becomes("A.shape[:1] != (1,)", "not A.ndim"), ERRORS),
+        Fault("blocks of another order", "placed", becomes("A[B] + C", "A[B] + len(slots[B]) - 1 - C")),
+        Fault(
+            "blocks are unstacked rank by rank",
+            "Placement.places",
+            becomes("[A[B] for B in range(self.C)]", "A.values()"),
+        ),
+        Fault("idle slots are blocks", "placed", bare("A[:B[C]]")),
+        Fault("all blocks draw one mask", "Model.run_block", bare("B.C(A, D + 1)")),
+        Fault("ranks of a pipeline draw apart", "without_axis", dropped("A != B")),
+        Fault("a part that does not divide", "micro_batch_of.part", never("left"), ERRORS),
     ),
-    Mutant(
-        "a table forgets the loss scale",
-        "parallel/pipeline/_table.py",
-        "scale = loss_scale_here()",
-        "scale = None",
-        LAWS,
+    *File("parallel/pipeline/_table.py", LAWS).faults(
+        Fault("a table forgets the loss scale", "run_table", becomes("A = B()", "A = None")),
+        Fault("a loss scale stays in the gradients", "_Row.handed_out", always("self.A is None", at="2 of 2")),
+        Fault("a graph forgets the loss scale", "Recorded._stage", becomes("A(B, self.C)", "A(B, None)"), PROCESSES),
+        Fault("a micro-batch's gradient replaces the others", "_Row._add", bare("self.grads[B].add_(A)")),
+        Fault("gradients are handed out unscaled", "_Row.handed_out", bare("A * B.to(A.dtype)")),
+        Fault("residuals are kept", "_Row._backward", becomes("self.pulls.pop((A, B))", "self.pulls[A, B]")),
+        Fault("the second half adds nothing", "_Row._act", skipped("self.A(stage, B)")),
+        Fault("sums keep the last total", "_Row._forward", bare("B + A")),
+        Fault(
+            "a loss hands its gradients out again",
+            "_Row.handed_out",
+            (bare("(A, self.grads)"), becomes("(self.grads, None)", "dict(self.grads)")),
+            ERRORS,
+        ),
     ),
-    Mutant(
-        "a loss scale stays in the gradients",
-        "parallel/pipeline/_table.py",
-        "total if self.scale is None else total / self.scale",
-        "total",
-        LAWS,
+    *File("parallel/pipeline/_ticks.py", LAWS).faults(
+        Fault("what has no use has a gradient", "_OnlyWhere.backward", bare("torch.where(condition, A, B)")),
+        Fault("a bubble's block has a gradient", "_through", bare("runs & A")),
+        Fault("the loss counts on all ranks", "run_ticks", becomes("torch.where(here, a, A)", "a")),
+        Fault("weights count on all ranks", "run_ticks", becomes("torch.where(here, w, A)", "w")),
+        Fault("bubbles take what arrived", "_through", bare("(B[C] <= 0) | A | (D >= E)")),
+        Fault("idle slots run", "_through", becomes("A[B] < 0", "A[B] < -1")),
+        Fault("ticks hand on what blocks make of it", "_through", skipped("A('block', B, C)"), ERRORS),
+        Fault("a tick too few", "_through", becomes("range(A + B)", "range(A + B - 1)")),
+        Fault("blocks are told another number", "_block", constant(0, 1)),
     ),
-    Mutant(
-        "a graph forgets the loss scale",
-        "parallel/pipeline/_table.py",
-        "seed_of(made, self.scale)",
-        "seed_of(made, None)",
-        PROCESSES,
+    *File("parallel/pipeline/_checks.py", ERRORS).faults(
+        Fault("ties of blocks are parted", "check_untied", never("block != A")),
+        Fault("a negative number of blocks", "check_depth", becomes("A(B, 0)", "A(B, -9)")),
+        Fault("stacked leaves shift no dimension", "PipelineSplit.__call__", bare("A + 1"), AXES),
+        Fault("a pipeline has data of its own", "PipelineSplit.apart", dropped("self.axis"), LAWS),
     ),
-    Mutant(
-        "a total stays in half precision",
-        "parallel/pipeline/_model.py",
-        "total = total.to(torch.promote_types(total.dtype, torch.float32))",
-        "total = total",
-        LAWS,
+    *File("sharding/_segments.py", LAWS).faults(
+        Fault("idle places count", "_without_idle", returns("x", at="2 of 2")),
     ),
-    Mutant(
-        "what has no use has a gradient",
-        "parallel/pipeline/_ticks.py",
-        "torch.where(condition, grad, torch.zeros_like(grad))",
-        "grad",
-        LAWS,
+    *File("graph/_agree.py", PROCESSES).faults(
+        Fault("a permutation is every rank's", "_permuted", always("len({*A, *B}) <= 1 and sum(B)")),
+        Fault("ranks compare their stages with all", "agree", becomes("A or 'no pipeline'", "'no pipeline'")),
     ),
-    Mutant("a bubble's block has a gradient", "parallel/pipeline/_ticks.py", "used = runs & (", "used = (", LAWS),
-    Mutant("ties of blocks are parted", "parallel/pipeline/_checks.py", "if block != number:", "if False:", ERRORS),
-    Mutant(
-        "a negative number of blocks", "parallel/pipeline/_checks.py", "_is_count(n, 0)", "_is_count(n, -9)", ERRORS
+    *File("parallel/pipeline/_stages.py", LAWS).faults(
+        Fault("the first stage alone uses the rest", "Stages.uses", (swapped("in", "=="), becomes("(0, self.A)", "0"))),
+        Fault("blocks may change what they hand on", "check_handed_on", never("A != B or C[0] != C[1]"), ERRORS),
     ),
-    Mutant("idle places count", "sharding/_segments.py", "torch.where(unused, torch.zeros_like(x), x)", "x", LAWS),
-    Mutant(
-        "a permutation is every rank's",
-        "graph/_agree.py",
-        "len({*received, *sent}) <= 1 and sum(sent)",
-        "True",
-        PROCESSES,
+    *File("axes/mailbox.py", MESSAGES).faults(
+        Fault("a message is not kept", "post", bare("A().clone", at="2 of 2")),
+        Fault("the last message goes first", "collect", becomes("A.mail[B].popleft", "A.mail[B].pop")),
+        Fault("another shape is taken", "collect", dropped("A.shape != B.shape")),
     ),
-    Mutant(
-        "a micro-batch's gradient replaces the others",
-        "parallel/pipeline/_table.py",
-        "self.grads[place].add_(new)",
-        "new",
-        LAWS,
+    *File("axes/lockstep.py", MESSAGES).faults(
+        Fault("what nobody received is forgotten", "run", skipped("A(B.values())")),
     ),
-    Mutant(
-        "gradients are handed out unscaled",
-        "parallel/pipeline/_table.py",
-        "(grad * total.to(grad.dtype))",
-        "grad",
-        LAWS,
+    *File("graph/loop/_trace.py", PROCESSES).faults(
+        Fault("sums of a stage are in another order", "_turn_of", becomes("A[1]", "A[0]")),
+        Fault("what a rank does not read is not gathered", "_body", dropped("*A(B.C)")),
+        Fault("weights before what is sent", "with_loops", skipped("A(start)"), PLAN),
     ),
-    Mutant(
-        "residuals are kept", "parallel/pipeline/_table.py", "self.pulls.pop((stage, m))", "self.pulls[stage, m]", LAWS
+    *File("graph/loop/_run.py", PROCESSES).faults(
+        Fault("residuals are read once", "_Turns.run", becomes("self.readers[A]", "1")),
     ),
-    Mutant(
-        "the second half adds nothing",
-        "parallel/pipeline/_table.py",
-        "self._add(stage, self.halves.pop((stage, m)))",
-        "pass",
-        LAWS,
+    *File("graph/loop/_split.py", PLAN).faults(
+        Fault("what is made anew is held", "_Cutter.__init__", skipped("self.anew.add(A)")),
+        Fault("a draw is made anew", "_Cutter.__init__", becomes("A(B) or C(B) or D(B)", "A(B) or C(B)")),
     ),
-    Mutant(
-        "sums keep the last total",
-        "parallel/pipeline/_table.py",
-        "[x + y for x, y in zip(",
-        "[y for x, y in zip(",
-        LAWS,
+    *File("graph/loop/_memory.py", PLAN).faults(
+        Fault("plans forget what is in flight", "_Walk._hold", skipped("self.A += B")),
+        Fault("plans forget messages", "_Walk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
+        Fault("a pipeline takes its work's time", "track_seconds", becomes("A.makespan", "A.busy[0]")),
     ),
-    Mutant(
-        "a loss hands its gradients out again",
-        "parallel/pipeline/_table.py",
-        "grads, self.grads = self.grads, None",
-        "grads = dict(self.grads)",
-        ERRORS,
+    *File("graph/passes/_schedule.py", PLAN).faults(
+        Fault("a gather starts in another pass", "asked_ahead", never("A.target is B")),
     ),
-    Mutant(
-        "the loss counts on all ranks",
-        "parallel/pipeline/_ticks.py",
-        "torch.where(here, a, torch.zeros_like(a))",
-        "a",
-        LAWS,
+    *File("graph/passes/_regather.py", PLAN).faults(
+        Fault("a unit stays between two passes", "_lets_go", never("A.passes[B] != A.passes[C]")),
     ),
-    Mutant(
-        "weights count on all ranks",
-        "parallel/pipeline/_ticks.py",
-        "torch.where(here, w, torch.zeros_like(w))",
-        "w",
-        LAWS,
+    *File("graph/passes/_hoist.py", PLAN).faults(
+        Fault("what a pass gathers is gathered once a step", "_loops", dropped("A.track is None")),
     ),
-    Mutant(
-        "bubbles take what arrived",
-        "parallel/pipeline/_ticks.py",
-        "(stage[k] <= 0) | (m < 0) | (m >= count)",
-        "m < 0",
-        LAWS,
+    *File("graph/loop/_rank_schedule.py", PLAN).faults(
+        Fault(
+            "weights' gradients come before what goes on backward", "Phase.precedes", never("other.kind == 'I' and A")
+        ),
     ),
-    Mutant(
-        "idle slots run",
-        "parallel/pipeline/_ticks.py",
-        "_where(index[slot] < 0, x, y)",
-        "_where(index[slot] < -1, x, y)",
-        LAWS,
+    *File("graph/passes/_bucket.py", AXES).faults(
+        Fault("buckets pass the end of a phase", "bucket.together", returns("True")),
     ),
-    Mutant(
-        "blocks of all ranks pass for one's own",
-        "parallel/pipeline/_model.py",
-        "w.shape[:1] != (1,)",
-        "not w.ndim",
-        ERRORS,
+    *File("graph/_one_rank.py", PLAN).faults(
+        Fault("every rank's plan is the first's", "_Processes.get_local_rank", returns("0")),
     ),
-    Mutant(
-        "ticks hand on what blocks make of it",
-        "parallel/pipeline/_ticks.py",
-        'check_handed_on("block", x, y)',
-        "pass",
-        ERRORS,
-    ),
-    Mutant("a tick too few", "parallel/pipeline/_ticks.py", "range(count + last)", "range(count + last - 1)", LAWS),
-    Mutant(
-        "blocks are told another number",
-        "parallel/pipeline/_ticks.py",
-        "index.clamp(min=0), call",
-        "index.clamp(min=1), call",
-        LAWS,
-    ),
-    Mutant(
-        "the first stage alone uses the rest",
-        "parallel/pipeline/_stages.py",
-        "stage in (0, self.last)",
-        "stage == 0",
-        LAWS,
-    ),
-    Mutant(
-        "blocks of another order",
-        "parallel/pipeline/_model.py",
-        "rows[r][place] = first[s] + j",
-        "rows[r][place] = first[s] + len(slots[s]) - 1 - j",
-        LAWS,
-    ),
-    Mutant(
-        "blocks are unstacked rank by rank",
-        "parallel/pipeline/_model.py",
-        "tuple([found[b] for b in range(self.depth)])",
-        "tuple(found.values())",
-        LAWS,
-    ),
-    Mutant("idle slots are blocks", "parallel/pipeline/_model.py", "chunks[k][: counts[s]]", "chunks[k]", LAWS),
-    Mutant(
-        "all blocks draw one mask",
-        "parallel/pipeline/_model.py",
-        "random.fold_in(call.key, index + 1)",
-        "call.key",
-        LAWS,
-    ),
-    Mutant("ranks of a pipeline draw apart", "parallel/pipeline/_model.py", "if n != name])", "])", LAWS),
-    Mutant(
-        "micro-batches of a pipeline draw alike",
-        "parallel/pipeline/_pipeline.py",
-        "outer + number, key",
-        "0 * number, key",
-        LAWS,
-    ),
-    Mutant(
-        "a part that does not divide",
-        "parallel/pipeline/_model.py",
-        "        if left:\n",
-        "        if False:\n",
-        ERRORS,
-    ),
-    Mutant("depth is not compared", "parallel/pipeline/_pipeline.py", DEPTH, "", ERRORS),
-    Mutant(
-        "the mean may leave the pipeline out",
-        "parallel/pipeline/_pipeline.py",
-        "not in [a.name for a in data_axes()]:",
-        "in ():",
-        ERRORS,
-    ),
-    Mutant(
-        "blocks may change what they hand on",
-        "parallel/pipeline/_stages.py",
-        "structure != other or said[0] != said[1]",
-        "False",
-        ERRORS,
-    ),
-    Mutant(
-        "stacked leaves shift no dimension",
-        "parallel/pipeline/_checks.py",
-        "dim + 1 if dim >= 0",
-        "dim if dim >= 0",
-        AXES,
-    ),
-    Mutant("a pipeline has data of its own", "parallel/pipeline/_checks.py", "return (self.axis,)", "return ()", LAWS),
-    Mutant(
-        "second derivatives by the table",
-        "parallel/pipeline/_pipeline.py",
-        "order is None or order > 1",
-        "order is None",
-        LAWS,
-    ),
-    Mutant("evaluation runs backward", "parallel/pipeline/_pipeline.py", "backward=order == 1", "backward=True", LAWS),
-    # messages
-    Mutant("a message is not kept", "axes/mailbox.py", "append(x.detach().clone())", "append(x.detach())", MESSAGES),
-    Mutant("the last message goes first", "axes/mailbox.py", ".popleft()", ".pop()", MESSAGES),
-    Mutant(
-        "what nobody received is forgotten", "axes/lockstep.py", "    check_received(groups.values())\n", "", MESSAGES
-    ),
-    Mutant("another shape is taken", "axes/mailbox.py", "if x.shape != like.shape or", "if", MESSAGES),
-    # phases of a graph
-    Mutant(
-        "sums of a stage are in another order",
-        "graph/loop/_trace.py",
-        "key=lambda pair: position[pair[1]]",
-        "key=lambda pair: position[pair[0]]",
-        PROCESSES,
-    ),
-    Mutant(
-        "what a rank does not read is not gathered", "graph/loop/_trace.py", "*needed_by(turn.start), ", "", PROCESSES
-    ),
-    Mutant(
-        "weights before what is sent",
-        "graph/loop/_trace.py",
-        "            sends_first(start)\n",
-        "            pass\n",
-        PLAN,
-    ),
-    Mutant("residuals are read once", "graph/loop/_run.py", "self.readers[what]]", "1]", PROCESSES),
-    Mutant(
-        "what is made anew is held",
-        "graph/loop/_split.py",
-        "                self.anew.add(n)\n",
-        "                pass\n",
-        PLAN,
-    ),
-    Mutant("a draw is made anew", "graph/loop/_split.py", " or is_random(n)", "", PLAN),
-    Mutant(
-        "plans forget what is in flight",
-        "graph/loop/_memory.py",
-        "self.now += block.size if not block.holders else 0",
-        "pass",
-        PLAN,
-    ),
-    Mutant(
-        "plans forget messages",
-        "graph/loop/_memory.py",
-        "self.ready[value] = [self._hold(_Block(size)) for",
-        "self.ready[value] = [_Block(size) for",
-        PROCESSES,
-    ),
-    Mutant("a pipeline takes its work's time", "graph/loop/_memory.py", ".makespan", ".busy[0]", PLAN),
-    Mutant(
-        "a gather starts in another pass",
-        "graph/passes/_schedule.py",
-        "if n.target is BEGINS:",
-        "if False:",
-        PLAN,
-    ),
-    Mutant(
-        "a unit stays between two passes",
-        "graph/passes/_regather.py",
-        "if order.passes[a] != order.passes[b]:",
-        "if False:",
-        PLAN,
-    ),
-    Mutant(
-        "what a pass gathers is gathered once a step", "graph/passes/_hoist.py", " and loop.track is None", "", PLAN
-    ),
-    Mutant(
-        "weights' gradients come before what goes on backward",
-        "graph/loop/_rank_schedule.py",
-        'other.kind == "I" and other.stage < self.stage',
-        "False",
-        PLAN,
-    ),
-    Mutant(
-        "buckets pass the end of a phase",
-        "graph/passes/_bucket.py",
-        "return bisect_left(ends, one) == bisect_left(ends, other)",
-        "return True",
-        AXES,
-    ),
-    Mutant(
-        "ranks compare their stages with all", "graph/_agree.py", 'place or "no pipeline"', '"no pipeline"', PROCESSES
-    ),
-    Mutant("every rank's plan is the first's", "graph/_one_rank.py", "dict(self.places).get(name, 0)", "0", PLAN),
 ]

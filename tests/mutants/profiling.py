@@ -1,88 +1,44 @@
 """Faults in fzero/profiling, in what it asks of a jitted step, and in tracebacks."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, swapped
+from tests.mutants.mutant import Fault, File
 
 PROFILING = ("tests/observe",)
-
 TRACEBACKS = ("tests/test_tracebacks.py",)
 
 MUTANTS = [
-    Mutant(
-        "causes keep all frames",
-        "_tracebacks.py",
-        "error = error.__cause__ or error.__context__",
-        "error = None",
-        TRACEBACKS,
+    *File("_tracebacks.py", TRACEBACKS).faults(
+        Fault("causes keep all frames", "_chain", becomes("A.__cause__ or A.__context__", "None")),
+        Fault("tracebacks end in torch", "_of_users", always("A(B.tb_frame.f_code.co_filename)")),
+        Fault("faults of torch lose their frames", "_is_answer", always("A(B.tb_frame.f_code.co_filename)")),
+        Fault("answers keep frames", "UsersFrames.__exit__", bare("A and not B(C, D)")),
+        Fault("faults of fzero lose their frames", "_is_answer", swapped("raised and A", "or")),
+        Fault(
+            "no word is near",
+            "_nearest",
+            becomes("difflib.get_close_matches(A, B, 1)", "difflib.get_close_matches(A, B, 0 + 1, 1.0)"),
+        ),
+        Fault("frames are never shown", "UsersFrames.__exit__", dropped("sys.flags.dev_mode")),
     ),
-    Mutant(
-        "tracebacks end in torch",
-        "_tracebacks.py",
-        "if is_users(trace.tb_frame.f_code.co_filename) else []",
-        "",
-        TRACEBACKS,
+    *File("_torch/tracing.py", TRACEBACKS).faults(
+        Fault("torch logs what it raises", "_unlogged.keep", returns("'' in record.getMessage()")),
     ),
-    Mutant(
-        "faults of torch lose their frames",
-        "_tracebacks.py",
-        "is_fzeros(trace.tb_frame.f_code.co_filename)",
-        "True",
-        TRACEBACKS,
+    *File("_torch/recorder.py", PROFILING).faults(
+        Fault("a backward pass is its caller's", "_place", bare("B or A")),
     ),
-    Mutant(
-        "answers keep frames",
-        "_tracebacks.py",
-        "if not through and not _is_answer(error, own)",
-        "if not through",
-        TRACEBACKS,
+    *File("observe/_lines.py", PROFILING).faults(
+        Fault("a second forward pass is backward", "spans.after", never("A.B", at="2 of 2")),
+        Fault("a function is its outermost", "function_at", becomes("min", "max")),
+        Fault("operations begin together", "_placed", becomes("A += B.C", "A += 0")),
+        Fault("all that is not backward is forward", "_placed", (bare("A > B[-1]"), constant("update", "forward"))),
     ),
-    Mutant(
-        "faults of fzero lose their frames",
-        "_tracebacks.py",
-        "return raised and isinstance",
-        "return raised or isinstance",
-        TRACEBACKS,
+    *File("observe/_profile.py", PROFILING).faults(
+        Fault("the cheapest have colours", "_of_dearest", bare("-A")),
+        Fault("labels overlap", "label", constant(4, 0)),
+        Fault("bars join over those above them", "bars", becomes("A(B)[:C + 1]", "A(B)[C:C + 1]")),
     ),
-    Mutant("no word is near", "_tracebacks.py", "known, 1)", "known, 0 + 1, 1.0)", TRACEBACKS),
-    Mutant("frames are never shown", "_tracebacks.py", " or sys.flags.dev_mode", "", TRACEBACKS),
-    Mutant(
-        "torch logs what it raises",
-        "_torch/tracing.py",
-        'return "attempting to run meta" not in',
-        'return "" in',
-        TRACEBACKS,
-    ),
-    Mutant("a backward pass is its caller's", "_torch/recorder.py", "made or user_line()", "user_line()", PROFILING),
-    Mutant(
-        "a second forward pass is backward",
-        "observe/_lines.py",
-        '"forward" if place.forward else ""',
-        '""',
-        PROFILING,
-    ),
-    Mutant("the cheapest have colours", "observe/_profile.py", "-sums[name]", "sums[name]", PROFILING),
-    Mutant("labels overlap", "observe/_profile.py", "if room >= 4", "if room >= 0", PROFILING),
-    Mutant("loops are timed twice", "graph/run/_clock.py", " or n.name in self.loops", "", PROFILING),
-    Mutant("a function is its outermost", "observe/_lines.py", "min(inside)[1]", "max(inside)[1]", PROFILING),
-    Mutant("operations begin together", "observe/_lines.py", "start += r.seconds", "start += 0", PROFILING),
-    Mutant(
-        "all that is not backward is forward",
-        "observe/_lines.py",
-        '"update" if i > behind[-1]',
-        '"forward" if i',
-        PROFILING,
-    ),
-    Mutant(
-        "operations in a graph are shown twice",
-        "graph/run/_clock.py",
-        "    with unwatched():",
-        "    if True:",
-        PROFILING,
-    ),
-    Mutant(
-        "bars join over those above them",
-        "observe/_profile.py",
-        "_names(s)[: row + 1]",
-        "_names(s)[row : row + 1]",
-        PROFILING,
+    *File("graph/run/_clock.py", PROFILING).faults(
+        Fault("loops are timed twice", "_Timed.run_node", dropped("A.name in self.loops")),
+        Fault("operations in a graph are shown twice", "timed", becomes("with A(): ...", "if True: ...")),
     ),
 ]

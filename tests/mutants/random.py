@@ -1,19 +1,26 @@
 """Faults in fzero/random."""
 
-from tests.mutants.mutant import RANDOM, Mutant
+from tests.mutants.changes import becomes, dropped, skipped
+from tests.mutants.mutant import RANDOM, Fault, File
 
 MUTANTS = [
-    Mutant("all ranks draw alike", "random/_seeded.py", "fold_in(key, index)", "fold_in(key, 0)", RANDOM),
-    Mutant("micro-batches draw alike", "random/_seeded.py", "index), micro_batch()", "index), 0", RANDOM),
-    Mutant(
-        "ranks of all axes differ",
-        "random/_seeded.py",
-        "axis_index(tuple([a.name for a in data_axes()]))",
-        "axis_index(axis_names())",
-        RANDOM,
+    *File("random/_seeded.py", RANDOM).faults(
+        Fault("all ranks draw alike", "seeded.from_key", becomes("A(B, index)", "A(B, 0)")),
+        Fault("micro-batches draw alike", "seeded.from_key", becomes("A(A(B, C), D())", "A(A(B, C), 0)")),
+        Fault(
+            "ranks of all axes differ",
+            "seeded.from_key",
+            (becomes("tuple", "axis_names"), dropped("[A.name for A in B()]")),
+        ),
+        Fault("all draws have one key", "_Drawing.next_key", skipped("self.drawn += 1")),
+        Fault(
+            "what draws is not asked",
+            "_Refusing.__torch_dispatch__",
+            becomes("A and B(C, D, E)", "False and A and B(C, D, E)"),
+        ),
     ),
-    Mutant("fold_in forgets the data", "random/_keys.py", "else _signed(data))", "else 0)", RANDOM),
-    Mutant("all draws have one key", "random/_seeded.py", "self.drawn += 1", "pass", RANDOM),
-    Mutant("what draws is not asked", "random/_seeded.py", "if torch.Tag", "if False and torch.Tag", RANDOM),
-    Mutant("the key enters a draw once", "random/_keys.py", "second=_mixed(key + SECOND, 0)", "second=0", RANDOM),
+    *File("random/_keys.py", RANDOM).faults(
+        Fault("fold_in forgets the data", "fold_in", becomes("A(B)", "0", at="5 of 5")),
+        Fault("the key enters a draw once", "bits", becomes("A(B + C, 0)", "0")),
+    ),
 ]

@@ -1,75 +1,70 @@
 """Faults in where ranks are, and in how they run: fzero/ranks, and lockstep in fzero/axes."""
 
-from tests.mutants.mutant import HALF, STEP, Mutant
+from tests.mutants.changes import always, bare, becomes, dropped, elsewhere, never, skipped, swapped
+from tests.mutants.mutant import HALF, STEP, Fault, File
 
-MEET, LAUNCH = ("tests/ranks/test_handshake.py",), ("tests/ranks/test_launch.py",)
-SWITCHED, TORCH = ("tests/axes/test_lockstep_state.py",), ("tests/_torch/test_torch.py",)
+MEET = ("tests/ranks/test_handshake.py",)
+LAUNCH = ("tests/ranks/test_launch.py",)
+SWITCHED = ("tests/axes/test_lockstep_state.py",)
+TORCH = ("tests/_torch/test_torch.py",)
 MESH = ("tests/ranks/test_mesh.py",)
 
 MUTANTS = [
-    Mutant(
-        "only the first hello is answered",
-        "ranks/_launch.py",
-        "if answered.get(rank) != hello:",
-        "if rank not in answered:",
-        MEET,
+    *File("ranks/_launch.py", MEET).faults(
+        Fault("only the first hello is answered", "_answer", becomes("A.get(B) != C", "B not in A")),
+        Fault(
+            "who arrived in another world has arrived",
+            "_as_rank_0",
+            (
+                becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
+                elsewhere("_as_another", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
+            ),
+        ),
+        Fault("each rank has its own clock", "_as_another", becomes("2 * A", "A / 2")),
+        Fault(
+            "worlds share what is in the store",
+            "_met",
+            becomes("PrefixStore(A, store)", "(A, store)[1]"),
+            ("tests/ranks/test_restart.py",),
+        ),
+        Fault("a fork is a rank", "join", (swapped("!=", "=="), becomes("A == os.getpid()", "A == 0")), LAUNCH),
+        Fault("ranks beyond the world", "world_at_hand", never("A >= B"), LAUNCH),
+        Fault("nan seconds", "check_timeout", becomes("not 0 < A < 1000000000.0", "A <= 0 or A >= 1000000000.0"), MESH),
+        Fault("any device", "check_device", never("A != 'cuda'"), MESH),
     ),
-    Mutant("who arrived in another world has arrived", "ranks/_launch.py", "{world}/arrived/", "fzero/arrived/", MEET),
-    Mutant("each rank has its own clock", "ranks/_launch.py", "2 * timeout", "timeout / 2", MEET),
-    Mutant(
-        "worlds share what is in the store",
-        "ranks/_launch.py",
-        "PrefixStore(shake_hands(store, world.rank, world.size, left), store)",
-        "(shake_hands(store, world.rank, world.size, left), store)[1]",
-        ("tests/ranks/test_restart.py",),
+    *File("ranks/_mesh.py", MESH).faults(
+        Fault("alone is not heard", "filled", bare("B or A")),
+        Fault("alone need not divide", "filled", never("A != alone")),
+        Fault("an axis may be two", "check_axes", bare("A.isidentifier()")),
     ),
-    Mutant("a fork is a rank", "ranks/_launch.py", "!= os.getpid():", "== 0:", LAUNCH),
-    Mutant("ranks beyond the world", "ranks/_launch.py", "if rank >= size:", "if False:", LAUNCH),
-    Mutant("alone is not heard", "ranks/_mesh.py", "(alone or given) if", "given if", MESH),
-    Mutant("alone need not divide", "ranks/_mesh.py", "product != alone:", "False:", MESH),
-    Mutant("an axis may be two", "ranks/_mesh.py", "if not name.isidentifier():", "if not name:", MESH),
-    Mutant("nan seconds", "ranks/_launch.py", "if not 0 < timeout < 1e9:", "if timeout <= 0 or timeout >= 1e9:", MESH),
-    Mutant("any device", "ranks/_launch.py", 'if device != "cuda":', "if False:", MESH),
-    Mutant(
-        "the world for the data-parallel ranks",
-        "data/_batch_plan.py",
-        "names, shared = mesh.names(axis), ",
-        "names, shared = mesh.axis_names, ",
-        HALF,
+    *File("data/_batch_plan.py", HALF).faults(
+        Fault("the world for the data-parallel ranks", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
+        Fault("stages have batches", "_data_axes", dropped("A not in B")),
+        Fault("tp never counts", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),
+        Fault("axes apart have one name", "_data_axes", becomes("list(A.B(C))", "shared")),
     ),
-    Mutant("stages have batches", "data/_batch_plan.py", "if name not in shared]", "]", HALF),
-    Mutant("tp never counts", "data/_batch_plan.py", '*(["tp"] if axis is None else [])', '"tp"', HALF),
-    Mutant("axes apart have one name", "data/_batch_plan.py", "list(mesh.names(apart))", "shared", HALF),
-    Mutant(
-        "results are not compared", "ranks/_spmd.py", "if not lockstep.same(", "if False and not lockstep.same(", STEP
+    *File("ranks/_spmd.py", STEP).faults(
+        Fault("results are not compared", "_together", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),
     ),
-    Mutant(
-        "diverging calls meet",
-        "axes/lockstep.py",
-        "if len({g.run.waiting[r].what for r in g.members}) > 1:",
-        "if False:",
-        STEP,
+    *File("axes/lockstep.py", STEP).faults(
+        Fault("diverging calls meet", "_conclude", never("len(A) > 1")),
     ),
-    Mutant(
-        "what a rank sets stays on",
-        "_torch/state.py",
-        "put_settings({name: self.outside[name] for name in self.own})",
-        "pass",
-        SWITCHED,
+    *File("_torch/state.py", SWITCHED).faults(
+        Fault("what a rank sets stays on", "OwnSettings.take_off", skipped("A({B: self.C[B] for B in self.D})")),
+        Fault("a rank loses what it has set", "OwnSettings.put_on", skipped("A(self.B)")),
+        Fault(
+            "hooks are the caller's only",
+            "_with_saved_tensor_hooks",
+            becomes("A._push_saved_tensors_default_hooks(*B)", "A._saved_tensors_hooks_enable()"),
+        ),
+        Fault("modes outlive their rank", "_with_operation_modes", skipped("_python_dispatch._pop_mode()")),
+        Fault("a thread counts as it did", "thread_state.inherit", never("torch.get_num_threads() != A")),
     ),
-    Mutant("a rank loses what it has set", "_torch/state.py", "put_settings(self.own)", "pass", SWITCHED),
-    Mutant(
-        "hooks are the caller's only",
-        "_torch/state.py",
-        "_push_saved_tensors_default_hooks(*hooks)",
-        "_saved_tensors_hooks_enable()",
-        SWITCHED,
+    *File("axes/_run.py", SWITCHED).faults(
+        Fault("no level is kept", "_keep_a_level.wait", skipped("A.wait()")),
+        Fault("a fork has its parent's threads", "threads_here", becomes("os.getpid()", "0")),
     ),
-    Mutant("modes outlive their rank", "_torch/state.py", "_python_dispatch._pop_mode()", "pass", SWITCHED),
-    Mutant(
-        "a thread counts as it did", "_torch/state.py", "if torch.get_num_threads() != threads:", "if False:", SWITCHED
+    *File("_torch/levels.py", TORCH).faults(
+        Fault("the first who ends ends the silence", "quiet_vmap_fallback", always("not A")),
     ),
-    Mutant("no level is kept", "axes/_run.py", "over.wait()", "pass", SWITCHED),
-    Mutant("a fork has its parent's threads", "axes/_run.py", "here = os.getpid()", "here = 0", SWITCHED),
-    Mutant("the first who ends ends the silence", "_torch/levels.py", "if not _SILENT:", "if True:", TORCH),
 ]

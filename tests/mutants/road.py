@@ -1,80 +1,48 @@
-"""Faults in fzero/data and fzero/observe, and in evaluation."""
+"""Faults in fzero/data and fzero/metrics, and in evaluation."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, dropped, skipped
+from tests.mutants.mutant import Fault, File
 
-DATA, METRICS = ("tests/data",), ("tests/observe",)
+DATA = ("tests/data",)
+METRICS = ("tests/observe",)
 ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 
 MUTANTS = [
-    Mutant(
-        "all ranks load the first rows",
-        "data/_batches.py",
-        "first = self.mesh.index(names) * rows",
-        "first = 0",
-        ON_GLOO,
+    *File("data/_batches.py", DATA).faults(
+        Fault("all ranks load the first rows", "BatchTarget.own", becomes("self.A.index(B) * C", "0"), ON_GLOO),
+        Fault("each rank has a length of its own", "loaded.own", becomes("pad.A(B)", "pad.A(place.own(B))"), ON_GLOO),
+        Fault("each rank loads all rows", "BatchTarget.own", bare("A[B:B + C]"), ON_GLOO),
+        Fault("epochs have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
+        Fault("seeds have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
+        Fault("an epoch begins anew", "Batches._from", becomes("A != B", "B < 0")),
+        Fault("a run goes on at the beginning", "Batches._from", becomes("range(A, B)", "range(B - A)")),
+        Fault("draws are the user's", "loaded", becomes("torch.Generator()", "None")),
     ),
-    Mutant(
-        "each rank has a length of its own",
-        "data/_batches.py",
-        "length = pad.length_of(indices)",
-        "length = pad.length_of(place.own(indices))",
-        ON_GLOO,
+    *File("data/_padding.py", DATA).faults(
+        Fault("padding counts in the loss", "Padding._padded", becomes("self.fill.get(A, 0)", "0")),
+        Fault("padding is seen", "Padding.example", becomes("torch.arange(A) < B", "torch.arange(A) < A")),
+        Fault("batches are as long as their first", "Padding.length_of", becomes("max", "min")),
+        Fault("the last length is chosen first", "_best", becomes("(A[:, None] + B).min", "(A[:, None] + B).max")),
+        Fault("a batch is one example", "_chances", bare("A ** B")),
     ),
-    Mutant("padding counts in the loss", "data/_padding.py", "self.fill.get(name, 0)", "0", DATA),
-    Mutant(
-        "padding is seen", "data/_padding.py", "torch.arange(length) < tokens", "torch.arange(length) < length", DATA
+    *File("data/_evaluation.py", DATA).faults(
+        Fault("the last batch is short", "once", becomes("A + B", "min(A + B, length)")),
+        Fault("what fills up counts", "once", bare("min(A, B - start)")),
+        Fault("a mean of means", "mean", bare("B.C(torch.add, D, A)")),
     ),
-    Mutant(
-        "batches are as long as their first", "data/_padding.py", "max(self.lengths[i]", "min(self.lengths[i]", DATA
+    *File("zero/_evaluate.py", DATA).faults(
+        Fault("all ranks are the first", "evaluate.totals", bare("A + B(C.D) * E")),
+        Fault("filled rows are measured", "evaluate.totals", becomes("torch.where(A, x, 0)", "x")),
+        Fault("filled rows have weight", "evaluate.totals", becomes("torch.where(A, weights, 0)", "weights")),
+        Fault("sums are in half precision", "_sum", dropped("dtype=A")),
     ),
-    Mutant("the last length is chosen first", "data/_padding.py", ".min(0)", ".max(0)", DATA),
-    Mutant(
-        "a batch is one example", "data/_padding.py", "(total / len(lengths)) ** batch", "(total / len(lengths))", DATA
+    *File("observe/_metrics.py", METRICS).faults(
+        Fault("metrics of other steps are lost", "MetricsLog.flush", becomes("A(self._kept)", "A(self._kept[-1:])")),
+        Fault("each step waits", "_named", becomes("A.detach() if B else A", "A.tolist()")),
+        Fault("what is left is not written", "MetricsLog.__exit__", skipped("self.A()")),
+        Fault("what is no number is told each time", "MetricsLog._tell_nonfinite", skipped("self._told.add(A)")),
+        Fault("one metric is told", "MetricsLog._tell_nonfinite", becomes("A not in self._told", "not self._told")),
+        Fault("lines are repeated", "_before", always("A < B")),
+        Fault("TensorBoard shows both", "_TensorBoard.__call__", dropped("purge_step=A[0][0]")),
     ),
-    Mutant("each rank loads all rows", "data/_batches.py", "indices[first : first + rows]", "indices", ON_GLOO),
-    Mutant("epochs have one order", "data/_batches.py", 'f"{self.seed}/{epoch}"', 'f"{self.seed}"', DATA),
-    Mutant("seeds have one order", "data/_batches.py", 'f"{self.seed}/{epoch}"', 'f"{epoch}"', DATA),
-    Mutant(
-        "an epoch begins anew", "data/_batches.py", "            if of != epoch:", "            if epoch < 0:", DATA
-    ),
-    Mutant("a run goes on at the beginning", "data/_batches.py", "range(start, stop)", "range(stop - start)", DATA),
-    Mutant("draws are the user's", "data/_batches.py", "generator=torch.Generator(),", "generator=None,", DATA),
-    Mutant(
-        "the last batch is short",
-        "data/_evaluation.py",
-        "for i in range(start, start + global_batch)]",
-        "for i in range(start, min(start + global_batch, length))]",
-        DATA,
-    ),
-    Mutant("what fills up counts", "data/_evaluation.py", "min(global_batch, length - start)", "global_batch", DATA),
-    Mutant("all ranks are the first", "zero/_evaluate.py", " + axis_index(step.data_axes) * b", "", DATA),
-    Mutant("filled rows are measured", "zero/_evaluate.py", "torch.where(real, x, 0)", "x", DATA),
-    Mutant("filled rows have weight", "zero/_evaluate.py", "torch.where(real, weights, 0)", "weights", DATA),
-    Mutant("sums are in half precision", "zero/_evaluate.py", "x.sum(dtype=wide)", "x.sum()", DATA),
-    Mutant("a mean of means", "data/_evaluation.py", "tree.map(torch.add, sums, now)", "now", DATA),
-    Mutant(
-        "metrics of other steps are lost",
-        "observe/_metrics.py",
-        "_on_host(self._kept), []",
-        "_on_host(self._kept[-1:]), []",
-        METRICS,
-    ),
-    Mutant(
-        "each step waits",
-        "observe/_metrics.py",
-        "x.detach() if isinstance(x, torch.Tensor) else x",
-        "x.tolist()",
-        METRICS,
-    ),
-    Mutant(
-        "what is left is not written",
-        "observe/_metrics.py",
-        "            self.flush()\n        finally",
-        "            pass\n        finally",
-        METRICS,
-    ),
-    Mutant("what is no number is told each time", "observe/_metrics.py", "self._told.add(name)", "pass", METRICS),
-    Mutant("one metric is told", "observe/_metrics.py", "name not in self._told", "not self._told", METRICS),
-    Mutant("lines are repeated", "observe/_metrics.py", "        if step < first:", "        if True:", METRICS),
-    Mutant("TensorBoard shows both", "observe/_metrics.py", ", purge_step=rows[0][0]", "", METRICS),
 ]

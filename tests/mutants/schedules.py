@@ -1,6 +1,7 @@
 """Faults in fzero/schedules."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
+from tests.mutants.mutant import Fault, File
 
 CHECK = ("tests/parallel/schedules/test_check.py",)
 LAWS = ("tests/parallel/schedules/test_schedules.py",)
@@ -8,177 +9,81 @@ PARSE = ("tests/parallel/schedules/test_parse.py",)
 PICTURE = ("tests/parallel/schedules/test_picture.py",)
 
 MUTANTS = [
-    # what check refuses
-    Mutant("an action may stand twice", "parallel/schedules/_check.py", "if n > 1]", "if n > 2]", CHECK),
-    Mutant("any rank may run a stage", "parallel/schedules/_check.py", "!= rank:", "!= rank and False:", CHECK),
-    Mutant("a stage may have no rank", "parallel/schedules/_check.py", "0 <= rank < schedule.ranks", "True", CHECK),
-    Mutant(
-        "a rank may have no stage", "parallel/schedules/_check.py", "if rank not in schedule.home:", "if False:", CHECK
+    *File("parallel/schedules/_check.py", CHECK).faults(
+        Fault("an action may stand twice", "_check_places", becomes("A > 1", "A > 2")),
+        Fault(
+            "any rank may run a stage",
+            "_check_places",
+            becomes("A.home[B.stage] != C", "A.home[B.stage] != C and False"),
+        ),
+        Fault("a stage may have no rank", "_check_homes", always("0 <= A < B.C")),
+        Fault("a rank may have no stage", "_check_homes", never("A not in B.home")),
+        Fault("half a backward pass is a whole one", "_check_micro_batch", becomes("len(A) < 2", "not A")),
+        Fault("B may stand beside I and W", "_check_micro_batch", never("A in B and C")),
+        Fault("torch's table of 1F1B is accepted", "_check_micro_batch", never("forward not in A"), PARSE),
+        Fault("torch's fault is not named", "_check_micro_batch", bare("A + B(C, D, E)"), PARSE),
+        Fault("further micro-batches are not seen", "_check_whole", never("further")),
+        Fault("no walk through the order", "check", becomes("for A in B(C): ...", "for A in (): ...")),
+        Fault("a circle ends the walk without a word", "walk", never("waiting")),
     ),
-    Mutant(
-        "half a backward pass is a whole one", "parallel/schedules/_check.py", "len(halves) < 2", "not halves", CHECK
+    *File("parallel/schedules/_actions.py", CHECK).faults(
+        Fault("B does not wait for its forward pass", "needs", bare("(B('F', C, D), *A)")),
+        Fault("W does not wait for I", "needs", dropped("A('G', s, B)")),
+        Fault("a backward pass may overtake", "needs", never("A + 1 < B"), LAWS),
+        Fault("I frees the residuals", "GROWTH", (becomes("0", "-1"), becomes("'W': -1", "'W': 0")), LAWS),
     ),
-    Mutant(
-        "B may stand beside I and W", "parallel/schedules/_check.py", "backward in there and halves", "False", CHECK
+    *File("parallel/schedules/_greedy.py", LAWS).faults(
+        Fault("a cap with one more", "_World.forward", swapped(">=", ">")),
+        Fault("no room is left for later stages", "_World.forward", bare("A + B")),
+        Fault("a cap of none", "caps_of", becomes("A < B", "A < 0")),
+        Fault("backward passes wait for their turn", "_World.backward", constant(0, 2)),
     ),
-    Mutant(
-        "torch's table of 1F1B is accepted",
-        "parallel/schedules/_check.py",
-        "if forward not in there:",
-        "if False:",
-        PARSE,
+    *File("parallel/schedules/_schedule.py", LAWS).faults(
+        Fault("stages of one rank send messages", "Schedule.messages", dropped("self.home[A] != B")),
+        Fault("gradients go forward", "Schedule.messages", always("A.kind == 'F'")),
+        Fault("a parsed table is not checked", "Schedule.parse", skipped("A(B)"), PARSE),
     ),
-    Mutant(
-        "torch's fault is not named", "parallel/schedules/_check.py", "+ _torch_1f1b(schedule, there, stage)", "", PARSE
+    *File("parallel/schedules/_timing.py", LAWS).faults(
+        Fault("a hop in the rank costs", "timed", always("A.home[B.stage] != C")),
+        Fault("hops cost nothing", "timed", becomes("A.hop", "0.0")),
+        Fault("efficiency is the busiest rank's", "Timing.efficiency", returns("max(self.busy) / self.makespan")),
+        Fault("a stage takes as long as a rank", "Durations.of", becomes("A / B", "1.0")),
+        Fault("the weight half is counted twice", "Durations.of", bare("A - B")),
     ),
-    Mutant(
-        "further micro-batches are not seen", "parallel/schedules/_check.py", "    if further:", "    if False:", CHECK
+    *File("parallel/schedules/_named.py", LAWS).faults(
+        Fault("a last group is smaller", "groups", becomes("A // ranks", "-(-A // ranks)")),
+        Fault("interleaved ranks begin late", "NAMES", becomes("(A, B)", "(B, A)", at="2 of 3")),
+        Fault("1F1B begins early", "NAMES", becomes("(A, B)", "(B, A)", at="1 of 3")),
+        Fault(
+            "weights are done at once",
+            "one_f_one_b",
+            (dropped("A >= B"), becomes("i - A", "i"), becomes("A[max(0, len(A) - B):]", "[]")),
+        ),
+        Fault("V is a loop", "there_and_back", dropped("'v'")),
+        Fault("V of few micro-batches", "_v_row", bare("max(2 * B - 1, A)")),
+        Fault("a bound that is too high keeps the known order", "shortest", never("split")),
+        Fault("the longer order is taken", "schedule", becomes("min", "max", at="2 of 2")),
+        Fault(
+            "the cap is the known order's", "schedule", becomes("[A for A in B if C]", "[A for A in B if True or C]")
+        ),
     ),
-    Mutant("no walk through the order", "parallel/schedules/_check.py", "in walk(schedule):", "in ():", CHECK),
-    Mutant(
-        "a circle ends the walk without a word",
-        "parallel/schedules/_check.py",
-        "    if waiting:",
-        "    if False:",
-        CHECK,
+    *File("parallel/schedules/_parse.py", PARSE).faults(
+        Fault(
+            "half of an overlapped pair is lost",
+            "_actions",
+            becomes("for A in B if C else D: ...", "for A in B[:1] if C else D: ..."),
+        ),
+        Fault("a stage may lie on two ranks", "rows_of", becomes("if A != rank: ...", "if A != rank and False: ...")),
+        Fault(
+            "rows of a dict are in any order",
+            "_cells",
+            becomes("set(A) != {*range(len(A))}", "False and set(A) != {*range(len(A))}"),
+        ),
     ),
-    Mutant(
-        "B does not wait for its forward pass",
-        "parallel/schedules/_actions.py",
-        '(Value("F", s, m), *after)',
-        "after",
-        CHECK,
-    ),
-    Mutant("W does not wait for I", "parallel/schedules/_actions.py", 'return (Value("G", s, m),)', "return ()", CHECK),
-    Mutant(
-        "a backward pass may overtake",
-        "parallel/schedules/_actions.py",
-        "if s + 1 < stages else ()",
-        "if False else ()",
-        LAWS,
-    ),
-    # what is in flight, what is sent, when
-    Mutant("I frees the residuals", "parallel/schedules/_actions.py", '"I": 0, "W": -1', '"I": -1, "W": 0', LAWS),
-    Mutant("a cap with one more", "parallel/schedules/_greedy.py", "+ later >= one.cap", "+ later > one.cap", LAWS),
-    Mutant(
-        "no room is left for later stages",
-        "parallel/schedules/_greedy.py",
-        "one.alive + later >=",
-        "one.alive >=",
-        LAWS,
-    ),
-    Mutant("a cap of none", "parallel/schedules/_greedy.py", "or most < stages:", "or most < 0:", LAWS),
-    Mutant(
-        "stages of one rank send messages", "parallel/schedules/_schedule.py", " and self.home[to] != rank", "", LAWS
-    ),
-    Mutant("gradients go forward", "parallel/schedules/_schedule.py", '1 if made.kind == "F" else -1', "1", LAWS),
-    Mutant(
-        "a hop in the rank costs",
-        "parallel/schedules/_timing.py",
-        "if schedule.home[value.stage] != rank else 0.0",
-        "",
-        LAWS,
-    ),
-    Mutant("hops cost nothing", "parallel/schedules/_timing.py", "(durations.hop if", "(0.0 if", LAWS),
-    Mutant(
-        "efficiency is the busiest rank's",
-        "parallel/schedules/_timing.py",
-        "sum(self.busy) / (len(self.busy) * self.makespan)",
-        "max(self.busy) / self.makespan",
-        LAWS,
-    ),
-    Mutant(
-        "a stage takes as long as a rank",
-        "parallel/schedules/_timing.py",
-        "share = ranks / stages",
-        "share = 1.0",
-        LAWS,
-    ),
-    Mutant(
-        "the weight half is counted twice", "parallel/schedules/_timing.py", "(backward - weight)", "backward", LAWS
-    ),
-    # the orders
-    Mutant(
-        "a last group is smaller",
-        "parallel/schedules/_named.py",
-        "micro_batches // ranks)",
-        "-(-micro_batches // ranks))",
-        LAWS,
-    ),
-    Mutant(
-        "interleaved ranks begin late",
-        "parallel/schedules/_named.py",
-        "(_far, _near), False",
-        "(_near, _far), False",
-        LAWS,
-    ),
-    Mutant("1F1B begins early", "parallel/schedules/_named.py", "(_near, _far), False", "(_far, _near), False", LAWS),
-    Mutant(
-        "weights are done at once",
-        "parallel/schedules/_named.py",
-        "back[i - rank])] if split and i >= rank",
-        "back[i])] if split",
-        LAWS,
-        (("back[max(0, len(back) - rank) :]", "[]"),),
-    ),
-    Mutant("V is a loop", "parallel/schedules/_named.py", 'stages * ranks, "v")', "stages * ranks)", LAWS),
-    Mutant(
-        "V of few micro-batches",
-        "parallel/schedules/_named.py",
-        "max(2 * ranks - 1, micro_batches)",
-        "micro_batches",
-        LAWS,
-    ),
-    Mutant(
-        "a bound that is too high keeps the known order",
-        "parallel/schedules/_named.py",
-        "(0 if split else",
-        "(0 if False else",
-        LAWS,
-    ),
-    Mutant(
-        "the longer order is taken",
-        "parallel/schedules/_named.py",
-        "return min([best, other]",
-        "return max([best, other]",
-        LAWS,
-    ),
-    Mutant(
-        "the cap is the known order's",
-        "parallel/schedules/_named.py",
-        "fit = [s for s in closed if all(",
-        "fit = [s for s in closed if True or all(",
-        LAWS,
-    ),
-    Mutant(
-        "backward passes wait for their turn", "parallel/schedules/_greedy.py", "(0, -stage))", "(2, -stage))", LAWS
-    ),
-    # tables of torch's form
-    Mutant(
-        "half of an overlapped pair is lost",
-        "parallel/schedules/_parse.py",
-        '.split(";") if',
-        '.split(";")[:1] if',
-        PARSE,
-    ),
-    Mutant("a stage may lie on two ranks", "parallel/schedules/_parse.py", "!= rank:", "!= rank and False:", PARSE),
-    Mutant("a parsed table is not checked", "parallel/schedules/_schedule.py", "        check(schedule)\n", "", PARSE),
-    Mutant(
-        "rows of a dict are in any order",
-        "parallel/schedules/_parse.py",
-        "if set(given) !=",
-        "if False and set(given) !=",
-        PARSE,
-    ),
-    # what is drawn
-    Mutant("a long schedule is one line", "parallel/schedules/_drawing.py", "COLUMNS = 120", "COLUMNS = 1200", LAWS),
-    Mutant("in flight counts stages", "parallel/schedules/_drawing.py", " / schedule.home.count(r)", "", PICTURE),
-    Mutant("numbers without room", "parallel/schedules/_drawing.py", "if width * scale >", "if 1e9 >", PICTURE),
-    Mutant(
-        "ranks are drawn upwards",
-        "parallel/schedules/_drawing.py",
-        "(rank - 0.45, 0.9)",
-        "(-rank - 0.45, 0.9)",
-        PICTURE,
+    *File("parallel/schedules/_drawing.py", PICTURE).faults(
+        Fault("a long schedule is one line", "COLUMNS", constant(120, 1200), LAWS),
+        Fault("in flight counts stages", "in_micro_batches", bare("A / B.home.count(C)")),
+        Fault("numbers without room", "_panel", becomes("A * scale", "1000000000.0")),
+        Fault("ranks are drawn upwards", "_panel", becomes("A - 0.45", "-A - 0.45")),
     ),
 ]

@@ -1,115 +1,112 @@
 """Faults in what knows that blocks are stacked by rank: checkpoints, optimizers, evaluation, tools."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, dropped, never, returns, skipped, swapped
+from tests.mutants.mutant import Fault, File
 
 CHECKPOINT = ("tests/checkpoint/test_pipelines.py",)
-TOOLS, OUTPUTS = ("tests/parallel/pipeline/test_tools.py",), ("tests/parallel/pipeline/test_outputs.py",)
-ERRORS, PLAN = ("tests/parallel/pipeline/test_errors.py",), ("tests/parallel/pipeline/test_plan.py",)
+TOOLS = ("tests/parallel/pipeline/test_tools.py",)
+OUTPUTS = ("tests/parallel/pipeline/test_outputs.py",)
+ERRORS = ("tests/parallel/pipeline/test_errors.py",)
+PLAN = ("tests/parallel/pipeline/test_plan.py",)
 OPTIMIZERS = ("tests/parallel/pipeline/test_equivalence.py", "-k", "optimizers_see")
-NN, TESTING = ("tests/nn/test_pipeline.py", "-k", "hugging"), ("tests/test_testing.py", "-k", "pipelined")
+NN = ("tests/nn/test_pipeline.py", "-k", "hugging")
+TESTING = ("tests/test_testing.py", "-k", "pipelined")
 PROCESSES = ("tests/distributed/test_gloo.py::test_gloo_processes[pipeline-2]",)
 
 MUTANTS = [
-    # which block is where
-    Mutant(
-        "items are told by rank", "parallel/pipeline/_checks.py", "tuple(zip(*by_rank, strict=True))", "by_rank", ERRORS
+    *File("parallel/pipeline/_checks.py", ERRORS).faults(
+        Fault("items are told by rank", "PipelineSplit.stacked", bare("tuple(zip(*A, strict=True))")),
+        Fault("leaves need not be stacked", "PipelineSplit.__call__", never("A.shape[0] != B(self.axis)")),
+        Fault("states are stacked as they are", "map_blocks", becomes("A(B)(C(B))", "B[name]"), TOOLS),
     ),
-    Mutant("blocks have no numbers", "sharding/_units.py", "stacks.get(name)", "None", CHECKPOINT),
-    Mutant(
-        "leaves need not be stacked",
-        "parallel/pipeline/_checks.py",
-        "leaf.shape[0] != axis_size(self.axis)",
-        "False",
-        ERRORS,
+    *File("sharding/_units.py", CHECKPOINT).faults(
+        Fault("blocks have no numbers", "_unit", becomes("A.get(B)", "None")),
     ),
-    Mutant("another schedule's blocks will do", "zero/_checks.py", "if wanted != s.stacked:", "if False:", ERRORS),
-    Mutant(
-        "each stage may have a batch",
-        "parallel/pipeline/_pipeline.py",
-        "check_shared(batch, axis := ",
-        "(axis := ",
-        ERRORS,
+    *File("zero/_checks.py", ERRORS).faults(
+        Fault("another schedule's blocks will do", "_check_stacked", never("A != B.C")),
     ),
-    Mutant("states are stacked as they are", "parallel/pipeline/_checks.py", "type_of(x)(f(x))", "x[name]", TOOLS),
-    # checkpoints
-    Mutant(
-        "a list whose name ends alike is taken",
-        "sharding/_stacked.py",
-        'path.endswith(f".{own}")',
-        "path.endswith(own)",
-        CHECKPOINT,
+    *File("parallel/pipeline/_pipeline.py", OUTPUTS).faults(
+        Fault("each stage may have a batch", "Pipeline._run", bare("B(batch, A)"), ERRORS),
+        Fault("outputs keep a graph", "Pipeline.outputs.outputs", becomes("with torch.no_grad(): ...", "if True: ...")),
+        Fault("outputs of the loss", "Pipeline.outputs", bare("replace(A, last=B)")),
     ),
-    Mutant(
-        "each row is of the first item",
-        "checkpoint/_holdings.py",
-        "else (number, False)",
-        "else (some, False)",
-        CHECKPOINT,
+    *File("sharding/_stacked.py", TOOLS).faults(
+        Fault("a list whose name ends alike is taken", "prefix_of", bare("f'.{A}'"), CHECKPOINT),
+        Fault("a block's path is the rank's", "own_path", becomes("A.B(C)", "B")),
+        Fault("all blocks are the first", "own_path", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),
     ),
-    Mutant("idle slots are leaves", "checkpoint/_holdings.py", "(some, True) if", "(some, False) if", CHECKPOINT),
-    Mutant(
-        "copies of tied leaves are several", "checkpoint/_holdings.py", "is_copy and any(", "False and any(", CHECKPOINT
+    *File("checkpoint/_holdings.py", CHECKPOINT).faults(
+        Fault("each row is of the first item", "parts_of", becomes("(A, False)", "(some, False)")),
+        Fault("idle slots are leaves", "parts_of", becomes("(A, True)", "(A, False)")),
+        Fault("copies of tied leaves are several", "parts_of", never("is_copy")),
+        Fault("tp cuts another dimension", "parts_of", bare("A - 1")),
+        Fault("blocks come by rank", "in_order.place", becomes("A.B", "0", at="4 of 5")),
+        Fault("a list by another name", "parts_of", never("item is None")),
     ),
-    Mutant("tp cuts another dimension", "checkpoint/_holdings.py", "[dim - 1 for dim", "[dim for dim", CHECKPOINT),
-    Mutant(
-        "blocks come by rank", "checkpoint/_holdings.py", "(first[o.list], o.number,", "(first[o.list], 0,", CHECKPOINT
+    *File("checkpoint/_cut.py", CHECKPOINT).faults(
+        Fault(
+            "each rank holds all groups",
+            "ShardedTree.held_span",
+            (swapped("!=", "<"), becomes("place", "0", at="1 of 2")),
+        ),
+        Fault("copies are written", "ShardedTree.owned", becomes("self.A[B].C", "()")),
+        Fault("copies take room", "ShardedTree._written", becomes("A - sum(B)", "A - 0 * sum(B)")),
+        Fault("stages share a block", "ShardedTree.replicas", dropped("*[A for A, B in C.D]")),
+        Fault("a block is written by stage 0", "ShardedTree.writers", dropped("*A", at="3 of 3")),
+        Fault("a copy is a leaf's home", "ShardedTree.home", dropped("A not in B.C")),
     ),
-    Mutant("a list by another name", "checkpoint/_holdings.py", "if item is None:", "if False:", CHECKPOINT),
-    Mutant("each rank holds all groups", "checkpoint/_cut.py", "rank) != place for", "rank) < 0 for", CHECKPOINT),
-    Mutant("copies are written", "checkpoint/_cut.py", "skipped=self.groups[g].copies", "skipped=()", CHECKPOINT),
-    Mutant("copies take room", "checkpoint/_cut.py", "return x - sum(", "return x - 0 * sum(", CHECKPOINT),
-    Mutant("stages share a block", "checkpoint/_cut.py", "*[name for name, _ in group.at])", ")", CHECKPOINT),
-    Mutant("a block is written by stage 0", "checkpoint/_cut.py", "(others, j), *here)", "(others, j))", CHECKPOINT),
-    Mutant(
-        "a copy is a leaf's home", "checkpoint/_cut.py", "            if place not in group.copies\n", "", CHECKPOINT
+    *File("checkpoint/_manifest.py", CHECKPOINT).faults(
+        Fault("all is version 2", "Manifest.text", always("any(A.B for A in C.D)")),
+        Fault("places beyond the axis", "_group", becomes("A < B[C]", "A >= 0")),
+        Fault("copies of nothing", "_group", becomes("set(A.B)", "set()")),
+        Fault("a leaf may be copies alone", "_manifest", dropped("A not in B.C")),
+        Fault("None of other blocks", "_value_like", never("A(B.get(C))")),
     ),
-    Mutant("all is version 2", "checkpoint/_manifest.py", " if any(g.at for g in cut.groups) else 1", "", CHECKPOINT),
-    Mutant("places beyond the axis", "checkpoint/_manifest.py", "place < mesh[axis]", "place >= 0", CHECKPOINT),
-    Mutant("copies of nothing", "checkpoint/_manifest.py", "set(group.copies) <= set(", "set() <= set(", CHECKPOINT),
-    Mutant("a leaf may be copies alone", "checkpoint/_manifest.py", "if place not in g.copies]", "]", CHECKPOINT),
-    Mutant("None is a leaf", "checkpoint/_load.py", "if path in theirs or not is_none(x)]", "]", CHECKPOINT),
-    Mutant(
-        "None is saved as a leaf",
-        "checkpoint/_load.py",
-        "or not is_none(saved.values.get(p, 0))",
-        "or True",
-        CHECKPOINT,
+    *File("checkpoint/_load.py", CHECKPOINT).faults(
+        Fault("None is a leaf", "check_alike", dropped("A in B or not C(x)")),
+        Fault("None is saved as a leaf", "check_alike", always("not A(B.values.get(C, 0))")),
     ),
-    Mutant("None of other blocks", "checkpoint/_manifest.py", "is_none(saved.get(path)):", "False:", CHECKPOINT),
-    Mutant("dcp's keys are the rank's", "checkpoint/dcp.py", "origin.number, *keys", "keys[at], *keys", CHECKPOINT),
-    Mutant("a parameter keeps its path", "nn/_pipeline.py", "return names[path]", "return path", NN),
-    # optimizers
-    Mutant("masks see ranks", "sharding/_segments.py", "known.item_shapes)]", "known.whole_shapes)]", OPTIMIZERS),
-    Mutant("a norm of all ranks' blocks", "optim/_norms.py", "split if s.stacked]", "split if False]", OPTIMIZERS),
-    Mutant("a mean over all ranks' blocks", "optim/_norms.py", "if not s.stacked])", "])", OPTIMIZERS),
-    # evaluation
-    Mutant("stage 0 has the outputs", "parallel/pipeline/_ticks.py", "source=home)", "source=0)", OUTPUTS),
-    Mutant("outputs keep a graph", "parallel/pipeline/_pipeline.py", "with torch.no_grad():", "if True:", OUTPUTS),
-    Mutant(
-        "outputs of the loss", "parallel/pipeline/_pipeline.py", "replace(self.model, last=last)", "self.model", OUTPUTS
+    *File("checkpoint/dcp.py", CHECKPOINT).faults(
+        Fault("dcp's keys are the rank's", "_of_item", becomes("A.B", "keys[at]", at="3 of 3")),
     ),
-    Mutant("sums over the stages", "zero/_evaluate.py", "weight)), step.data_axes)", "weight)), step.axis)", OUTPUTS),
-    Mutant("a row a stage", "zero/_evaluate.py", "(x, step.data_axes)", "(x, step.axis)", OUTPUTS),
-    Mutant("stages have data", "zero/_sharded_step.py", "if name not in self.rules.apart", "", OUTPUTS),
-    # tools
-    Mutant("a planned batch differs by stage", "graph/_one_rank.py", "PerRank(own, x.axes)", "PerRank(own)", PLAN),
-    Mutant("a block's path is the rank's", "sharding/_stacked.py", "else item.path(number)", "else path", TOOLS),
-    Mutant(
-        "all blocks are the first", "sharding/_stacked.py", "item.numbers[places[", "item.numbers[0 * places[", TOOLS
+    *File("nn/_pipeline.py", NN).faults(
+        Fault("a parameter keeps its path", "Pipelined.name.name", returns("path")),
     ),
-    Mutant("a table without numbers", "sharding/_layouts.py", "if s.stacked else None", "if False else None", TOOLS),
-    Mutant(
-        "dense trees are compared with stacked ones",
-        "testing.py",
-        "values if pipeline is None",
-        "values if True",
-        TESTING,
+    *File("sharding/_segments.py", OPTIMIZERS).faults(
+        Fault("masks see ranks", "abstract.whole", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
     ),
-    Mutant(
-        "a profile knows nothing of what is taken",
-        "graph/run/_compiled.py",
-        "    source = copied(graph)\n    _take(source, owned)\n    graph = copied(source)\n",
-        "    source, graph = graph, copied(graph)\n    _take(graph, owned)\n",
-        PROCESSES,
+    *File("optim/_norms.py", OPTIMIZERS).faults(
+        Fault("a norm of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),
+        Fault("a mean over all ranks' blocks", "_leaf_norms", dropped("not A.B")),
+    ),
+    *File("parallel/pipeline/_ticks.py", OUTPUTS).faults(
+        Fault("stage 0 has the outputs", "outputs_by_ticks", becomes("home", "0", at="2 of 2")),
+    ),
+    *File("zero/_evaluate.py", OUTPUTS).faults(
+        Fault("sums over the stages", "evaluate.totals", becomes("A((B, C(D)), E.F)", "A((B, C(D)), E.axis)")),
+        Fault("a row a stage", "predict.gathered", becomes("step.A", "step.axis")),
+    ),
+    *File("zero/_sharded_step.py", OUTPUTS).faults(
+        Fault("stages have data", "ShardedStep.data_axes", dropped("A not in self.B.C")),
+    ),
+    *File("graph/_one_rank.py", PLAN).faults(
+        Fault("a planned batch differs by stage", "as_one_rank_holds.convert", becomes("A(own, B.C)", "A(own)")),
+    ),
+    *File("sharding/_layouts.py", TOOLS).faults(
+        Fault("a table without numbers", "_split", never("A.B")),
+    ),
+    *File("testing.py", TESTING).faults(
+        Fault("dense trees are compared with stacked ones", "assert_equivalent.whole", always("A is None")),
+    ),
+    *File("graph/run/_compiled.py", PROCESSES).faults(
+        Fault(
+            "a profile knows nothing of what is taken",
+            "one_by_one",
+            (
+                becomes("A = B(graph)", "A, graph = (graph, B(graph))"),
+                becomes("A(source, owned)", "A(graph, owned)"),
+                skipped("graph = A(source)"),
+            ),
+        ),
     ),
 ]

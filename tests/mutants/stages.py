@@ -1,123 +1,108 @@
 """Faults in the sharded step, in what makes its trees, and in how ranks compare them."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import (
+    always,
+    bare,
+    becomes,
+    before,
+    constant,
+    dropped,
+    elsewhere,
+    never,
+    returns,
+    skipped,
+    swapped,
+)
+from tests.mutants.mutant import Fault, File
 
 GIVEN = ("tests/zero/test_given.py",)
 AGREEMENT = ("tests/ranks/test_agreement.py",)
-STEP = "zero/_sharded_step.py"
 PARTITION = ("tests/zero/test_partition.py",)
 ERRORS = ("tests/test_errors.py",)
-
 SIDE_BY_SIDE = ("tests/zero/test_side_by_side.py",)
 ATTACKED = ("tests/zero/test_attacked.py",)
 
 MUTANTS = [
-    Mutant(
-        "a chain's state is taken for parameters",
-        "zero/_checks.py",
-        "return any(_is_state(x) for x in values)",
-        "return False",
-        ("tests/test_errors.py", "-k", "swapped"),
+    *File("zero/_checks.py", ERRORS).faults(
+        Fault(
+            "a chain's state is taken for parameters",
+            "_is_state",
+            returns("False", at="1 of 2"),
+            ("tests/test_errors.py", "-k", "swapped"),
+        ),
+        Fault("a state without memory", "check_device", never("not any(A.is_meta for A in B.C(D))"), GIVEN),
+        Fault("torch.optim runs", "check_no_torch_optimizer", never("isinstance(A, torch.optim.B)")),
+        Fault("torch.optim in init", "check_optimizer", skipped("A(B, 'init')")),
+        Fault("a module for parameters", "check_params", never("isinstance(A[B], torch.nn.Module)")),
     ),
-    Mutant(
-        "a shape error does not say that it counts ranks",
-        "ranks/_spmd.py",
-        "elif self.mesh.size > 1 and re",
-        "elif self.mesh.size < 1 and re",
-        ("tests/test_errors.py", "-k", "shape_error"),
+    *File("ranks/_spmd.py", ("tests/test_errors.py", "-k", "shape_error")).faults(
+        Fault("a shape error does not say that it counts ranks", "Spmd.__call__", swapped(">", "<")),
     ),
-    # leaves side by side
-    Mutant("every leaf lies where the unit begins", "zero/_build.py", "spec.offsets[index]", "0", SIDE_BY_SIDE),
-    Mutant("tied leaves come apart", "zero/_build.py", "if index not in placed:", "if True:", SIDE_BY_SIDE),
-    Mutant(
-        "stage 0 lays leaves side by side",
-        STEP,
-        "if self.layout.shards_within_step:\n            whole",
-        "if True:\n            whole",
-        SIDE_BY_SIDE,
+    *File("zero/_build.py", SIDE_BY_SIDE).faults(
+        Fault("every leaf lies where the unit begins", "_fill", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")),
+        Fault("tied leaves come apart", "_fill", always("A not in B")),
+        Fault("all old leaves live on", "lay_side_by_side", becomes("A.clear()", "leaves.append([*A.values()])")),
+        Fault("replicated leaves are the caller's", "_Filling.take", always("A and B == C[0]"), GIVEN),
+        Fault("donated leaves are copied", "_Filling.take", never("may_keep"), GIVEN),
+        Fault("a unit on two devices", "_check_one_device", never("A != B[0]"), GIVEN),
+        Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B"), PARTITION),
+        Fault("tied leaves may differ", "_check_tied", never("A is not B"), PARTITION),
+        Fault("ties are lost", "_Filling.take", always("A not in self.B"), PARTITION),
     ),
-    Mutant("all old leaves live on", "zero/_build.py", "one.clear()", "leaves.append([*one.values()])", SIDE_BY_SIDE),
-    # checksums
-    Mutant("order is not in the checksum", "ranks/_agreement.py", ".mul_(2).add_(1)", ".mul_(0).add_(1)", AGREEMENT),
-    Mutant("blocks may change places", "ranks/_agreement.py", "_FACTOR = 747796405", "_FACTOR = 1", AGREEMENT),
-    Mutant("one block counts", "ranks/_agreement.py", "alpha=_FACTOR", "alpha=0", AGREEMENT),
-    Mutant(
-        "a lazy conjugate is read as it lies",
-        "ranks/_agreement.py",
-        " and not (x.is_conj() or x.is_neg())",
-        "",
-        AGREEMENT,
+    *File("zero/_sharded_step.py", GIVEN).faults(
+        Fault("stage 0 lays leaves side by side", "ShardedStep._in_units", always("self.layout.A"), SIDE_BY_SIDE),
+        Fault(
+            "results have a graph",
+            "ShardedStep.init",
+            (
+                becomes("with A, torch.no_grad(): ...", "with A: ..."),
+                elsewhere("ShardedStep.partition", becomes("with A, torch.no_grad(): ...", "with A: ...")),
+            ),
+        ),
+        Fault(
+            "results of inference mode",
+            "ShardedStep.init",
+            (
+                becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ..."),
+                elsewhere(
+                    "ShardedStep.partition", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")
+                ),
+            ),
+        ),
+        Fault("like= of another mesh", "ShardedStep.partition", skipped("A(B, self.C)"), PARTITION),
+        Fault("a state shares the parameters' memory", "ShardedStep.init", bare("B.C(D(E), A)"), ATTACKED),
     ),
-    Mutant(
-        "a strided tensor is copied whole",
-        "sharding/_flat.py",
-        "    if x.is_contiguous():\n",
-        "    x = x.contiguous()\n    if x.is_contiguous():\n",
-        AGREEMENT,
+    *File("ranks/_agreement.py", AGREEMENT).faults(
+        Fault("order is not in the checksum", "checksum", constant(2, 0)),
+        Fault("blocks may change places", "_FACTOR", constant(747796405, 1)),
+        Fault(
+            "one block counts", "_folded", becomes("torch.add(A, B, alpha=C, out=B)", "torch.add(A, B, alpha=0, out=B)")
+        ),
+        Fault("a lazy conjugate is read as it lies", "_blocks", dropped("not (A.is_conj() or A.is_neg())")),
     ),
-    Mutant("the last row is left out", "sharding/_flat.py", "if last * row < stop", "if False", AGREEMENT),
-    # init
-    Mutant(
-        "a module's weights are drawn anew",
-        "zero/_source.py",
-        "initializer(values) if on_meta(values) else",
-        "initializer(values) if True else",
-        GIVEN,
+    *File("sharding/_flat.py", AGREEMENT).faults(
+        Fault(
+            "a strided tensor is copied whole", "elements", before("if A.is_contiguous(): ...", "A = A.contiguous()")
+        ),
+        Fault("the last row is left out", "_slices", never("A * B < C")),
     ),
-    Mutant("half a module is drawn", "zero/_module.py", "if absent and present:", "if False:", GIVEN),
-    Mutant(
-        "replicated leaves are the caller's",
-        "zero/_build.py",
-        "leaf if may_keep and i == positions[0] else leaf.clone()",
-        "leaf",
-        GIVEN,
+    *File("zero/_source.py", GIVEN).faults(
+        Fault("a module's weights are drawn anew", "source_of", always("A(B)", at="1 of 2")),
+        Fault("donated views are kept", "LeafSupply.run", dropped("alone")),
+        Fault("donated inference tensors are kept", "LeafSupply.run", dropped("not A.is_inference()")),
+        Fault("leaves are held to the end", "LeafSupply.run", skipped("self.A[B] = None")),
+        Fault("what differs by rank is shared", "given", becomes("torch.clone", "lambda v: v"), PARTITION),
     ),
-    Mutant("donated leaves are copied", "zero/_build.py", "leaf if may_keep and", "leaf if False and", GIVEN),
-    Mutant("donated views are kept", "zero/_source.py", "fit and alone)", "fit)", GIVEN),
-    Mutant("donated inference tensors are kept", "zero/_source.py", " and not x.is_inference()", "", GIVEN),
-    Mutant("leaves are held to the end", "zero/_source.py", "self.held[i] = None", "pass", GIVEN),
-    Mutant("results have a graph", STEP, "(False), torch.no_grad():", "(False):", GIVEN),
-    Mutant("results of inference mode", STEP, "with torch.inference_mode(False), ", "with ", GIVEN),
-    Mutant("a unit on two devices", "zero/_build.py", "if device != devices[0]:", "if False:", GIVEN),
-    Mutant(
-        "a state without memory",
-        "zero/_checks.py",
-        "    if not any(x.is_meta for x in tree.tensors(params)):\n",
-        "    if False:\n",
-        GIVEN,
+    *File("zero/_module.py", GIVEN).faults(
+        Fault("half a module is drawn", "on_meta", never("A and B")),
     ),
-    # partition
-    Mutant("like= is not compared", "zero/_build.py", "(tuple(x.shape), x.dtype) != wanted", "False", PARTITION),
-    Mutant("tied leaves may differ", "zero/_build.py", "if x is not y and tensors", "if False and tensors", PARTITION),
-    Mutant("ties are lost", "zero/_build.py", "if before not in self.copies:", "if True:", PARTITION),
-    Mutant(
-        "what differs by rank is shared",
-        "zero/_source.py",
-        "tree.map(torch.clone, x)",
-        "tree.map(lambda v: v, x)",
-        PARTITION,
+    *File("zero/_bytes.py", PARTITION).faults(
+        Fault("all ranks' bytes", "state_bytes", bare("A // B")),
     ),
-    Mutant(
-        "like= of another mesh", "zero/_sharded_step.py", "            check_tree(like, self.mesh)\n", "", PARTITION
+    *File("zero/_shard.py", ERRORS).faults(
+        Fault("stage True", "_stage", never("isinstance(A, bool)")),
     ),
-    Mutant("all ranks' bytes", "zero/_bytes.py", "tensor.nbytes // n", "tensor.nbytes", PARTITION),
-    # errors
-    Mutant("stage True", "zero/_shard.py", "-1 if isinstance(stage, bool) else", "", ERRORS),
-    Mutant("torch.optim runs", "zero/_checks.py", "isinstance(x, torch.optim.Optimizer)", "False", ERRORS),
-    Mutant("torch.optim in init", "zero/_checks.py", '    check_pair(opt, "init")\n', "", ERRORS),
-    Mutant("a module for parameters", "zero/_checks.py", "isinstance(args[i], torch.nn.Module)", "False", ERRORS),
-    Mutant(
-        "a state shares the parameters' memory",
-        "zero/_sharded_step.py",
-        "tree.map(copied_from(params), opt_state)",
-        "opt_state",
-        ATTACKED,
-    ),
-    Mutant(
-        "units are sharded over no axis",
-        "sharding/_units.py",
-        "if axes and name not in [",
-        "if False and name not in [",
-        ATTACKED,
+    *File("sharding/_units.py", ATTACKED).faults(
+        Fault("units are sharded over no axis", "wanted_axes", never("axes")),
     ),
 ]

@@ -1,286 +1,121 @@
 """Faults in fzero/tp, and in what tells copies from one value."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped
+from tests.mutants.mutant import Fault, File
 
 FUNCTIONS = ("tests/parallel/tensor/test_functions.py",)
 TRAINING = ("tests/parallel/tensor/test_training.py",)
 LAYERS = ("tests/parallel/tensor/test_layers.py",)
 TRANSFORMERS = ("tests/parallel/tensor/test_transformers.py",)
-AXES, MOE = ("tests/zero/test_axes.py",), ("tests/parallel/experts/test_axes.py",)
+AXES = ("tests/zero/test_axes.py",)
+MOE = ("tests/parallel/experts/test_axes.py",)
 COPIES = ("tests/transforms/test_copies.py",)
 
 MUTANTS = [
-    Mutant("sums of activations are metrics", "graph/planning/_plan.py", "or values(node)[0].dim() >= 2", "", TRAINING),
-    # the ends of layers
-    Mutant(
-        "a layer is entered by itself",
-        "parallel/tensor/_boundaries.py",
-        'return apply_along("pvary", x, _bound(axis), Whole())',
-        "return x",
-        TRAINING,
+    *File("graph/planning/_plan.py", TRAINING).faults(
+        Fault("sums of activations are metrics", "_moves_values", dropped("A(B)[0].dim() >= 2")),
     ),
-    Mutant(
-        "partial results are summed as copies",
-        "parallel/tensor/_boundaries.py",
-        '"psum_invariant", x',
-        '"psum", x',
-        TRAINING,
+    *File("parallel/tensor/_boundaries.py", TRAINING).faults(
+        Fault("a layer is entered by itself", "enter", bare("B('pvary', A, C(D), E())")),
+        Fault("partial results are summed as copies", "leave", constant("psum_invariant", "psum")),
+        Fault(
+            "parts of the sequence are gathered as one value", "enter", constant("all_gather", "all_gather_invariant")
+        ),
+        Fault("a part is cut as by a joint map", "cut", constant("own_part_invariant", "own_part")),
+        Fault("parts are joined as copies", "join", constant("all_gather_invariant", "all_gather"), FUNCTIONS),
+        Fault("a step may average over the axis", "_bound", never("A in B"), FUNCTIONS),
     ),
-    Mutant(
-        "parts of the sequence are gathered as one value",
-        "parallel/tensor/_boundaries.py",
-        '"all_gather", x',
-        '"all_gather_invariant", x',
-        TRAINING,
+    *File("parallel/tensor/_linear.py", FUNCTIONS).faults(
+        Fault(
+            "a row's bias is added by each rank",
+            "row",
+            (becomes("None", "b", at="3 of 4"), always("A is None")),
+            TRAINING,
+        ),
+        Fault("a bias on a part of the sequence does not enter", "row", never("sequence"), TRAINING),
+        Fault("all ranks look the first rows up", "own_rows", bare("A - B(C).to(A.device) * D")),
+        Fault("tokens of others are looked up", "embed", bare("torch.where(B, A, C)")),
+        Fault(
+            "unknown tokens are zeros",
+            "own_rows",
+            (becomes("math.nan", "0.0"), elsewhere("cross_entropy", becomes("math.nan", "0.0"))),
+        ),
+        Fault("unknown targets are trained on", "cross_entropy", becomes("math.nan", "nll")),
+        Fault("each rank has its own maximum", "_sums", bare("B('all_gather', A, C, -1)")),
+        Fault("the mean of logits is a rank's", "cross_entropy", becomes("A / v", "A / x.shape[-1]")),
+        Fault("ignored targets count", "cross_entropy", becomes("(~A).sum", "A.numel")),
+        Fault("half precision stays so", "cross_entropy", bare("A.float()")),
+        Fault("a whole weight is taken for a part", "check_part", never("A > 1")),
     ),
-    Mutant(
-        "a part is cut as by a joint map",
-        "parallel/tensor/_boundaries.py",
-        '"own_part_invariant"',
-        '"own_part"',
-        TRAINING,
+    *File("axes/_rules.py", AXES).faults(
+        Fault("two rules may cut over one axis", "Several.__call__", never("A in B")),
+        Fault("one of several rules is not looked into", "rules_in", becomes("A.B", "()", at="1 of 2"), MOE),
     ),
-    Mutant(
-        "parts are joined as copies",
-        "parallel/tensor/_boundaries.py",
-        '"all_gather_invariant", x, axis',
-        '"all_gather", x, axis',
-        FUNCTIONS,
+    *File("parallel/tensor/_layers.py", FUNCTIONS).faults(
+        Fault("the shortest name counts", "named", becomes("range(len(A))", "reversed(range(len(A)))")),
+        Fault("ties do not follow", "layers", skipped("A(B, styles)"), LAYERS),
+        Fault("heads are cut", "Layers.split", never("A.heads % B"), TRANSFORMERS),
     ),
-    Mutant(
-        "a row's bias is added by each rank",
-        "parallel/tensor/_linear.py",
-        "w.ndim - 1, None)",
-        "w.ndim - 1, b)",
-        TRAINING,
-        (("    if b is None:\n        return y\n    return y", "    return y\n    return y"),),
+    *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
+        Fault("what layers are given is handed to each", "Region.entered", never("A is B")),
+        Fault("a region forgets nothing", "Region.__call__", skipped("self._entered.clear()"), LAYERS + TRANSFORMERS),
+        Fault("shared heads are the first ones", "Layer._own_heads", bare("B(self.axis) * C + A")),
+        Fault("shared heads are used alike", "Layer._own_heads", bare("B(A, self.axis)")),
+        Fault("groups of heads stay as they are", "Heads.attributes", becomes("each", "self.groups", at="3 of 3")),
+        Fault("counts of heads are not divided", "Heads.attributes", bare("own[A]"), LAYERS),
+        Fault(
+            "norms of heads do not enter",
+            "Layer._on_parts",
+            bare("B(A, self.axis)", at="1 of 3"),
+            LAYERS + TRANSFORMERS,
+        ),
+        Fault("padding is a row of each rank", "Layer._embedding", becomes("{'padding_idx': None}", "{}"), LAYERS),
+        Fault("the padding's row is trained", "Layer._embedding", bare("A.detach()"), LAYERS),
+        Fault("parameters that are not cut are used", "Layer._check_cut", never("A.shape[B.C] != D"), LAYERS),
     ),
-    Mutant(
-        "a bias on a part of the sequence does not enter",
-        "parallel/tensor/_linear.py",
-        "(enter(b, axis) if sequence else b)",
-        "b",
-        TRAINING,
+    *File("parallel/tensor/_styles.py", LAYERS).faults(
+        Fault("a packed matrix is cut as one", "Cut.along", returns("self.dim")),
     ),
-    Mutant(
-        "a step may average over the axis",
-        "parallel/tensor/_boundaries.py",
-        "if axis in averaged and",
-        "if False and",
-        FUNCTIONS,
+    *File("parallel/tensor/_install.py", LAYERS).faults(
+        Fault("the first block does not cut", "install", never("not i")),
+        Fault("norms on parts do not enter", "install", never("A == 'norm'")),
+        Fault("what needs all tokens has a part", "_kind", always("is_norm")),
     ),
-    Mutant("two rules may cut over one axis", "axes/_rules.py", "if axis in found:", "if False:", AXES),
-    Mutant(
-        "one of several rules is not looked into",
-        "axes/_rules.py",
-        "for rule in split.rules for found",
-        "for rule in () for found",
-        MOE,
+    *File("collectives/_copies.py", COPIES).faults(
+        Fault("copies are not looked at", "noted", skipped("A.hidden |= bool(B)")),
+        Fault(
+            "copies of what is equal are refused",
+            "_differs",
+            (constant(False, True), becomes("(True, blocks)", "(True, [])")),
+        ),
+        Fault("what makes one value is looked through", "_walk", always("A is None or not A.B")),
+        Fault("split leaves do not differ", "_differs", never("A is not None and id(A) in B")),
+        Fault("blocks are looked through", "_walk", dropped("not hasattr(A, 'exposed')")),
+        Fault(
+            "sums outside a block are not checked",
+            "_check",
+            becomes("A(B, C, D, E).F[G] = (H.name, I)", "A(B, C, D, E).F.get(G)"),
+        ),
+        Fault("nothing before a block is checked", "Exposed.check", skipped("A(B, self.axis, self.one_loss, self.C)")),
     ),
-    # vocabulary
-    Mutant(
-        "all ranks look the first rows up",
-        "parallel/tensor/_linear.py",
-        "tokens - axis_index(axis).to(tokens.device) * v",
-        "tokens",
-        FUNCTIONS,
+    *File("transforms/_remat/_remat.py", COPIES).faults(
+        Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.exposed", "None")),
     ),
-    Mutant(
-        "tokens of others are looked up",
-        "parallel/tensor/_linear.py",
-        "torch.where(mine, F.embedding(local, table), fill)",
-        "F.embedding(local, table)",
-        FUNCTIONS,
+    *File("transforms/gradients/_value_and_grad.py", COPIES).faults(
+        Fault("an ensemble is one model", "_one_value_along", dropped("not all(A)")),
+        Fault("the axes of the mean are checked too", "_one_value_along", dropped("A.name not in [B.name for B in C]")),
     ),
-    Mutant("unknown tokens are zeros", "parallel/tensor/_linear.py", ", math.nan)", ", 0.0)", FUNCTIONS),
-    Mutant("unknown targets are trained on", "parallel/tensor/_linear.py", "nll, math.nan)", "nll, nll)", FUNCTIONS),
-    Mutant(
-        "each rank has its own maximum",
-        "parallel/tensor/_linear.py",
-        'along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1)',
-        "x.detach().amax(-1, keepdim=True)",
-        FUNCTIONS,
+    *File("axes/lockstep.py", COPIES).faults(
+        Fault(
+            "a meeting of ranks is seen by the guard of one",
+            "_conclude",
+            becomes("with torch.no_grad(), A(): ...", "with torch.no_grad(): ..."),
+        ),
     ),
-    Mutant("the mean of logits is a rank's", "parallel/tensor/_linear.py", "mean / v", "mean / x.shape[-1]", FUNCTIONS),
-    Mutant("ignored targets count", "parallel/tensor/_linear.py", "(~ignored).sum()", "ignored.numel()", FUNCTIONS),
-    Mutant("half precision stays so", "parallel/tensor/_linear.py", "else logits.float()", "else logits", FUNCTIONS),
-    # names
-    Mutant(
-        "the shortest name counts",
-        "parallel/tensor/_layers.py",
-        "for i in range(len(parts))",
-        "for i in reversed(range(len(parts)))",
-        FUNCTIONS,
+    *File("nn/_functional.py", LAYERS).faults(
+        Fault("ranks of tp may have examples of their own", "Apply.__call__", never("self.tp is not None")),
     ),
-    Mutant(
-        "a whole weight is taken for a part",
-        "parallel/tensor/_linear.py",
-        "if n > 1 and not may_differ",
-        "if False and not may_differ",
-        FUNCTIONS,
-    ),
-    # layers of modules
-    Mutant(
-        "what layers are given is handed to each",
-        "parallel/tensor/_forwards.py",
-        "if given is x",
-        "if False",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "a region forgets nothing",
-        "parallel/tensor/_forwards.py",
-        "self._entered.clear()",
-        "pass",
-        LAYERS + TRANSFORMERS,
-    ),
-    Mutant(
-        "shared heads are the first ones",
-        "parallel/tensor/_forwards.py",
-        "axis_index(self.axis) * count + ",
-        "",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "shared heads are used alike",
-        "parallel/tensor/_forwards.py",
-        "own = enter(w, self.axis).unflatten",
-        "own = w.unflatten",
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "groups of heads stay as they are",
-        "parallel/tensor/_forwards.py",
-        '{"num_key_value_groups": each}',
-        '{"num_key_value_groups": self.groups}',
-        TRANSFORMERS,
-    ),
-    Mutant(
-        "counts of heads are not divided",
-        "parallel/tensor/_forwards.py",
-        "own[values[count]] for",
-        "values[count] for",
-        LAYERS,
-    ),
-    Mutant(
-        "norms of heads do not enter",
-        "parallel/tensor/_forwards.py",
-        "own = {name: enter(getattr(self.module, name), self.axis) for name in whole}",
-        "own = {name: getattr(self.module, name) for name in whole}",
-        LAYERS + TRANSFORMERS,
-    ),
-    Mutant(
-        "a packed matrix is cut as one",
-        "parallel/tensor/_styles.py",
-        "self.dim + (self.packed > 1)",
-        "self.dim",
-        LAYERS,
-    ),
-    Mutant("padding is a row of each rank", "parallel/tensor/_forwards.py", '{"padding_idx": None}', "{}", LAYERS),
-    Mutant("the padding's row is trained", "parallel/tensor/_forwards.py", "y.detach(), y)", "y, y)", LAYERS),
-    Mutant("ties do not follow", "parallel/tensor/_layers.py", "    _let_ties_follow(module, styles)\n", "", LAYERS),
-    Mutant(
-        "parameters that are not cut are used",
-        "parallel/tensor/_forwards.py",
-        "if x.shape[known.along] != wanted",
-        "if False",
-        LAYERS,
-    ),
-    Mutant("heads are cut", "parallel/tensor/_layers.py", "if known.heads % n:", "if False:", TRANSFORMERS),
-    # the residual stream
-    Mutant(
-        "the first block does not cut",
-        "parallel/tensor/_install.py",
-        "layers.axis, not i,",
-        "layers.axis, False,",
-        LAYERS,
-    ),
-    Mutant("norms on parts do not enter", "parallel/tensor/_install.py", 'if kind == "norm":', "if False:", LAYERS),
-    Mutant(
-        "what needs all tokens has a part",
-        "parallel/tensor/_install.py",
-        'return "norm" if is_norm else "whole"',
-        'return "norm"',
-        LAYERS,
-    ),
-    # copies and one value
-    Mutant("copies are not looked at", "collectives/_copies.py", "here.hidden |= bool(own)", "pass", COPIES),
-    Mutant(
-        "copies of what is equal are refused",
-        "collectives/_copies.py",
-        "return False, blocks",
-        "return True, []",
-        COPIES,
-    ),
-    Mutant(
-        "what makes one value is looked through",
-        "collectives/_copies.py",
-        "(row is None or not row.one)",
-        "True",
-        COPIES,
-    ),
-    Mutant(
-        "split leaves do not differ",
-        "collectives/_copies.py",
-        "(leaf is not None and id(leaf) in leaves)",
-        "False",
-        COPIES,
-    ),
-    Mutant("blocks are looked through", "collectives/_copies.py", 'if not hasattr(node, "exposed") and', "if", COPIES),
-    Mutant(
-        "blocks that run again are not checked",
-        "transforms/_remat/_remat.py",
-        "given, ctx.exposed)",
-        "given, None)",
-        COPIES,
-    ),
-    Mutant(
-        "sums outside a block are not checked",
-        "collectives/_copies.py",
-        ".summed[own] = (row.name, node)",
-        ".summed.get(own)",
-        COPIES,
-    ),
-    Mutant(
-        "nothing before a block is checked",
-        "collectives/_copies.py",
-        "_check(behind, self.axis, self.one_loss, self.leaves)",
-        "",
-        COPIES,
-    ),
-    Mutant(
-        "an ensemble is one model",
-        "transforms/gradients/_value_and_grad.py",
-        "if not all(isinstance(p, OwnPrimal) and a in p.varies for p in primals)",
-        "",
-        COPIES,
-    ),
-    Mutant(
-        "the axes of the mean are checked too",
-        "transforms/gradients/_value_and_grad.py",
-        "if a.size > 1 and a.name not in [own.name for own in axes]",
-        "if a.size > 1",
-        COPIES,
-    ),
-    Mutant(
-        "a meeting of ranks is seen by the guard of one",
-        "axes/lockstep.py",
-        "with torch.no_grad(), without_function_modes():",
-        "with torch.no_grad():",
-        COPIES,
-    ),
-    Mutant(
-        "ranks of tp may have examples of their own",
-        "nn/_functional.py",
-        "if self.tp is not None:",
-        "if False:",
-        LAYERS,
-    ),
-    Mutant(
-        "ranks of tp in a pipeline may have examples of their own",
-        "nn/_pipeline.py",
-        "tp.check_shared(batch)",
-        "pass",
-        LAYERS,
+    *File("nn/_pipeline.py", LAYERS).faults(
+        Fault("ranks of tp in a pipeline may have examples of their own", "pipeline.first", skipped("A.B(C)")),
     ),
 ]

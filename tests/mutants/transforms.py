@@ -1,189 +1,107 @@
 """Faults in fzero/transforms."""
 
-from tests.mutants.mutant import AXES, HALF, OWN, REMAT, WRITES, Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped
+from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, WRITES, Fault, File
 
 MUTANTS = [
-    Mutant(
-        "a loss without parameters trains silently",
-        "transforms/gradients/_value_and_grad.py",
-        "or not variables or loss.requires_grad:",
-        "or True:",
-        ("tests/transforms/test_independent_losses.py",),
+    *File("transforms/gradients/_value_and_grad.py").faults(
+        Fault(
+            "a loss without parameters trains silently",
+            "_Loss._check_dependence",
+            becomes("A or not B or C.requires_grad", "A or True"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault(
+            "each loss is told of",
+            "_Loss._check_dependence",
+            dropped("A.requires_grad"),
+            ("tests/transforms/test_independent_losses.py",),
+        ),
+        Fault("sum for mean", "_Loss._of", becomes("A / self.parts", "A / self.batch.count")),
+        Fault("mean over ranks only", "value_and_grad.differentiated", bare("B * A")),
+        Fault("scale a sum", "value_and_grad.differentiated", always("A == 'mean'")),
+        Fault(
+            "no version check", "_Loss._of", becomes("A[B] != [C(D) for D in E]", "False and A[B] != [C(D) for D in E]")
+        ),
+        Fault("keywords stay boxed", "value_and_grad.differentiated", becomes("kwargs, A = (B(kwargs), C)", "A = C")),
+        Fault(
+            "derivatives of gradients count copies",
+            "value_and_grad.differentiated",
+            never("one_value", at="2 of 2"),
+            ("tests/transforms/test_derivatives_of_gradients.py",),
+        ),
+        Fault("the loss is not fenced", "_Loss._of", never("self.fenced", at="2 of 2"), ("tests/distributed",)),
+        Fault(
+            "weights of the own rank", "weighted_mean", becomes("A(B.sum(), C)", "(lambda x, _: x)(B.sum(), C)"), HALF
+        ),
+        Fault("micro-batches weigh alike", "weighted_mean", becomes("A.to(B).sum", "A.to(B).mean"), HALF),
     ),
-    Mutant(
-        "each loss is told of",
-        "transforms/gradients/_value_and_grad.py",
-        "or not variables or loss.requires_grad:",
-        "or not variables:",
-        ("tests/transforms/test_independent_losses.py",),
+    *File("transforms/_remat/_tape.py", REMAT).faults(
+        Fault("attention is taken to draw", "_draws", dropped("A(B, C, D, 'dropout_p') != 0")),
+        Fault("remat draws anew", "_draws", becomes("A in B.tags", "torch.Tag.core in ()")),
+        Fault("remat keeps what was overwritten", "RandomTape._copy_written", skipped("self.A[B] = self.A[B].clone()")),
     ),
-    Mutant(
-        "attention is taken to draw",
-        "transforms/_remat/_tape.py",
-        ' and _given(op, args, kwargs, "dropout_p") != 0',
-        "",
-        REMAT,
+    *File("transforms/gradients/_accumulate.py").faults(
+        Fault("reduce only the last micro-batch", "accumulate", becomes("torch.add", "lambda x, y: y")),
+        Fault("first micro-batch each time", "MicroBatches.part.narrowed", becomes("A * self.size", "0")),
+        Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
     ),
-    Mutant("sum for mean", "transforms/gradients/_value_and_grad.py", "loss / self.parts", "loss / self.batch.count"),
-    Mutant("mean over ranks only", "transforms/gradients/_value_and_grad.py", "micro_batches * math.prod", "math.prod"),
-    Mutant("scale a sum", "transforms/gradients/_value_and_grad.py", 'if reduce == "mean" else 1', ""),
-    Mutant(
-        "no version check", "transforms/gradients/_value_and_grad.py", "if before[i] != ", "if False and before[i] != "
+    *File("sharding/_rows.py").faults(
+        Fault(
+            "lose the remembered gradient",
+            "_Remembered.backward",
+            becomes("(None, None, A, *B)", "(None, None, A * 0, *B)"),
+        ),
     ),
-    Mutant(
-        "keywords stay boxed",
-        "transforms/gradients/_value_and_grad.py",
-        "kwargs, rest = gathered(kwargs), [",
-        "rest = [",
+    *File("transforms/_gather.py", WRITES).faults(
+        Fault(
+            "a write through .data is lost",
+            "_origin_of",
+            becomes("not A(B, C(D.data))", "False and not A(B, C(D.data))"),
+        ),
     ),
-    Mutant(
-        "reduce only the last micro-batch",
-        "transforms/gradients/_accumulate.py",
-        "_in_place(gradients, torch.add, new)",
-        "_in_place(gradients, lambda x, y: y, new)",
+    *File("transforms/gradients/_primals.py", OWN).faults(
+        Fault("gradients of the own are summed", "_of_per_rank", dropped("box.A is not None and B")),
+        Fault("copies of what is own are not summed", "_of_per_rank", never("box.A is not None and B")),
+        Fault("a differentiated tensor may differ by rank", "open_argument", skipped("A(B, C, D, E)")),
+        Fault(
+            "copies of one value have gradients of their own",
+            "as_one_value",
+            bare("[B('pvary', C, D(E.F), G()) for C in A]"),
+            ("tests/transforms/test_derivatives_of_gradients.py",),
+        ),
+        Fault("forget leaves that no rule names", "_of_replicated", constant("replicated", None), LAWS),
+        Fault(
+            "copies keep their own gradients",
+            "_of_shard",
+            becomes("A = [B for B in C if D]", "A: list[Axis] = []"),
+            AXES,
+        ),
+        Fault("experts are averaged", "_of_shard", becomes("A.name not in B(C).D", "A.name not in own"), AXES),
+        Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
-    Mutant(
-        "first micro-batch each time",
-        "transforms/gradients/_accumulate.py",
-        "x.narrow(0, j * self.size, self.size)",
-        "x.narrow(0, 0, self.size)",
+    *File("transforms/gradients/_loss_scale.py", HALF).faults(
+        Fault("the scale is not undone", "scaled_value_and_grad.unscaled", becomes("A.to(B) / C", "A.to(B)")),
+        Fault("the loss is scaled as well", "_ScaleGradient.forward", returns("x * scale")),
     ),
-    Mutant(
-        "lose the remembered gradient",
-        "sharding/_rows.py",
-        "return (None, None, shard,",
-        "return (None, None, shard * 0,",
+    *File("transforms/_remat/_remat.py", REMAT).faults(
+        Fault(
+            "remat's gradient forgets an input",
+            "_Remat.backward",
+            becomes("[A for A, B in C if B]", "[A for A, B in C if B][:1]"),
+        ),
     ),
-    Mutant(
-        "a write through .data is lost", "transforms/_gather.py", "if not same(own", "if False and not same(own", WRITES
+    *File("transforms/_remat/_call.py", REMAT).faults(
+        Fault("remat drops the origin", "_stand_in", always("A.B is None")),
+        Fault("remat takes all for batched", "Map.of.one", becomes("A(y)", "True")),
+        Fault("remat forgets autocast", "BlockCall.run", becomes("with self.casts.A(): ...", "if True: ...")),
+        Fault(
+            "a remat block runs in the first micro-batch",
+            "BlockCall._rebound",
+            becomes("A.B(axes=C)", "A.B(micro_batch=0, axes=C)"),
+        ),
     ),
-    Mutant(
-        "gradients of the own are summed",
-        "transforms/gradients/_primals.py",
-        "if box.axes is not None and a.name not in box.axes]",
-        "]",
-        OWN,
-    ),
-    Mutant(
-        "copies of what is own are not summed",
-        "transforms/gradients/_primals.py",
-        "if box.axes is not None and a.name not in box.axes]",
-        "if False]",
-        OWN,
-    ),
-    Mutant(
-        "a differentiated tensor may differ by rank",
-        "transforms/gradients/_primals.py",
-        "check_inputs_replicated(name, axes, paths, entries)",
-        "pass",
-        OWN,
-    ),
-    Mutant(
-        "derivatives of gradients count copies",
-        "transforms/gradients/_value_and_grad.py",
-        "one_of_copies(value, joint(axes)) if one_value else value",
-        "value",
-        ("tests/transforms/test_derivatives_of_gradients.py",),
-    ),
-    Mutant(
-        "copies of one value have gradients of their own",
-        "transforms/gradients/_primals.py",
-        'variables = [apply_along("pvary", x, joint(primal.copies), Whole()) for x in primal.variables]',
-        "variables = primal.variables",
-        ("tests/transforms/test_derivatives_of_gradients.py",),
-    ),
-    Mutant("forget leaves that no rule names", "transforms/gradients/_primals.py", 'rest="replicated"', "rest=None"),
-    Mutant(
-        "the loss is not fenced",
-        "transforms/gradients/_value_and_grad.py",
-        "(fence([loss], anchor)[0][0] if self.fenced else loss)",
-        "loss",
-        ("tests/distributed",),
-    ),
-    Mutant(
-        "copies keep their own gradients",
-        "transforms/gradients/_primals.py",
-        "copies = [a for a in axes if a.name not in facts(uid).varies]",
-        "copies: list[Axis] = []",
-        AXES,
-    ),
-    Mutant(
-        "experts are averaged",
-        "transforms/gradients/_primals.py",
-        "a.name not in facts(uid).varies]",
-        "a.name not in own]",
-        AXES,
-    ),
-    Mutant(
-        "the scale is not undone",
-        "transforms/gradients/_loss_scale.py",
-        "torch.float32)) / factor",
-        "torch.float32))",
-        HALF,
-    ),
-    Mutant(
-        "the loss is scaled as well",
-        "transforms/gradients/_loss_scale.py",
-        "return x.clone()",
-        "return x * scale",
-        HALF,
-    ),
-    Mutant(
-        "gradients are rounded before the update",
-        "transforms/gradients/_primals.py",
-        "[box.data.to(dtype)]",
-        "[box.data]",
-        HALF,
-    ),
-    Mutant(
-        "accumulated in half precision", "transforms/gradients/_accumulate.py", "g.to(dtype), dtypes", "g, dtypes", HALF
-    ),
-    Mutant(
-        "weights of the own rank",
-        "transforms/gradients/_value_and_grad.py",
-        "weight = psum(weights",
-        "weight = (lambda x, _: x)(weights",
-        HALF,
-    ),
-    Mutant(
-        "micro-batches weigh alike", "transforms/gradients/_value_and_grad.py", ".sum(), axis)", ".mean(), axis)", HALF
-    ),
-    Mutant("remat draws anew", "transforms/_remat/_tape.py", "nondeterministic_seeded in op.tags", "core in ()", REMAT),
-    Mutant(
-        "remat's gradient forgets an input",
-        "transforms/_remat/_remat.py",
-        "enumerate(ctx.needs_input_grad[ctx.before :]) if needed]",
-        "enumerate(ctx.needs_input_grad[ctx.before :]) if needed][:1]",
-        REMAT,
-    ),
-    Mutant(
-        "remat drops the origin",
-        "transforms/_remat/_call.py",
-        "None if x.origin is None else tuple([distinct.number(y) for y in x.origin])",
-        "None",
-        REMAT,
-    ),
-    Mutant(
-        "remat takes all for batched",
-        "transforms/_remat/_call.py",
-        "tuple([is_mapped_now(y) for y",
-        "tuple([True for y",
-        REMAT,
-    ),
-    Mutant("remat forgets autocast", "transforms/_remat/_call.py", "with self.casts.again():", "if True:", REMAT),
-    Mutant("remat misses what is captured", "transforms/_remat/_guards.py", "(is_foreign(y) or", "(False or", REMAT),
-    Mutant(
-        "remat keeps what was overwritten",
-        "transforms/_remat/_tape.py",
-        "self.kept[j] = self.kept[j].clone()",
-        "pass",
-        REMAT,
-    ),
-    Mutant(
-        "a remat block runs in the first micro-batch",
-        "transforms/_remat/_call.py",
-        "return scope._replace(axes=",
-        "return scope._replace(micro_batch=0, axes=",
-        REMAT,
+    *File("transforms/_remat/_guards.py", REMAT).faults(
+        Fault("remat misses what is captured", "Guard.__torch_function__", never("A(B)", at="1 of 3")),
     ),
 ]

@@ -1,445 +1,202 @@
 """Faults in fzero.tune: what a row says, what is skipped, what few blocks say of many, and the cost of a GPU."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
+from tests.mutants.mutant import Fault, File
 
-TUNE, MODELS = ("tests/tuning/test_tune.py",), ("tests/tuning/test_models.py",)
-COST, LINKS = ("tests/graph/test_cost.py",), ("tests/graph/test_links.py",)
+TUNE = ("tests/tuning/test_tune.py",)
+MODELS = ("tests/tuning/test_models.py",)
+COST = ("tests/graph/test_cost.py",)
+LINKS = ("tests/graph/test_links.py",)
 RULES = ("tests/tuning/test_rules.py",)
 PLACES = ("tests/tuning/test_places.py",)
 CALIBRATE = ("tests/tuning/test_calibrate.py",)
-WATCH, ALLOCATIONS = ("tests/tuning/test_watch.py",), ("tests/_torch/test_allocations.py",)
-OTHERS, COMMAND = ("tests/tuning/test_others.py",), ("tests/tuning/test_command.py",)
+WATCH = ("tests/tuning/test_watch.py",)
+ALLOCATIONS = ("tests/_torch/test_allocations.py",)
+OTHERS = ("tests/tuning/test_others.py",)
+COMMAND = ("tests/tuning/test_command.py",)
 
 MUTANTS = [
-    Mutant("the budget is forgotten in the best", "tuning/_table.py", "r.peak_bytes <= self.budget]", "True]", TUNE),
-    Mutant(
-        "the best is the smallest",
-        "tuning/_table.py",
-        "key=lambda r: (r.seconds, r.peak_bytes))\n\n\ndef _parts",
-        "key=lambda r: (r.peak_bytes, r.seconds))\n\n\ndef _parts",
-        TUNE,
+    *File("tuning/_table.py", TUNE).faults(
+        Fault("the budget is forgotten in the best", "Table.fitting", always("A.B <= self.budget")),
+        Fault("the best is the smallest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")),
+        Fault("a frontier of all rows", "Table.frontier", always("A.B < C[-1].B")),
+        Fault("a table forgets its layouts", "Table._used", dropped("A in B"), PLACES),
     ),
-    Mutant("a frontier of all rows", "tuning/_table.py", "row.peak_bytes < found[-1].peak_bytes", "True", TUNE),
-    Mutant(
-        "what fits is skipped",
-        "tuning/_search.py",
-        "too_large[c] = row.at_least > budget",
-        "too_large[c] = row.peak_bytes > 0.8 * budget",
-        TUNE,
+    *File("tuning/_search.py", TUNE).faults(
+        Fault("what fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
+        Fault("nothing is skipped", "rows_of", never("A.B > C")),
+        Fault("two blocks say what many take", "SHALLOW", becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}")),
+        Fault("the schedule of few blocks stays", "Measure._by_two", never("others")),
+        Fault("no row is planned in full", "refined", always("not rough")),
+        Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PLACES),
+        Fault("stages come to be even", "depths_of", becomes("few * A + B", "few * A"), PLACES),
+        Fault("blocks are always alike", "depths_of", always("alike"), PLACES),
+        Fault("a step on any mesh is planned", "check_mesh", never("wanted"), PLACES),
     ),
-    Mutant(
-        "nothing is skipped", "tuning/_search.py", "too_large[c] = row.at_least > budget", "too_large[c] = False", TUNE
+    *File("tuning/_row.py", TUNE).faults(
+        Fault(
+            "buffers are surely held",
+            "Row.at_least",
+            becomes(
+                "('parameters', A, 'activations')",
+                "('parameters', A, 'activations', 'buffers', 'gathered', 'gradients')",
+            ),
+        ),
+        Fault("the line is a step too steep", "deeper.at", becomes("depth - A", "depth - A + 1")),
+        Fault("bytes of loops count once", "digest_of", bare("A * c.times")),
+        Fault(
+            "a step takes what its fullest rank does",
+            "row_of",
+            becomes("max([A.ways[A.B].C for A in D])", "digest.ways[digest.B].C"),
+            PLACES,
+        ),
+        Fault("a message is sent once", "digest_of", bare("A * m.times"), PLACES),
     ),
-    Mutant(
-        "buffers are surely held",
-        "tuning/_row.py",
-        '("parameters", "optimizer state", "activations")',
-        '("parameters", "optimizer state", "activations", "buffers", "gathered", "gradients")',
-        TUNE,
+    *File("tuning/_space.py", TUNE).faults(
+        Fault("a larger micro-batch holds less", "Configuration.holds_no_less_than", swapped(">=", "<=")),
+        Fault("a higher stage holds more", "Configuration.holds_no_less_than", always("self.stage <= A.stage")),
+        Fault("offload takes memory", "Configuration.holds_no_less_than", always("self.A <= B.A", at="2 of 2")),
+        Fault(
+            "micro-batches are not multiplied",
+            "Space.__iter__",
+            becomes("divmod(self.A // B.C, D)", "(1, self.A // B.C % D)"),
+        ),
+        Fault("the batch is each rank's", "Space.__iter__", bare("A // B.C")),
+        Fault("an odd micro-batch is left out without a word", "space_of", never("A.B is not None")),
+        Fault("half precision for all", "Configuration.policy", becomes("A[self.precision]", "torch.bfloat16")),
+        Fault("all ranks are data-parallel", "Configuration.world", returns("self.ranks"), PLACES),
+        Fault(
+            "a pipeline lies within a machine",
+            "Configuration.axes",
+            (
+                constant("pp", "tp"),
+                constant("tp", "pp", at="2 of 2"),
+                becomes("self.pp", "self.tp"),
+                becomes("'pp': self.tp", "'pp': self.pp"),
+            ),
+            PLACES,
+        ),
+        Fault(
+            "a layout holds no less than another",
+            "Configuration.holds_no_less_than",
+            (dropped("self.A", at="3 of 4"), dropped("A.B", at="5 of 7")),
+            PLACES,
+        ),
     ),
-    Mutant(
-        "a larger micro-batch holds less",
-        "tuning/_space.py",
-        "self.micro_batch >= other.micro_batch",
-        "self.micro_batch <= other.micro_batch",
-        TUNE,
+    *File("tuning/_machines.py", TUNE).faults(
+        Fault("each device has the whole host", "Machine.as_device", bare("A / self.B")),
+        Fault("the host's link is the usual", "Machine.as_device", becomes("self.link", "50000000000.0")),
+        Fault(
+            "a changed constant keeps its source",
+            "Machine.constants",
+            (becomes("A.get", "dict([(n, s) for n, _, s in self.sources]).get"), bare("(A, B)", at="4 of 5")),
+        ),
+        Fault("links that were given are forgotten", "Machine.as_device", dropped("links=self.links")),
+        Fault("a calibrated machine is a common one", "machine_of", returns("MACHINES['cpu']", at="2 of 3"), CALIBRATE),
     ),
-    Mutant("a higher stage holds more", "tuning/_space.py", "self.stage <= other.stage", "True", TUNE),
-    Mutant("offload takes memory", "tuning/_space.py", "self.offload <= other.offload", "True", TUNE),
-    Mutant(
-        "micro-batches are not multiplied",
-        "tuning/_space.py",
-        "k, rest = divmod(self.global_batch // places.ranks, m)",
-        "k, rest = 1, self.global_batch // places.ranks % m",
-        TUNE,
+    *File("graph/planning/_cost.py", LINKS).faults(
+        Fault("the host's update is the device's", "seconds", becomes("A(graph)", "()", at="2 of 2"), COST),
+        Fault("the network is as fast as the machine's links", "_crossing", always("A == 1")),
+        Fault("a machine has one way out", "_crossing", bare("min(B.link, C * A)")),
+        Fault("a thousand ranks are as near as eight", "_hops", returns("0", at="2 of 3")),
+        Fault("the first axis changes fastest", "route_of", bare("reversed(A)")),
+        Fault("an all_reduce is one ring", "_hops", bare("2 * A")),
+        Fault("a tree is no shorter", "_hops", becomes("min", "max")),
+        Fault("all to all share their ways out", "_crossing", becomes("A / B.network", "A / near")),
+        Fault("a link of any axis counts", "collective_seconds", dropped("A in B")),
+        Fault("float32 is as fast as half", "work_seconds", skipped("A *= B.slow"), TUNE),
     ),
-    Mutant(
-        "the batch is each rank's",
-        "tuning/_space.py",
-        "divmod(self.global_batch // places.ranks, m)",
-        "divmod(self.global_batch, m)",
-        TUNE,
+    *File("tuning/_tune.py", TUNE).faults(
+        Fault("the margin is forgotten", "budget_of", becomes("A if B is None else B", "0")),
     ),
-    Mutant(
-        "an odd micro-batch is left out without a word",
-        "tuning/_space.py",
-        "if asked.micro_batches is not None:",
-        "if False:",
-        TUNE,
+    *File("graph/_entry.py", TUNE).faults(
+        Fault("a GPU receives as gloo does", "entry_of", never("A.device is not None")),
+        Fault("a GPU's plan has a CPU's seconds", "Entry.plan", becomes("self.asked.device", "None")),
     ),
-    Mutant(
-        "half precision for all",
-        "tuning/_space.py",
-        "Precision(param=DTYPES[self.precision])",
-        "Precision(param=torch.bfloat16)",
-        TUNE,
+    *File("graph/_ir.py", TUNE).faults(
+        Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
-    Mutant("two blocks say what many take", "tuning/_search.py", "1: (3, 5), 0: (4, 6)", "1: (1, 2), 0: (1, 2)", TUNE),
-    Mutant(
-        "the line is a step too steep",
-        "tuning/_row.py",
-        "(depth - few) / (more - few)",
-        "(depth - few + 1) / (more - few)",
-        TUNE,
+    *File("tuning/_models.py", MODELS).faults(
+        Fault("a tied head counts twice", "init", never("A.tied")),
+        Fault("keys are as many as queries", "_block", dropped("A.kv_heads")),
+        Fault("one expert stands for all", "_block", never("count", at="1 of 2")),
+        Fault("a head is as wide as its share", "Shape.head_width", dropped("self.head")),
     ),
-    Mutant(
-        "the schedule of few blocks stays",
-        "tuning/_search.py",
-        "            if others:",
-        "            if False:",
-        TUNE,
+    *File("tuning/_steps.py", MODELS).faults(
+        Fault("attention is always fused", "_attended", never("explicit")),
+        Fault("a long text is let through", "model_step", never("0 < A.positions < B")),
+        Fault("experts lie whole on each rank", "_rules", never("A.ep > 1")),
+        Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
+        Fault("the planner cuts heads", "ModelStep._check", never("A % B.tp"), PLACES),
     ),
-    Mutant("no row is planned in full", "tuning/_search.py", "if not rough:", "if True:", TUNE),
-    Mutant(
-        "each device has the whole host",
-        "tuning/_machines.py",
-        "self.host_memory / self.ranks",
-        "self.host_memory",
-        TUNE,
+    *File("tuning/_peer_estimates.py", OTHERS).faults(
+        Fault("gradients are left out", "deepspeed_zero2", constant(4, 2, at="2 of 3")),
+        Fault("a host has all that the hosts have", "deepspeed_zero3", bare("A / hosts")),
+        Fault("the largest layer is left out", "deepspeed_zero3", becomes("4 * A", "0")),
     ),
-    Mutant("the host's link is the usual", "tuning/_machines.py", "host_link=self.link", "host_link=5e10", TUNE),
-    Mutant("the host's update is the device's", "graph/planning/_cost.py", "else _of_the_host(graph)", "else ()", COST),
-    Mutant("the margin is forgotten", "tuning/_tune.py", "(usual if margin is None else margin)", "0", TUNE),
-    Mutant("a GPU receives as gloo does", "graph/_entry.py", "if asked.device is not None:", "if False:", TUNE),
-    Mutant(
-        "a GPU's plan has a CPU's seconds",
-        "graph/_entry.py",
-        "self.rejected, self.asked.device,",
-        "self.rejected, None,",
-        TUNE,
+    *File("tuning/command.py", COMMAND).faults(
+        Fault("a kilobyte is 1024 bytes", "UNITS", constant(1000, 1024)),
+        Fault("nothing that fits is a success", "_plan", constant(1, 0)),
+        Fault("a timeline that misses the peak", "_timeline", bare("max(range(A, B), key=C.D.__getitem__)")),
+        Fault("a script within the data ends the page", "page", bare("A.replace('</', '<\\\\/')")),
     ),
-    Mutant(
-        "the network is as fast as the machine's links",
-        "graph/planning/_cost.py",
-        "device.link if m == 1 else min(device.link, near * device.network)",
-        "device.link",
-        LINKS,
+    *File("tuning/_recipe.py", PLACES).faults(
+        Fault("the lines to paste gather at once", "_taken", constant(", gather=False", ", gather=True"), COMMAND),
+        Fault(
+            "the lines to paste have another stage", "_sharded", becomes("A.stage", "A.stage + 2", at="1 of 2"), COMMAND
+        ),
+        Fault("the lines to paste split no experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
+        Fault("the lines to paste cut no matrix", "_rules", becomes("A.tp > 1", "A.tp > 99")),
+        Fault("the lines to paste split a batch by stage", "_sharded", dropped("A != 'pp'")),
+        Fault("the lines to paste forget an odd block", "_cut", never("A.B", at="2 of 3")),
+        Fault("the lines to paste have one stage a rank", "_cut", never("A.B > 1", at="2 of 2")),
     ),
-    Mutant(
-        "a machine has one way out",
-        "graph/planning/_cost.py",
-        "min(device.link, near * device.network)",
-        "device.network",
-        LINKS,
+    *File("tuning/_watch.py", WATCH).faults(
+        Fault("what was there before is forgotten", "Reading.peak_bytes", bare("A + B")),
+        Fault("the first call is measured", "Watched.__call__", dropped("A > 0")),
+        Fault("the compiled call is not", "Watched.__call__", bare("A or self.B")),
+        Fault("all calls have the last plan", "Watched._plan", never("A is not None")),
+        Fault("a machine's seconds are anyone's", "Watched._plan", dropped("device")),
+        Fault("a device that is behind is waited for", "Watched.__call__", bare("A.taken.is_over()")),
+        Fault("rows are written again", "Watched._write", bare("A[B:]")),
+        Fault("a hint is said each time", "Watched._write", skipped("self._told.add(A.name)")),
+        Fault("the median is the worst", "_time_hints", becomes("median", "max")),
+        Fault("a GPU's peak is that of all time", "_CudaMeter.__call__", skipped("A.reset_peak_memory_stats(self.B)")),
     ),
-    Mutant(
-        "a thousand ranks are as near as eight", "graph/planning/_cost.py", "    return ring\n", "    return 0\n", LINKS
+    *File("_torch/watched.py", ALLOCATIONS).faults(
+        Fault("what is freed stays", "_peak", becomes("A.cpu_memory_usage()", "max(A.cpu_memory_usage(), 0)")),
+        Fault("the user's profiler is ended", "allocations", never("A()")),
     ),
-    Mutant("the first axis changes fastest", "graph/planning/_cost.py", "in reversed(mesh)", "in mesh", LINKS),
-    Mutant("an all_reduce is one ring", "graph/planning/_cost.py", "2 * min(ring, ", "min(ring, ", LINKS),
-    Mutant("a tree is no shorter", "graph/planning/_cost.py", "2 * min(ring, ", "2 * max(ring, ", LINKS),
-    Mutant(
-        "all to all share their ways out", "graph/planning/_cost.py", "beyond / device.network", "beyond / near", LINKS
+    *File("tuning/_calibrate.py", CALIBRATE).faults(
+        Fault("float32 is as much faster", "calibrate", becomes("(A / B, C)", "(B / A, C)")),
+        Fault("a copy only reads", "copy_speed", becomes("2 * 4", "-4")),
+        Fault("a step of the ring counts twice", "links_of", bare("A - (B - 1) * C")),
+        Fault("a link's latency is in its speed", "links_of", bare("max(A - B, 0.1 * A)")),
+        Fault("what is assumed was measured", "_machine", constant("assumed, as of ", "measured, as of ")),
+        Fault(
+            "links between machines are those within",
+            "_of_links",
+            always("A > 1", at="1 of 2"),
+            (*CALIBRATE, "-m", "slow or not slow"),
+        ),
     ),
-    Mutant("a link of any axis counts", "graph/planning/_cost.py", " if name in names]", "]", LINKS),
-    Mutant(
-        "a changed constant keeps its source",
-        "tuning/_machines.py",
-        "known.get((name, value), ",
-        "dict([(n, s) for n, _, s in self.sources]).get(name, ",
-        TUNE,
+    *File("tuning/_rules.py", RULES).faults(
+        Fault("any rule is kept", "verdicts", always("A[0] is B")),
+        Fault("the highest stage is an expert's", "_stage", becomes("A.B.stage", "-A.B.stage")),
+        Fault("settings of any micro-batch", "_settings_first", always("A.B.C == D")),
+        Fault("all that fits is compared", "_others", dropped("A(B) == A(C.D)")),
+        Fault("a machine has no end", "_experts", bare("(B.C.ep > D.near, A)")),
+        Fault("a difference of nothing is a reason", "_why", never("A < B")),
+        Fault("tensor parallelism has no end", "_within", never("A.B.tp > C.near")),
+        Fault("a pipeline is filled by any batch", "_in_turn.cut", always("A >= B")),
+        Fault("more micro-batches than asked for are better", "_in_turn.cut", never("A >= B")),
+        Fault("layouts of other accumulation are not compared", "LAYOUT", dropped("'accumulation'")),
+        Fault("no pipeline is idle", "_why", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
-    Mutant("links that were given are forgotten", "tuning/_machines.py", "links=self.links,", "", TUNE),
-    Mutant("float32 is as fast as half", "graph/planning/_cost.py", "done *= device.slow", "pass", TUNE),
-    Mutant("attention is free on a CPU", "graph/_ir.py", "packet = ATTENTION.get(packet, packet)", "pass", TUNE),
-    Mutant(
-        "bytes of loops count once",
-        "tuning/_row.py",
-        "moved[c.axis] += c.bytes * c.times",
-        "moved[c.axis] += c.bytes",
-        TUNE,
+    *File("graph/_pass_manager.py", PLACES).faults(
+        Fault("whether a loop goes on across turns is forgotten", "Knobs.of", dropped("'across_turns': False")),
     ),
-    # models by name
-    Mutant(
-        "a tied head counts twice",
-        "tuning/_models.py",
-        "    if shape.tied:\n        return params |",
-        "    if False:\n        return params |",
-        MODELS,
-    ),
-    Mutant(
-        "keys are as many as queries",
-        "tuning/_models.py",
-        "kv = (shape.kv_heads or shape.heads) * h",
-        "kv = shape.heads * h",
-        MODELS,
-    ),
-    Mutant(
-        "one expert stands for all", "tuning/_models.py", "before = (count,) if count else ()", "before = ()", MODELS
-    ),
-    Mutant(
-        "attention is always fused",
-        "tuning/_steps.py",
-        "attend = _explicit if explicit else _fused",
-        "attend = _fused",
-        MODELS,
-    ),
-    Mutant(
-        "a head is as wide as its share",
-        "tuning/_models.py",
-        "return self.head or self.width // self.heads",
-        "return self.width // self.heads",
-        MODELS,
-    ),
-    Mutant("a long text is let through", "tuning/_steps.py", "0 < shape.positions < length", "False", MODELS),
-    # what others say
-    Mutant(
-        "gradients are left out",
-        "tuning/_peer_estimates.py",
-        "device = 4 * parameters + int(16",
-        "device = 2 * parameters + int(16",
-        OTHERS,
-    ),
-    Mutant("a host has all that the hosts have", "tuning/_peer_estimates.py", "/ hosts * 1.5", "* 1.5", OTHERS),
-    Mutant(
-        "the largest layer is left out",
-        "tuning/_peer_estimates.py",
-        "n, big = near * hosts, 4 * largest",
-        "n, big = near * hosts, 0",
-        OTHERS,
-    ),
-    # the command
-    Mutant("a kilobyte is 1024 bytes", "tuning/command.py", "1000**i", "1024**i", COMMAND),
-    Mutant("nothing that fits is a success", "tuning/command.py", "    return 1\n", "    return 0\n", COMMAND),
-    Mutant(
-        "the lines to paste gather at once",
-        "tuning/_recipe.py",
-        '", gather=False" if c.remat',
-        '", gather=True" if c.remat',
-        COMMAND,
-    ),
-    Mutant(
-        "the lines to paste have another stage",
-        "tuning/_recipe.py",
-        "stage={c.stage}, mesh=fzero",
-        "stage={c.stage + 2}, mesh=fzero",
-        COMMAND,
-    ),
-    Mutant(
-        "a timeline that misses the peak",
-        "tuning/command.py",
-        "max(range(a, b), key=plan.live.__getitem__)",
-        "a",
-        COMMAND,
-    ),
-    Mutant("a script within the data ends the page", "tuning/command.py", '.replace("</", "<\\\\/")', "", COMMAND),
-    # while it trains
-    Mutant(
-        "what was there before is forgotten",
-        "tuning/_watch.py",
-        "taken.added_bytes + before",
-        "taken.added_bytes",
-        WATCH,
-    ),
-    Mutant("the first call is measured", "tuning/_watch.py", "traces > 0 and (", "(", WATCH),
-    Mutant("the compiled call is not", "tuning/_watch.py", "(every or self._compiled)", "every", WATCH),
-    Mutant("all calls have the last plan", "tuning/_watch.py", "if known is not None:", "if False:", WATCH),
-    Mutant(
-        "a machine's seconds are anyone's",
-        "tuning/_watch.py",
-        "self.step.plans(device)",
-        "self.step.plans()",
-        WATCH,
-    ),
-    Mutant("a device that is behind is waited for", "tuning/_watch.py", ".taken.is_over()", "", WATCH),
-    Mutant("rows are written again", "tuning/_watch.py", "self._kept[count:], max", "self._kept, max", WATCH),
-    Mutant("a hint is said each time", "tuning/_watch.py", "self._told.add(hint.name)", "pass", WATCH),
-    Mutant(
-        "the median is the worst",
-        "tuning/_watch.py",
-        "(median(found) for found in zip(",
-        "(max(found) for found in zip(",
-        WATCH,
-    ),
-    Mutant(
-        "a GPU's peak is that of all time",
-        "tuning/_watch.py",
-        "torch.cuda.reset_peak_memory_stats(self._device)",
-        "pass",
-        WATCH,
-    ),
-    Mutant(
-        "what is freed stays",
-        "_torch/watched.py",
-        "held += event.cpu_memory_usage()",
-        "held += max(event.cpu_memory_usage(), 0)",
-        ALLOCATIONS,
-    ),
-    Mutant("the user's profiler is ended", "_torch/watched.py", "if profiling():", "if False:", ALLOCATIONS),
-    # what a machine reaches
-    Mutant(
-        "float32 is as much faster", "tuning/_calibrate.py", '"slow": (half / full,', '"slow": (full / half,', CALIBRATE
-    ),
-    Mutant("a copy only reads", "tuning/_calibrate.py", "return 2 * 4 * a.numel()", "return -4 * a.numel()", CALIBRATE),
-    Mutant(
-        "a step of the ring counts twice",
-        "tuning/_calibrate.py",
-        "small - (ranks - 1) * hop, hop",
-        "small, hop",
-        CALIBRATE,
-    ),
-    Mutant(
-        "a link's latency is in its speed",
-        "tuning/_calibrate.py",
-        "max(large - small, 0.1 * large)",
-        "large",
-        CALIBRATE,
-    ),
-    Mutant("what is assumed was measured", "tuning/_calibrate.py", 'f"assumed, as of', 'f"measured, as of', CALIBRATE),
-    Mutant(
-        "links between machines are those within",
-        "tuning/_calibrate.py",
-        "if near > 1:\n        groups",
-        "if True:\n        groups",
-        (*CALIBRATE, "-m", "slow or not slow"),
-    ),
-    Mutant(
-        "a calibrated machine is a common one",
-        "tuning/_machines.py",
-        "        return calibrated()",
-        "        return MACHINES['cpu']",
-        CALIBRATE,
-    ),
-    # experts of two kinds
-    Mutant("any rule is kept", "tuning/_rules.py", "expected[0] is best, _why", "True, _why", RULES),
-    Mutant(
-        "the highest stage is an expert's",
-        "tuning/_rules.py",
-        "key=lambda r: r.config.stage)",
-        "key=lambda r: -r.config.stage)",
-        RULES,
-    ),
-    Mutant("settings of any micro-batch", "tuning/_rules.py", "if r.config.micro_batch == least)", "if True)", RULES),
-    Mutant("all that fits is compared", "tuning/_rules.py", "if rest(r) == rest(asked.best)]", "]", RULES),
-    Mutant(
-        "a machine has no end", "tuning/_rules.py", "(r.config.ep > asked.near, -r.config.ep)", "-r.config.ep", RULES
-    ),
-    Mutant("a difference of nothing is a reason", "tuning/_rules.py", "if more < ALIKE:", "if False:", RULES),
-    Mutant(
-        "experts lie whole on each rank",
-        "tuning/_steps.py",
-        '[moe.split("experts")] if config.ep > 1',
-        '[moe.split("experts")] if False',
-        MODELS,
-    ),
-    Mutant(
-        "experts that do not divide are split", "tuning/_steps.py", "if shape.experts[0] % config.ep or", "if", MODELS
-    ),
-    Mutant(
-        "the lines to paste split no experts",
-        "tuning/_recipe.py",
-        "if c.ep > 1 else []",
-        "if c.ep > 99 else []",
-        MODELS,
-    ),
-    # tensor and pipeline parallelism
-    Mutant(
-        "the first rank is the fullest",
-        "tuning/_search.py",
-        "return (0, *between, config.pp - 1)",
-        "return (0,)",
-        PLACES,
-    ),
-    Mutant(
-        "a step takes what its fullest rank does",
-        "tuning/_row.py",
-        "max([d.ways[d.settings].seconds for d in digests.values()])",
-        "digest.ways[digest.settings].seconds",
-        PLACES,
-    ),
-    Mutant(
-        "a message is sent once",
-        "tuning/_row.py",
-        "moved[m.axis] += m.bytes * m.times",
-        "moved[m.axis] += m.bytes",
-        PLACES,
-    ),
-    Mutant(
-        "all ranks are data-parallel",
-        "tuning/_space.py",
-        "return self.ranks * self.tp * self.pp",
-        "return self.ranks",
-        PLACES,
-    ),
-    Mutant(
-        "a pipeline lies within a machine",
-        "tuning/_space.py",
-        '{"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}',
-        '{"tp": self.tp, "dp": self.ranks // self.ep, "ep": self.ep, "pp": self.pp}',
-        PLACES,
-    ),
-    Mutant(
-        "a layout holds no less than another",
-        "tuning/_space.py",
-        ", self._places) == (",
-        ") == (",
-        PLACES,
-        ((", other._places)", ")"),),
-    ),
-    Mutant("stages come to be even", "tuning/_search.py", "(few * stages + left, more", "(few * stages, more", PLACES),
-    Mutant("blocks are always alike", "tuning/_search.py", "ALIKE if alike else", "ALIKE if True else", PLACES),
-    Mutant("a step on any mesh is planned", "tuning/_search.py", "if wanted and ", "if False and ", PLACES),
-    Mutant("heads are cut", "tuning/_steps.py", "if n % config.tp:", "if False:", PLACES),
-    Mutant(
-        "whether a loop goes on across turns is forgotten",
-        "graph/_pass_manager.py",
-        '"across_turns": False, **settings}',
-        "**settings}",
-        PLACES,
-    ),
-    Mutant(
-        "bytes stand under any axis",
-        "tuning/_table_views.py",
-        "row.moved.get(way, 0)",
-        "row.moved.get(ways[0], 0)",
-        PLACES,
-    ),
-    Mutant("a table forgets its layouts", "tuning/_table.py", "k not in AXES or k in axes", "k not in AXES", PLACES),
-    Mutant(
-        "the lines to paste cut no matrix", "tuning/_recipe.py", "if c.tp > 1 else []", "if c.tp > 99 else []", PLACES
-    ),
-    Mutant("the lines to paste split a batch by stage", "tuning/_recipe.py", ' if name != "pp"])', "])", PLACES),
-    Mutant(
-        "the lines to paste forget an odd block",
-        "tuning/_recipe.py",
-        "if c.depth and c.depth %",
-        "if False and c.depth %",
-        PLACES,
-    ),
-    Mutant(
-        "the lines to paste have one stage a rank",
-        "tuning/_recipe.py",
-        "if c.pipeline_stages > 1 else",
-        "if False else",
-        PLACES,
-    ),
-    Mutant(
-        "tensor parallelism has no end",
-        "tuning/_rules.py",
-        "row.config.tp > asked.near, -row.config.tp",
-        "False, -row.config.tp",
-        RULES,
-    ),
-    Mutant(
-        "a pipeline is filled by any batch",
-        "tuning/_rules.py",
-        "return n < enough, n if n >= enough else -n",
-        "return n < enough, n",
-        RULES,
-    ),
-    Mutant("more micro-batches than asked for are better", "tuning/_rules.py", "n if n >= enough else -n", "-n", RULES),
-    Mutant(
-        "layouts of other accumulation are not compared",
-        "tuning/_rules.py",
-        '"ranks", "schedule", "accumulation")',
-        '"ranks", "schedule")',
-        RULES,
-    ),
-    Mutant(
-        "no pipeline is idle",
-        "tuning/_rules.py",
-        "(idle := _idle(other)) > _idle(best) + ALIKE",
-        "(idle := 0.0)",
-        RULES,
+    *File("tuning/_table_views.py", PLACES).faults(
+        Fault("bytes stand under any axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(ways[0], 0)")),
     ),
 ]

@@ -1,144 +1,70 @@
 """Faults in fzero/tuning: the ratio that fits, what a step costs at each."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, swapped
+from tests.mutants.mutant import Fault, File
 
-RATIO, COSTS = ("tests/tuning/test_ratio.py",), ("tests/tuning/test_costs.py",)
+RATIO = ("tests/tuning/test_ratio.py",)
+COSTS = ("tests/tuning/test_costs.py",)
 
 MUTANTS = [
-    # the ratio
-    Mutant("a ratio that does not fit", "tuning/_ratio.py", "    return high\n", "    return low\n", RATIO),
-    Mutant("one part too many", "tuning/_ratio.py", "    return high\n", "    return min(high + 1, parts)\n", RATIO),
-    Mutant("the search ends early", "tuning/_ratio.py", "while high - low > 1:", "while high - low > 2:", RATIO),
-    Mutant(
-        "a budget just met does not fit",
-        "tuning/_ratio.py",
-        "(value := peak(k)) <= budget",
-        "(value := peak(k)) < budget",
-        RATIO,
+    *File("tuning/_ratio.py", RATIO).faults(
+        Fault("a ratio that does not fit", "first_fit", returns("low", at="3 of 3")),
+        Fault("one part too many", "first_fit", returns("min(high + 1, parts)", at="3 of 3")),
+        Fault("the search ends early", "first_fit", becomes("A - B > 1", "A - B > 2")),
+        Fault("a budget just met does not fit", "first_fit", swapped("(A := B(k)) <= C", "<")),
+        Fault("each ratio is tried", "first_fit", becomes("min(max(A, B + C), D - C)", "B + 1")),
+        Fault("lines alone look", "first_fit", becomes("min(A, (high - B) // 2)", "1")),
+        Fault(
+            "what fits at once is offloaded",
+            "first_fit",
+            (swapped("(A := B(0)) <= C", "<"), becomes("(A := B(0)) < C", "(A := B(0)) < 0")),
+        ),
+        Fault(
+            "what never fits is let through",
+            "first_fit",
+            (swapped("(A := B(C)) > D", "<"), becomes("(A := B(C)) < D", "(A := B(C)) < 0")),
+        ),
+        Fault(
+            "the host's budget is forgotten", "offload_ratio", (swapped(">", "<"), becomes("room", "0", at="3 of 4"))
+        ),
+        Fault("the world's size is forgotten", "offload_ratio.peak", becomes("world_size", "None")),
+        Fault("a step that ignores the ratio is not told", "_does_not_fit", never("none.A == B")),
+        Fault("what the host holds is said to be the device's", "_tried", constant("device", "host")),
     ),
-    Mutant(
-        "each ratio is tried",
-        "tuning/_ratio.py",
-        "k = min(max(guess, low + least), high - least)",
-        "k = low + 1",
-        RATIO,
+    *File("tuning/_row.py", RATIO).faults(
+        Fault("a budget may be nan", "checked_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
-    Mutant("lines alone look", "tuning/_ratio.py", "min(max(1, 2**looks // 2), (high - low) // 2)", "1", RATIO),
-    Mutant(
-        "what fits at once is offloaded",
-        "tuning/_ratio.py",
-        "(above := peak(0)) <= budget",
-        "(above := peak(0)) < 0",
-        RATIO,
-    ),
-    Mutant(
-        "what never fits is let through",
-        "tuning/_ratio.py",
-        "(below := peak(parts)) > budget",
-        "(below := peak(parts)) < 0",
-        RATIO,
-    ),
-    Mutant("the host's budget is forgotten", "tuning/_ratio.py", "> room:", "< 0:", RATIO),
-    Mutant(
-        "the world's size is forgotten",
-        "tuning/_ratio.py",
-        "planned_at(make_step, k / parts, world_size)",
-        "planned_at(make_step, k / parts, None)",
-        RATIO,
-    ),
-    Mutant("a budget may be nan", "tuning/_row.py", "not 0 < float(value) < math.inf", "float(value) <= 0", RATIO),
-    Mutant(
-        "a step that ignores the ratio is not told",
-        "tuning/_ratio.py",
-        "if none.peak_bytes == peak:",
-        "if False:",
-        RATIO,
-    ),
-    Mutant(
-        "what the host holds is said to be the device's",
-        "tuning/_ratio.py",
-        'Tried(ratio, plan.peak_of("device")',
-        'Tried(ratio, plan.peak_of("host")',
-        RATIO,
-    ),
-    # the costs
-    Mutant("results are written for nothing", "tuning/_costs.py", "+ 2 * self.up_bytes", "+ self.up_bytes", COSTS),
-    Mutant("the state is only read", "tuning/_costs.py", "+ 2 * self.state_bytes", "+ self.state_bytes", COSTS),
-    Mutant("remat is free", "tuning/_costs.py", "(8 if remat else 6) * parameters", "6 * parameters", COSTS),
-    Mutant(
-        "stage 2 cuts parameters",
-        "tuning/_costs.py",
-        "parameters if stage < 3 else",
-        "parameters if stage < 2 else",
-        COSTS,
-    ),
-    Mutant(
-        "whole gradients leave the device",
-        "tuning/_costs.py",
-        "left = grads if stage < 2 else 0.0",
-        "left = 0.0",
-        COSTS,
-    ),
-    Mutant(
-        "the host has the state alone",
-        "tuning/_costs.py",
-        "(state_bytes + gradient_bytes + parameter_bytes) * share",
-        "state_bytes * share",
-        COSTS,
-    ),
-    Mutant(
-        "activations count as gradients",
-        "tuning/_costs.py",
-        "_moved(all_, kind) - _moved(none, kind)",
-        "_moved(all_, kind)",
-        COSTS,
-    ),
-    Mutant(
-        "an update on the device counts as the host's",
-        "tuning/_costs.py",
-        "if not _computes_on_host(all_):",
-        "if False:",
-        COSTS,
-    ),
-    Mutant(
-        "each rank has the host for itself",
-        "tuning/_costs.py",
-        "read / (machine.host_memory / machine.ranks)",
-        "read / machine.host_memory",
-        COSTS,
-    ),
-    Mutant("the chain's parts take turns", "tuning/_costs.py", "(sum(parts) - max(parts)) / work.units", "0", COSTS),
-    Mutant(
-        "DeepSpeed's passes are free",
-        "tuning/_costs.py",
-        'if update == "deepspeed" else 0',
-        'if update == "" else 0',
-        COSTS,
-    ),
-    Mutant(
-        "copies both ways share the link",
-        "tuning/_costs.py",
-        "max(work.state_bytes / machine.link,",
-        "max(2 * work.state_bytes / machine.link,",
-        COSTS,
-    ),
-    Mutant(
-        "the device updates all of it",
-        "tuning/_costs.py",
-        'mine = 1 if update == "device" else 1 - ratio',
-        "mine = 1",
-        COSTS,
-    ),
-    Mutant("the host waits for no gradient", "tuning/_costs.py", "chain + begun", "chain", COSTS),
-    Mutant(
-        "the chain is beside the passes",
-        "tuning/_costs.py",
-        "compute + max(device, chain)",
-        "max(compute + device, chain)",
-        COSTS,
-    ),
-    Mutant("a ratio is rounded down", "tuning/_costs.py", "math.ceil(round(", "math.floor(round(", COSTS),
-    Mutant(
-        "the fastest need not fit", "tuning/_costs.py", "range(first, self.parts + 1)", "range(self.parts + 1)", COSTS
+    *File("tuning/_costs.py", COSTS).faults(
+        Fault(
+            "results are written for nothing", "OffloadWork.update_bytes", becomes("2 * self.up_bytes", "self.up_bytes")
+        ),
+        Fault("the state is only read", "OffloadWork.update_bytes", bare("2 * A", at="1 of 2")),
+        Fault("remat is free", "model_work", never("remat", at="3 of 3")),
+        Fault("stage 2 cuts parameters", "model_work", becomes("A < 3", "A < 2")),
+        Fault("whole gradients leave the device", "model_work", never("A < 2", at="2 of 2")),
+        Fault("the host has the state alone", "model_work", bare("A + gradient_bytes + B")),
+        Fault("activations count as gradients", "planned_work", bare("A - B(C, D)")),
+        Fault("an update on the device counts as the host's", "planned_work", never("not A(B)")),
+        Fault(
+            "each rank has the host for itself",
+            "OffloadCosts.chain_seconds",
+            becomes("A.host_memory / A.B", "A.host_memory"),
+        ),
+        Fault(
+            "the chain's parts take turns", "OffloadCosts.chain_seconds", becomes("(sum(A) - max(A)) / B.units", "0")
+        ),
+        Fault("DeepSpeed's passes are free", "OffloadCosts.chain_seconds", constant("deepspeed", "")),
+        Fault(
+            "copies both ways share the link",
+            "OffloadCosts.chain_seconds",
+            becomes("max(A.B / C.link, D)", "max(2 * A.B / C.link, D)"),
+        ),
+        Fault("the device updates all of it", "OffloadCosts.seconds", always("A == 'device'")),
+        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + begun")),
+        Fault(
+            "the chain is beside the passes", "OffloadCosts.seconds", becomes("A + max(B, chain)", "max(A + B, chain)")
+        ),
+        Fault("a ratio is rounded down", "OffloadCosts.first_fit", becomes("math.ceil", "math.floor")),
+        Fault("the fastest need not fit", "OffloadCosts.fastest", dropped("first")),
     ),
 ]

@@ -1,75 +1,34 @@
 """Faults in fzero/units, in fzero/sharding/_units.py, and in the cap of the default rule."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.changes import always, bare, becomes, dropped, never
+from tests.mutants.mutant import Fault, File
 
 UNITS = ("tests/sharding",)
 
 MUTANTS = [
-    Mutant(
-        "small neighbours are joined without an end",
-        "sharding/_units.py",
-        "is_open and _numel",
-        "is_open or _numel",
-        UNITS,
+    *File("sharding/_units.py", UNITS).faults(
+        Fault(
+            "small neighbours are joined without an end",
+            "_cut",
+            becomes("A and B and C(D[-1]) + E <= F", "A and B or C(D[-1]) + E <= F"),
+        ),
+        Fault("neighbours are joined past the upper size", "_cut", dropped("A(B[-1]) + C <= D")),
+        Fault("a rest is joined past the upper size", "_without_rests", dropped("A + B(C) <= D")),
+        Fault("a rest stays alone", "_cut", bare("B(A, C, D)")),
+        Fault("a large subtree stays whole", "_cut", dropped("sum(A) <= B")),
+        Fault("large children are one piece", "_cut", always("max(A, default=0) < B")),
+        Fault("a piece is named by its first subtree", "_piece", always("A == last")),
+        Fault("the default rule has no cap", "_capped", always("sum(A.values()) <= B")),
+        Fault("the cap counts leaves before they are split", "_capped", bare("A // math.prod(B)")),
     ),
-    Mutant(
-        "neighbours are joined past the upper size",
-        "sharding/_units.py",
-        "if is_small and is_open and _numel(found[-1]) + numel <= most:",
-        "if is_small and is_open:",
-        UNITS,
-    ),
-    Mutant(
-        "a rest is joined past the upper size",
-        "sharding/_units.py",
-        "< least and last + _numel(piece) <= most:",
-        "< least:",
-        UNITS,
-    ),
-    Mutant(
-        "a rest stays alone", "sharding/_units.py", "return _without_rests(found, least, most)", "return found", UNITS
-    ),
-    Mutant("a large subtree stays whole", "sharding/_units.py", "if sum(sizes) <= most and", "if", UNITS),
-    Mutant(
-        "large children are one piece", "sharding/_units.py", "and max(sizes, default=0) < least:", "and True:", UNITS
-    ),
-    Mutant(
-        "a piece is named by its first subtree",
-        "sharding/_units.py",
-        'first if first == last else f"{first} to {last}"',
-        "first",
-        UNITS,
-    ),
-    Mutant("sizes are those of all kinds", "sharding/_unit_policies.py", "_kind(path, x, rules), {}", "(), {}", UNITS),
-    Mutant(
-        "axes do not part units", "sharding/_unit_policies.py", "None if axes is None else tuple(axes)", "None", UNITS
-    ),
-    Mutant(
-        "splits do not part units",
-        "sharding/_unit_policies.py",
-        "tuple(sorted((rules.split and rules.split(path, leaf)) or ()))",
-        "()",
-        UNITS,
-    ),
-    Mutant("a cap splits a tie", "sharding/_unit_policies.py", "if tree.identity(x) in first:", "if False:", UNITS),
-    Mutant("lists count", "sharding/_unit_policies.py", "(not is_list)\n", "1\n", UNITS),
-    Mutant("a node does not count itself", "sharding/_unit_policies.py", "(not is_list)\n", "(not children)\n", UNITS),
-    Mutant("a fine subtree may be large", "sharding/_unit_policies.py", " and node.numel <= most}", "}", UNITS),
-    Mutant(
-        "a node's own leaves may be large",
-        "sharding/_unit_policies.py",
-        "if home and nodes[home].own <= most",
-        "if home",
-        UNITS,
-    ),
-    Mutant(
-        "the default rule has no cap", "sharding/_units.py", "if sum(parts.values()) <= MOST or", "if True or", UNITS
-    ),
-    Mutant(
-        "the cap counts leaves before they are split",
-        "sharding/_units.py",
-        "leaves[i].numel() // math.prod([lookup(name).size for name in split[i]])",
-        "leaves[i].numel()",
-        UNITS,
+    *File("sharding/_unit_policies.py", UNITS).faults(
+        Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),
+        Fault("axes do not part units", "_kind", always("A is None")),
+        Fault("splits do not part units", "_kind", bare("tuple(sorted(B or A))")),
+        Fault("a cap splits a tie", "leaves_of", never("A.B(C) in D")),
+        Fault("lists count", "_nodes", becomes("not A", "1", at="1 of 2")),
+        Fault("a node does not count itself", "_nodes", becomes("is_list", "children", at="2 of 3")),
+        Fault("a fine subtree may be large", "by_granularity", dropped("A.numel <= B")),
+        Fault("a node's own leaves may be large", "_unit", dropped("A[B].C <= D")),
     ),
 ]

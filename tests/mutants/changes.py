@@ -1,0 +1,309 @@
+"""The changes of which faults are made. Each finds one place within a symbol by a pattern (`tests.mutants.patterns`).
+
+| change | what it does |
+|---|---|
+| `skipped("A.sort()")` | a statement is not run |
+| `dropped("not A")` | an operand of `and`, `or`, an argument, an element, an entry, a filter, a decorator is left out |
+| `always("A < B")`, `never("A < B")`, `negated("A < B")` | a condition, or an operand of `and` or `or`, is decided |
+| `swapped("<", "<=")`, `swapped("A < 1", "<=")` | another operator |
+| `bare("A * B")`, `bare("B(A, ...)")` | an expression becomes its part A |
+| `constant(1, 2)` | another constant |
+| `returns("None")` | another value is returned |
+| `before("return A", "B()")`, `after("A = 1", "A += 1")` | further statements |
+| `renamed("g")` | a function or a class has another name |
+| `becomes("A * B", "B / A")` | the general one: an expression or a statement becomes another, or several |
+
+Where several places fit, `at="2 of 3"` says which, and how many there are; `at="all"` changes each.
+"""
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tests.mutants.patterns import Found, filled, is_letter, letters, matched, parsed
+from tests.mutants.places import Edit, Place, Scope, applied, edit, known, names_bound, places
+
+OPERATORS: dict[str, type[ast.AST]] = {
+    **{"+": ast.Add, "-": ast.Sub, "*": ast.Mult, "@": ast.MatMult, "/": ast.Div, "//": ast.FloorDiv, "%": ast.Mod},
+    **{"**": ast.Pow, "<<": ast.LShift, ">>": ast.RShift, "|": ast.BitOr, "&": ast.BitAnd, "^": ast.BitXor},
+    **{"==": ast.Eq, "!=": ast.NotEq, "<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "is": ast.Is},
+    **{"is not": ast.IsNot, "in": ast.In, "not in": ast.NotIn, "and": ast.And, "or": ast.Or},
+}
+PARTS = {
+    ast.Call: ("args", "keywords"),
+    ast.BoolOp: ("values",),
+    ast.comprehension: ("ifs",),
+    ast.Dict: ("keys", "values"),
+}
+PARTS |= dict.fromkeys((ast.List, ast.Tuple, ast.Set), ("elts",))
+PARTS |= {ast.FunctionDef: ("decorator_list",), ast.ClassDef: ("decorator_list",)}
+
+
+class Change(NamedTuple):
+    """A change: the place that `is_one` allows and a pattern of `old` fits becomes what `new` makes of it."""
+
+    words: str
+    is_one: Callable[[Place], bool]
+    old: tuple[ast.AST, ...]
+    new: Callable[[Place, Found], list[ast.AST]]
+    at: str = ""
+    symbol: str | None = None
+    uses: frozenset[str] = frozenset()  # the names in what is new
+
+    def planted(self, text: str, symbol: str) -> str:
+        """Return a file's text with the change in a symbol.
+
+        Raises:
+            LookupError: No place fits, or several do, or what is new uses a name that is not known there.
+        """
+        where = symbol if self.symbol is None else self.symbol
+        among = places(text, where)
+        if unknown := self.uses - known(text, among[0] if where else None):
+            raise LookupError(f"knows no {', '.join(sorted(unknown))} in {where!r}, which {self.words} uses")
+        return applied(text, [self.edit(text, *found) for found in self.chosen(among, where)])
+
+    def edit(self, text: str, place: Place, found: Found) -> Edit:
+        """Write one place anew."""
+        new, parent = self.new(place, found), place.above[-1]
+        if new or not (isinstance(parent, ast.BoolOp) and len(parent.values) == 2):
+            return edit(text, place, new)
+        (other,) = [value for value in parent.values if value is not place.node]
+        return edit(text, _place_of(parent, place.above), [other])
+
+    def chosen(self, among: list[Place], where: str) -> list[tuple[Place, Found]]:
+        """Find the places to change."""
+        fits = [(place, found) for place in among if self.is_one(place) for found in self.found(place)]
+        nth, _, count = self.at.partition(" of ")
+        if fits and self.at == "all":
+            return fits
+        if len(fits) == int(count or 1) >= int(nth or 1):
+            return [fits[int(nth or 1) - 1]]
+        raise LookupError(f"has {len(fits)} places for {self.words} in {where!r}")
+
+    def found(self, place: Place) -> Iterator[Found]:
+        """Yield what the pattern's letters stand for at a place that it fits."""
+        node, parent = place.node, place.above[-1]
+        if self.is_one in (_is_part, _is_entry) and isinstance(parent, ast.Dict) and place.index is not None:
+            node = ast.Dict([parent.keys[place.index]], [parent.values[place.index]])
+        if not self.old:
+            yield Found({})
+        for old in self.old:
+            if (found := matched(old, node, Found({}))) is not None:
+                yield found
+                return
+
+
+def skipped(statement: str, at: str = "") -> Change:
+    """Leave out a statement."""
+    return Change(f"skipped({statement!r})", _is_statement, (_statement(statement),), lambda *_: [ast.Pass()], at)
+
+
+def dropped(part: str, at: str = "") -> Change:
+    """Leave out a part: of a condition, a call, a list, a tuple, a set, a dictionary, or a comprehension."""
+    return Change(f"dropped({part!r})", _is_part, tuple(_part(part)), lambda *_: [], at)
+
+
+def always(condition: str, at: str = "") -> Change:
+    """Let a condition always hold."""
+    return Change(f"always({condition!r})", _is_condition, (parsed(condition),), _made("True"), at)
+
+
+def never(condition: str, at: str = "") -> Change:
+    """Let a condition never hold."""
+    return Change(f"never({condition!r})", _is_condition, (parsed(condition),), _made("False"), at)
+
+
+def negated(condition: str, at: str = "") -> Change:
+    """Let a condition hold where it does not."""
+
+    def made(place: Place, _: Found) -> list[ast.AST]:
+        assert isinstance(place.node, ast.expr)
+        return [ast.UnaryOp(ast.Not(), place.node)]
+
+    return Change(f"negated({condition!r})", _is_condition, (parsed(condition),), made, at)
+
+
+def swapped(old: str, new: str, at: str = "") -> Change:
+    """Put another operator in place of one, or of that of an expression or statement: `A < c`, `A += 1`."""
+    words = f"swapped({old!r}, {new!r})"
+    if old in OPERATORS:
+        return Change(words, _any, (OPERATORS[old](),), lambda *_: [OPERATORS[new]()], at)
+    pattern = parsed(old)
+    if not isinstance(pattern, ast.Compare | ast.BinOp | ast.BoolOp | ast.AugAssign):
+        raise ValueError(f"{old!r} is no operation")
+    return Change(words, _any, (pattern,), lambda place, _: [_operated(place.node, OPERATORS[new]())], at)
+
+
+def before(statement: str, new: str, at: str = "") -> Change:
+    """Put new statements before one."""
+    made = _made(new, expression=False)
+    words = f"before({statement!r}, {new!r})"
+    old = (_statement(statement),)
+    return Change(words, _is_statement, old, lambda p, found: [*made(p, found), p.node], at, uses=_used(new))
+
+
+def after(statement: str, new: str, at: str = "") -> Change:
+    """Put new statements after one."""
+    made = _made(new, expression=False)
+    words = f"after({statement!r}, {new!r})"
+    old = (_statement(statement),)
+    return Change(words, _is_statement, old, lambda p, found: [p.node, *made(p, found)], at, uses=_used(new))
+
+
+def constant(old: object, new: object, at: str = "") -> Change:
+    """Put another constant in place of one."""
+    return Change(f"constant({old!r}, {new!r})", _any, (parsed(repr(old)),), _made(repr(new)), at)
+
+
+def returns(value: str, at: str = "") -> Change:
+    """Let a function return another value."""
+    return Change(f"returns({value!r})", _is_returned, (parsed("A"),), _made(value), at, uses=_used(value))
+
+
+def bare(expression: str, at: str = "") -> Change:
+    """Put the part A of an expression in its place: without what is done with it, or added to it."""
+    pattern = parsed(expression)
+    if "A" not in letters(pattern):
+        raise ValueError(f"{expression!r} has no part A")
+    return Change(f"bare({expression!r})", _any, (pattern,), _made("A"), at)
+
+
+def becomes(old: str, new: str, at: str = "") -> Change:
+    """Put another expression in place of one, other statements in place of one, or another entry of a dictionary."""
+    if _is_pair(old):
+        pair = (parsed(f"{{{old}}}"),)
+        return Change(f"becomes({old!r}, {new!r})", _is_entry, pair, _made(f"{{{new}}}"), at, uses=_used(f"{{{new}}}"))
+    pattern = parsed(old)
+    expressions = isinstance(pattern, ast.expr) and isinstance(ast.parse(new).body[0], ast.Expr) and ";" not in new
+    if not expressions:
+        pattern = _statement(old)
+    unbound = {w for statement in ast.parse(new).body for w in letters(statement)} - letters(pattern)
+    if unbound:
+        raise ValueError(f"{', '.join(sorted(unbound))} stands for nothing in {old!r}")
+    words = f"becomes({old!r}, {new!r})"
+    return Change(words, _any, (pattern,), _made(new, expressions), at, uses=_used(new))
+
+
+def renamed(new: str) -> Change:
+    """Give a function or a class another name."""
+
+    def made(place: Place, _: Found) -> list[ast.AST]:
+        node = copy.copy(place.node)
+        assert isinstance(node, Scope)
+        node.name = new
+        return [node]
+
+    return Change(f"renamed({new!r})", _is_symbol, (), made)
+
+
+def elsewhere(symbol: str, change: Change) -> Change:
+    """Make a change in another symbol of the file."""
+    return change._replace(symbol=symbol)
+
+
+def _made(template: str, expression: bool = True) -> Callable[[Place, Found], list[ast.AST]]:
+    """Return a function that fills a template with what was found."""
+    body: list[ast.AST] = [parsed(template)] if expression else [*ast.parse(template).body]
+    return lambda place, found: [filled(node, found) for node in body]
+
+
+def _is_pair(text: str) -> bool:
+    """Say whether a text is an entry of a dictionary, and nothing else: `"a": 1`."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return True
+    return False
+
+
+def _used(template: str) -> frozenset[str]:
+    """List the names that a template reads and does not bind itself."""
+    nodes = [node for node in ast.walk(ast.parse(template)) if isinstance(node, ast.Name | ast.arg | ast.alias)]
+    read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and not is_letter(n.id)}
+    bound = {name for node in nodes for name in names_bound(node)}
+    return frozenset(read - bound)
+
+
+def _statement(text: str) -> ast.AST:
+    """Read a statement, which a letter alone is not."""
+    (node,) = ast.parse(text).body
+    wild = isinstance(node, ast.Expr) and isinstance(node.value, ast.Name) and is_letter(node.value.id)
+    if wild:
+        raise ValueError(f"{text!r} is no statement")
+    return node
+
+
+def _part(text: str) -> Iterator[ast.AST]:
+    """Read a part as an expression, an argument with a name, and an entry of a dictionary: as what it can be."""
+    for around in ("_({})", "{{{}}}"):
+        try:
+            node = parsed(around.format(text))
+        except SyntaxError:
+            continue
+        if isinstance(node, ast.Call):
+            yield from [*node.args, *node.keywords][:1]
+        elif isinstance(node, ast.Dict):
+            yield node
+
+
+def _operated(node: ast.AST, operator: ast.AST) -> ast.AST:
+    """Return an operation with another operator."""
+    changed = {"ops": [operator]} if isinstance(node, ast.Compare) else {"op": operator}
+    fields: dict[str, Any] = {**dict(ast.iter_fields(node)), **changed}
+    return type(node)(**fields)
+
+
+def _place_of(node: ast.AST, above: tuple[ast.AST, ...]) -> Place:
+    """Return the place of a node that stands above others."""
+    around = above[: above.index(node)]
+    for field, value in ast.iter_fields(around[-1]):
+        if value is node:
+            return Place(around, field, None)
+        if isinstance(value, list) and any(x is node for x in value):
+            return Place(around, field, next(i for i, x in enumerate(value) if x is node))
+    raise AssertionError("a node stands in the one above it")
+
+
+def _any(place: Place) -> bool:
+    """Allow every place."""
+    return True
+
+
+def _is_entry(place: Place) -> bool:
+    """Say whether a place stands for an entry of a dictionary."""
+    return place.of_entry
+
+
+def _is_symbol(place: Place) -> bool:
+    """Say whether a function or a class stands here."""
+    return isinstance(place.node, Scope)
+
+
+def _is_statement(place: Place) -> bool:
+    """Say whether a statement stands here."""
+    return isinstance(place.node, ast.stmt)
+
+
+def _is_part(place: Place) -> bool:
+    """Say whether a place can be left out; an entry of a dictionary counts as its key, or as what `**` unpacks."""
+    parent = place.above[-1]
+    if isinstance(parent, ast.Dict) and place.field == "values" and place.index is not None:
+        return parent.keys[place.index] is None
+    return place.field in PARTS.get(type(place.above[-1]), ())
+
+
+def _is_condition(place: Place) -> bool:
+    """Say whether something is decided here: a test, a filter, an operand of `and`, `or` and `not`, or a comparison."""
+    tested = place.field in ("test", "ifs", "guard") or isinstance(place.above[-1], ast.BoolOp)
+    return tested or isinstance(place.node, ast.Compare | ast.BoolOp) or _is_not(place.node) or _is_not(place.above[-1])
+
+
+def _is_not(node: ast.AST) -> bool:
+    """Say whether a node is a `not`."""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def _is_returned(place: Place) -> bool:
+    """Say whether the value of a `return` stands here."""
+    return isinstance(place.above[-1], ast.Return)

@@ -1,0 +1,101 @@
+"""Faults in fzero/graph/run."""
+
+from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
+from tests.mutants.mutant import GRAPH, JIT, Fault, File
+
+ARRIVING = ("tests/graph/run/test_loop.py",)
+ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "jit-2")
+COMPILE = ("tests/graph/test_compile.py",)
+LOOPS = ("tests/graph/test_loops.py",)
+OWN_PART = ("tests/graph/test_own_part.py",)
+CUT = ("tests/graph/run/test_cut.py",)
+LENGTHS = ("tests/graph/run/test_lengths.py",)
+BORDERS = ("tests/graph/run/test_borders.py",)
+FALLBACK = ("tests/graph/run/test_fallback.py",)
+
+MUTANTS = [
+    *File("graph/run/_groups.py", CUT).faults(
+        Fault("gradients are scaled with the block before", "cut", skipped("A(B, C, D)")),
+        Fault("what was overwritten is read", "_may_wait", never("A(B) in C")),
+        Fault("what is larger is kept", "_may_wait", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
+        Fault("a scalar is written too early", "_place_of_scalar", never("A.target is B", at="2 of 2")),
+        Fault("micro-batches cut inside", "parts_of_arguments", constant(1, 99), JIT),
+        Fault("a segment writes what it reads as another argument", "cut", never("A(B, C[-1])"), OWN_PART),
+        Fault(
+            "scalars in the loops that read them",
+            "read_by_loops",
+            (never("A in B"), elsewhere("cut", never("A in small"))),
+        ),
+        Fault("a unit's scalars by themselves", "_place_of_scalar", becomes("bisect_left(A, B)", "-1")),
+        Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
+    ),
+    *File("graph/loop/_run.py", LOOPS).faults(
+        Fault("the first turn finds ones", "_arriving", becomes("-0.0", "1.0"), ON_GLOO),
+        Fault("the first turn finds zeros", "_arriving", becomes("-0.0", "0.0"), ARRIVING),
+        Fault("the first turn finds float32", "_arriving", dropped("dtype=A"), ARRIVING),
+        Fault("the last turn is left out", "running.run", becomes("range(A.turns)", "range(A.turns - 1)")),
+        Fault("all turns have the first part", "running.run", becomes("A * B.size", "0")),
+        Fault("all rows are the first", "_put", becomes("j", "0")),
+        Fault("all turns fold the same number", "running.run", becomes("torch.tensor(A)", "torch.tensor(0)")),
+        Fault("a row is kept for a turn", "running.run", skipped("del A")),
+    ),
+    *File("graph/run/_backends.py", COMPILE).faults(
+        Fault("a step waits for an import", "_Auto._load", dropped("not A()")),
+        Fault("a step waits for all segments", "_Auto._load", dropped("time.monotonic() < A")),
+        Fault("a step changes over before all is loaded", "_Auto._change_over", never("self.left", at="2 of 2")),
+        Fault("a rank changes over alone", "_Auto._change_over", becomes("all", "any"), ON_GLOO),
+        Fault("a rank does not ask the others", "_Auto._change_over", never("A and self.B.distributed"), ON_GLOO),
+        Fault("auto proves nothing", "_Auto._load", becomes("A(code, B)", "B(code)")),
+    ),
+    *File("graph/run/_program.py", GRAPH).faults(
+        Fault("free before use", "_slots_of", bare("[*B.ins, *A]")),
+    ),
+    *File("graph/run/_segment.py", CUT).faults(
+        Fault("a clip's factor anew in each loop", "segment", dropped("*A(B, C)")),
+        Fault("a narrow parameter is read", "segment", skipped("A(B)")),
+        Fault("another parameter's step is left out", "_rounded", dropped("A[1] is not B[0]")),
+        Fault("scalars are compiled", "segment", never("A >= {*B}")),
+        Fault("a scaled step is a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
+    ),
+    *File("graph/run/_compile.py", COMPILE).faults(
+        Fault("two compile a segment at once", "_taken", constant(False, True)),
+        Fault(
+            "what another compiles is left out",
+            "compile_all",
+            (never("len(A) == len(B)"), becomes("left = busy", "left = busy if len(busy) < len(left) else []")),
+        ),
+        Fault("a wait is silent where there is no terminal", "progress", bare("B(A, C, D)")),
+        Fault("what is quick is told", "_with_a_line", becomes("A.start()", "console.print(text)")),
+        Fault("the shortest first", "compile_all", bare("-A")),
+        Fault("an error shows torch's advice", "first_line", becomes("str(A).splitlines()", "[str(A)]"), FALLBACK),
+    ),
+    *File("graph/run/_workers.py", COMPILE).faults(
+        Fault(
+            "a worker outlives who started it",
+            "work",
+            becomes("threading.Thread(..., target=A)", "threading.Thread(..., target=print)"),
+        ),
+        Fault("a worker stops at an error", "work", becomes("lambda A: B(A, C[A.name])", "compiled")),
+        Fault("each rank takes all cores", "spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),
+    ),
+    *File("graph/run/_compiled.py", BORDERS).faults(
+        Fault("an argument lies as it comes", "within_borders.run", becomes("for A in B: ...", "for A in (): ...")),
+        Fault("a copy is written", "within_borders.run", skipped("A(B, C)")),
+        Fault("a view is a view, uncompiled", "INSTEAD", dropped("**A", at="2 of 2")),
+    ),
+    *File("graph/run/_fallback.py", FALLBACK).faults(
+        Fault("a proof looks at no strides", "prove", dropped("not A(B, C)")),
+        Fault("a proof looks at no dtypes", "_form", dropped("A.dtype")),
+        Fault("a proof draws", "prove", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")),
+        Fault("a proof blames the compiler", "prove", always("A(code)")),
+        Fault("a rank falls back alone", "all_refusals", always("A is None or not A.distributed"), ON_GLOO),
+        Fault("strict is not asked", "tell", never("strict")),
+    ),
+    *File("graph/run/_lengths.py", LENGTHS).faults(
+        Fault("a branch is guessed", "Lengths.template_of", dropped("A.B(C, D)")),
+        Fault("what holds for one length is used for all", "Lengths.template_of", bare("A and B(C)")),
+        Fault("any size is the length", "Lengths.length_of", becomes("len(A) != 1 or B", "not A")),
+        Fault("a rank compiles for each length alone", "for_all_lengths", becomes("mesh", "None"), ON_GLOO),
+        Fault("planned lengths teach nothing", "for_all_lengths", skipped("A.B(shapes)")),
+    ),
+]
