@@ -2,7 +2,8 @@
 
 python benchmarks/bytes_per_rank.py [RANKS]
 
-Exact counts, the same on every machine: state bytes by `ShardedStep.state_bytes`, elements by `fzero.collectives.record`. Ψ is the
+Exact counts, the same on every machine: state bytes by `ShardedStep.state_bytes`, elements by
+`fzero.collectives.record`. Ψ is the
 number of parameters, so 12.00Ψ bytes are float32 parameters with Adam's two moments, and 2.00Ψ elements one all_reduce.
 """
 

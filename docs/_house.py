@@ -22,29 +22,22 @@ INK, PAPER, SHADE = "#24292f", "#ffffff", "#eef2f7"
 CAPTIONS = {
     "_torch": "private torch APIs",
     "tree": "flatten, map, paths",
-    "schedules": "who does what when",
+    "parallel.schedules": "who does what when",
     "axes": "what an axis name is bound to",
     "collectives": "linear maps over ranks",
     "random": "draws by key",
-    "layout": "how a tree is cut",
+    "sharding": "units, and boxes of shards",
     "ranks": "where ranks are",
-    "units": "rules by size",
-    "precision": "dtypes as data",
     "optim": "(init, update) pairs",
     "graph": "one scheduled graph",
     "data": "batches by number",
-    "metrics": "one wait in n steps",
-    "debug": "where a nan was made",
-    "profiling": "where time goes",
-    "init": "leaf by leaf",
+    "observe": "metrics, profiles, nans",
     "transforms": "gather, gradients, remat",
-    "pipelines": "a loss on many ranks",
-    "stages": "ZeRO 0 to 3",
+    "parallel.pipeline": "a loss on many ranks",
+    "parallel.experts": "route, dispatch, balance",
+    "parallel.tensor": "parts of layers",
+    "zero": "ZeRO 0 to 3",
     "checkpoint": "save and load any layout",
-    "moe": "experts, seats, balance",
-    "tp": "parts of layers",
-    "hf": "Hugging Face folders",
-    "dcp": "a door to torch's DCP",
     "tuning": "what fits, what it costs",
     "nn": "modules as functions",
     "testing": "laws for your step",
@@ -52,10 +45,10 @@ CAPTIONS = {
 
 # the way of one parameter at stage 3, jitted: a room, and what happens there
 WAY = [
-    ("init", "a leaf is made,\ncut, forgotten"),
-    ("layout", "its shard waits\nin a Shard box"),
+    ("zero", "a leaf is made,\nsharded, freed"),
+    ("sharding", "its shard waits\nin a Shard box"),
     ("graph", "trace, passes,\nplan: once"),
-    ("collectives", "all_gather:\nwhole leaf"),
+    ("collectives", "all_gather:\nfull leaf"),
     ("transforms", "loss, backward:\nits gradient"),
     ("collectives", "reduce_scatter:\ngradient shard"),
     ("optim", "update of the\nshard, in place"),
@@ -63,24 +56,24 @@ WAY = [
 
 
 def room_of(module: str) -> str:
-    """Return the folder, or the file that lies flat, that a module of fzero belongs to."""
-    return module.split(".")[1]
+    """Return the room of a module, named without `fzero.`: a folder, a flat file, or a folder of `parallel`."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "parallel" else 1])
 
 
 def imports() -> dict[str, set[str]]:
     """Return for each room the rooms that it imports."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(FZERO.rglob("*.py")):
-        parts = path.relative_to(FZERO).with_suffix("").parts
-        if parts == ("__init__",):
+        room = room_of(".".join(path.relative_to(FZERO).with_suffix("").parts).removesuffix(".__init__"))
+        if room == "__init__":
             continue
-        found[parts[0]] |= set()
+        found[room] |= set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fzero":
-                names = (
-                    [f"fzero.{alias.name}" for alias in node.names] if node.module == "fzero" else [node.module or ""]
-                )
-                found[parts[0]] |= {room_of(name) for name in names} - {parts[0]}
+                deep = node.module not in ("fzero", "fzero.parallel")
+                names = [node.module or ""] if deep else [f"{node.module}.{alias.name}" for alias in node.names]
+                found[room] |= {room_of(name.removeprefix("fzero.")) for name in names} - {room}
     return dict(found)
 
 

@@ -453,7 +453,10 @@ def test_a_box_in_a_module_is_refused(name):
 
 # ---------------------------------------------------------------- results that differ by rank
 
-DIFFERS = r"differs by rank, and a plain result must be replicated: reduce it with fzero.collectives.pmean.*fzero.axes.assume_replicated"
+DIFFERS = (
+    r"differs by rank, and a plain result must be replicated: "
+    r"reduce it with fzero.collectives.pmean.*fzero.axes.assume_replicated"
+)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -131,7 +131,7 @@ def test_imports_run_one_way(path):
 
 @pytest.mark.parametrize("path", INSIDE, ids=module_of)
 def test_other_rooms_are_entered_by_their_face(path):
-    """What a room's `__init__` shows is all that others may use; `_torch` is one room whose files are ideas of torch."""
+    """A room's `__init__` shows all that others may use; the files of `_torch` are ideas of torch, and open."""
     module = module_of(path)
     for imported in imports(path):
         if room(imported) not in (room(module), "_torch"):

@@ -150,11 +150,13 @@ def differs(path: str, names: tuple[str, ...], how: str = "") -> str:
         return (
             f"{tree.place('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it differs "
             f"along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own part of "
-            "it, else put fzero.collectives.pvary where a replicated value first meets what is this rank's own. If it is a "
+            "it, else put fzero.collectives.pvary where a replicated value first meets what is this rank's "
+            "own. If it is a "
             "PerRank: reduce it over the other axes, or name them in the box"
         )
     return (
         f"{tree.place('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
-        "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's, or, if it is equal on all ranks "
+        "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's, or, "
+        "if it is equal on all ranks "
         "for a reason that fzero cannot see, return fzero.axes.assume_replicated(x)"
     )

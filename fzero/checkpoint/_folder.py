@@ -87,7 +87,7 @@ def _run_of(files: Files, mesh: Mesh | None) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Make it with `fzero.checkpoint.checkpoints`; used in a `with` statement it waits at the end."""
+    """The checkpoints of a run, made by `fzero.checkpoint.checkpoints`; a `with` statement waits at its end."""
 
     def __init__(
         self,

@@ -169,6 +169,7 @@ def _counted_often(row: str, axis: str, node: Any, notes: Sequence[Noted]) -> st
     return (
         f"{where}{name} over {axis!r} gives each rank a copy, and the loss, which is no mean over {axis!r}, depends on "
         f"the copies as on one value: its gradient would come out once for each rank, too large. Use {one}; behind it "
-        f"fzero.collectives.pvary(x, {axis!r}) where each rank goes on in a way of its own. If the ranks' losses do add up, name "
+        f"fzero.collectives.pvary(x, {axis!r}) where each rank goes on in a way of its own. If the ranks' "
+        f"losses do add up, name "
         f"{axis!r} among the axes of value_and_grad(axis=)"
     )

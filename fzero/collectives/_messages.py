@@ -59,7 +59,8 @@ MOST = 64  # of them; beyond, the oldest is waited for
 
 def _by_vmap(n: int, options: Post, xs: Tensors) -> Tensors:
     raise RuntimeError(
-        "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, in which none does what another "
+        "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, in "
+        "which none does what another "
         'does not; use fzero.collectives.ppermute, or fzero.mesh(..., simulate="lockstep")'
     )
 
@@ -67,7 +68,8 @@ def _by_vmap(n: int, options: Post, xs: Tensors) -> Tensors:
 def _check_untraced(name: str) -> None:
     if is_tracing():
         raise RuntimeError(
-            f"fzero.{name} cannot be traced into a graph: use fzero.collectives.ppermute there, or fzero.pipeline, whose own can"
+            f"fzero.collectives.{name} cannot be traced into a graph: use fzero.collectives.ppermute there, or "
+            f"fzero.pipeline, whose own can"
         )
 
 
@@ -101,11 +103,11 @@ def _posted(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple
     (found,) = resolve(axis)
     if not isinstance(peer, int) or not 0 <= peer < found.size or (found.group and peer == found.rank):
         raise ValueError(
-            f"fzero.{name} over {axis!r}: the other rank is {peer!r}, expected another place along "
+            f"fzero.collectives.{name} over {axis!r}: the other rank is {peer!r}, expected another place along "
             f"the axis's {found.size}"
         )
     if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
-        raise ValueError(f"fzero.{name} over {axis!r}: tag={tag!r}, expected an int from 0 to {TAGS // 2 - 1}")
+        raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, expected an int from 0 to {TAGS // 2 - 1}")
     return found, Post(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 

@@ -238,8 +238,10 @@ def not_invariant(name: str, axis: str) -> str:
     """Say what is wrong with an argument that should be equal on all ranks."""
     return (
         f"{name} over {axis!r} was given a value that differs by rank along it; what it is given must be replicated: "
-        "sum partial results with fzero.collectives.psum_invariant, and give the axis's ranks one batch (mesh.split(batch, axis)). "
-        "In a backward pass: the gradient of what psum_invariant gave differs, so put fzero.collectives.pvary where a replicated "
+        "sum partial results with fzero.collectives.psum_invariant, and give the axis's ranks one batch "
+        "(mesh.split(batch, axis)). "
+        "In a backward pass: the gradient of what psum_invariant gave differs, so put fzero.collectives.pvary "
+        "where a replicated "
         "value first meets what is this rank's own"
     )
 

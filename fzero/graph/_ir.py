@@ -34,10 +34,11 @@ __all__ = [
 # Reading a flat graph of aten operations: what communicates, and what may move.
 #
 # The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
-# donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins without
-# memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's name, and
-# `meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can be. One with
-# `meta[FUSED]` is computed by whatever compiled loop reads it, and one with `meta[COMPILED]` is such a loop itself.
+# donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins
+# without memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's
+# name, and `meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can
+# be. One with `meta[FUSED]` is computed by whatever compiled loop reads it, and one with `meta[COMPILED]` is such a
+# loop itself.
 
 
 aten: Any = torch.ops.aten

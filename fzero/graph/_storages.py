@@ -87,7 +87,8 @@ def _space_of_result(node: Node, found: dict[Node, str | None]) -> str | None:
         beside = f" and {_named(device[0])} on the device" if device else ", where ranks do not communicate"
         raise SpaceError(
             f"{title_of(node)} at {line_of(node) or 'no known line'} is given {_named(host[0])} in host memory"
-            f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put what reads whole trees, such as a "
+            f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put what "
+            f"reads whole trees, such as a "
             "clip by the global norm, before optim.offload"
         )
     return "host" if host else "device" if device else None

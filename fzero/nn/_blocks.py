@@ -17,7 +17,8 @@ Save = str | Callable[[Any], bool] | None
 def rematerialise(module: torch.nn.Module, save: Save, mutable: frozenset[str]) -> tuple[str, ...]:
     """Have each repeated block of a module run again in the backward pass; return their names.
 
-    They are the numbered children that hold parameters or modules, as in `fzero.sharding.default_units`, the outermost ones.
+    They are the numbered children that hold parameters or modules, as in `fzero.sharding.default_units`, the
+    outermost ones.
 
     Raises:
         ValueError: if there is none.

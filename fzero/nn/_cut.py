@@ -128,8 +128,8 @@ def own_names(module: torch.nn.Module, names: tuple[str, ...]) -> None:
 
 # A module cut at its repeated blocks into pure functions: what comes before them, a block, and what comes after.
 #
-# The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its own
-# forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
+# The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its
+# own forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
 # Run to its end, with a given value out of the last shell, it is what comes after the blocks.
 
 

@@ -176,7 +176,8 @@ def functional(
             says which results are kept besides (see `fzero.remat`). Then `apply` takes boxes too: within
             `value_and_grad(loss_fn, gather=False)` a block's parameters are gathered for it alone, in either pass. A
             language model runs with `use_cache=False`.
-        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Give their rule to
+        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Give their
+            rule to
             `fzero.shard(split=tp.split)`. Where the axis is not bound `apply` is the whole module.
 
     Returns:

@@ -33,7 +33,7 @@ class Pipelined(NamedTuple):
 
     @property
     def name(self) -> Callable[[str], str]:
-        """Give the names in the module by the paths in `params`: `name=` of `fzero.checkpoint.hf.read` and `fzero.checkpoint.hf.write`."""
+        """Give the names in the module by the paths in `params`, for `name=` of `fzero.checkpoint.hf`."""
         names = {path: name for name, path in self.join(tree.map_with_path(lambda path, _: path, self.params)).items()}
 
         def name(path: str) -> str:
@@ -85,7 +85,8 @@ def pipeline(
         inputs: a function of the batch that gives what the module is called with: a dict by name, a tuple, or one
             tensor. By default it is the batch.
         split: a rule for leaves that are split along other axes, by their paths in `params`; or several.
-        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split` has their rule.
+        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split`
+            has their rule.
 
     Returns:
         `(loss, params, join)`.

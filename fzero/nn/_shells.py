@@ -306,8 +306,9 @@ class Reach(TorchFunctionMode):
 
 # Blocks in a program that all ranks run: there a block's number is a tensor, and each rank's block another one.
 #
-# Blocks that call the same torch functions on the same arguments are of one kind, whatever their attributes. One of them
-# runs for all, with the constants and masks of the rank's own. Where kinds differ, each runs, and the rank's is chosen.
+# Blocks that call the same torch functions on the same arguments are of one kind, whatever their attributes. One of
+# them runs for all, with the constants and masks of the rank's own. Where kinds differ, each runs, and the rank's is
+# chosen.
 
 
 class OneOf(NamedTuple):

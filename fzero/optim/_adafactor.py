@@ -31,9 +31,10 @@ __all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "
 
 # The sums of squares of each leaf's rows and of its columns, on any layout, and the way back to its elements.
 #
-# A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`. A vector or a 0-d leaf has no columns, and each
-# element of it is a row. A rank holds a piece of a unit: it adds its squares to a vector of all sums of the unit. One
-# psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next leaf's.
+# A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`. A vector or a 0-d leaf has no columns, and
+# each element of it is a row. A rank holds a piece of a unit: it adds its squares to a vector of all sums of the unit.
+# One psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next
+# leaf's.
 
 
 Shape = tuple[int, ...]

@@ -193,7 +193,8 @@ def muon(
 
     Newton-Schulz needs whole matrices. The momentum is kept and averaged in shards. Then one all_to_all, in `ns_dtype`,
     gives each rank its share of the matrices, and another takes their directions back. Each moves a rank's shard, about
-    1/N of what gathering would; `fzero.sharding._owners` says when more. A rank runs at most 1/N of each shape's matrices,
+    1/N of what gathering would; `fzero.sharding._owners` says when more. A rank runs at most 1/N of each shape's
+    matrices,
     rounded up. At stage 0 every rank has all and runs all, and nothing is moved.
 
     Muon is for the matrices within a network. Embeddings, heads, norms and biases go to `others`.

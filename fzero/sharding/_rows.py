@@ -37,7 +37,8 @@ __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"
 # | all_reduce | the ranks' leaves to their sum | itself |
 #
 # The stacked form of a row computes for all ranks of a simulation at once, the local one for a rank of a process group.
-# Two pairs follow the axes of a unit that is sharded over several: the slowest axis cuts the unit, the others its shards.
+# Two pairs follow the axes of a unit that is sharded over several: the slowest axis cuts the unit, the others its
+# shards.
 
 
 def _spec(options: OfUnit) -> Spec:

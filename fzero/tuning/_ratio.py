@@ -84,7 +84,8 @@ def offload_ratio(
 
     Args:
         make_step: a function from a ratio to `(step, *args)`, which is what `fzero.plan` takes: the step, jitted or
-            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a `fzero.graph.Plan`.
+            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a
+            `fzero.graph.Plan`.
         memory_budget: the bytes of the device that a rank may hold at its peak, arguments included.
         host_budget: the bytes of host memory that a rank may hold: the machine's, over its ranks.
         world_size: as of `fzero.plan`: the number of ranks to plan for, or the size of each axis.

@@ -244,7 +244,8 @@ def made_at(make_step: MakeStep, at: Any) -> Made | Plan:
     if isinstance(made, tuple):
         given = f"({', '.join([type(x).__name__ for x in made])})"
     raise TypeError(
-        f"make_step({_given(at)}) returned {given}: expected (step, *args), what fzero.plan takes, or a fzero.graph.Plan"
+        f"make_step({_given(at)}) returned {given}: expected (step, *args), what fzero.plan takes, or a "
+        f"fzero.graph.Plan"
     )
 
 

@@ -113,7 +113,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "arguments alone": (
         {"make_step": lambda r: (torch.ones(1), 2)},
         TypeError,
-        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a fzero.graph.Plan",
+        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a "
+        r"fzero.graph.Plan",
     ),
     "a plan of one world": ({"world_size": 8}, ValueError, r"world_size=8: make_step\(0\) returned a plan"),
     "no parts": ({"parts": 0}, ValueError, r"parts=0: expected an int, at least 1"),

@@ -1,4 +1,4 @@
-"""fzero.tuning.watch: what a step took beside its plan, to the byte on a CPU; a GPU's counters; hints that name the cause."""
+"""watch: what a step took beside its plan, to the byte on a CPU; a GPU's counters; hints that name the cause."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Phases: how a rank's stages of a pipeline are written down while a step is traced, and each runs once.
 
-A rank of a pipeline is a loop over micro-batches (`fzero.graph.loop._scan`) whose turns are cut in phases: a forward and a
+A rank of a pipeline is a loop over micro-batches (`fzero.graph.loop._scan`) whose turns are cut in phases: a forward
+and a
 backward one of each stage. By its row of a schedule the rank runs the phases of several turns between one another.
 The operations here say where in a turn a phase begins, what it receives, and what it sends. All ranks along the axis
 have such a loop, whose bodies differ; what it is given is the same on all.

@@ -73,7 +73,8 @@ class Loop:
         sums: how many there are; the node is given them after those.
         carried: how many reductions each turn leaves on their way, for the next turn to wait for. The node returns
             those of the last turn, after all others.
-        track: of a rank of a pipeline, whose turns are cut in phases (`fzero.graph.loop._rank_schedule`): what it follows.
+        track: of a rank of a pipeline, whose turns are cut in phases (`fzero.graph.loop._rank_schedule`): what it
+            follows.
     """
 
     body: Graph

@@ -88,8 +88,8 @@ def renumbered(graph: Graph) -> Graph:
 # 3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
 # 4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
 #
-# A rank of a pipeline is a loop, too, whose turns are cut in phases (`_phases`). Its forward pass is traced once: a model
-# in a pipeline is a function of its arguments alone.
+# A rank of a pipeline is a loop, too, whose turns are cut in phases (`_phases`). Its forward pass is traced once: a
+# model in a pipeline is a function of its arguments alone.
 
 
 TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]

@@ -27,8 +27,8 @@ __all__ = ["BACKENDS", "Demand", "auto", "lower"]
 
 # Auto: a step that runs uncompiled until other processes have compiled it.
 #
-# Both ways follow one plan. They differ as eager and compiled code do, in how sums are rounded. So all ranks change over
-# in the same step: else copies of one parameter would come to differ.
+# Both ways follow one plan. They differ as eager and compiled code do, in how sums are rounded. So all ranks change
+# over in the same step: else copies of one parameter would come to differ.
 
 
 log = logging.getLogger("fzero.jit")

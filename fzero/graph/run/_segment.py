@@ -19,8 +19,8 @@ __all__ = ["Segment", "Template", "compile_template", "numbers_of", "segment", "
 
 # Rounded: a narrow parameter that is to be its master's rounded value becomes that value, not the old one and a step.
 #
-# `optim.master_weights` hands out the difference of two narrow values, and `optim.apply_updates` adds it. Compiled, that
-# reads the old parameter for nothing, and takes a fifth of the update's time.
+# `optim.master_weights` hands out the difference of two narrow values, and `optim.apply_updates` adds it. Compiled,
+# that reads the old parameter for nothing, and takes a fifth of the update's time.
 
 
 def take_rounded(graph: Graph) -> None:

@@ -15,10 +15,10 @@ __all__ = ["Arguments", "Key", "LeafPlace", "arguments_of", "blocks_of", "change
 
 # The arguments of one call of a jitted step, taken apart.
 #
-# `(args, kwargs)` is flattened as a tree. Its tensors are what the graph takes, each object once, however many leaves it
-# is (tied weights); every other leaf, and the structure, is part of the trace. Each leaf knows its place, by which errors
-# and the plan name it. With other tensors in place of the distinct ones, `rebuild` makes the call again: so it is traced
-# on stand-ins.
+# `(args, kwargs)` is flattened as a tree. Its tensors are what the graph takes, each object once, however many leaves
+# it is (tied weights); every other leaf, and the structure, is part of the trace. Each leaf knows its place, by which
+# errors and the plan name it. With other tensors in place of the distinct ones, `rebuild` makes the call again: so it
+# is traced on stand-ins.
 
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may do other things with the same operations

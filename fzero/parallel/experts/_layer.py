@@ -126,7 +126,8 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
     if leaves and n > 1 and not any(may_differ(leaf, lookup(axis).token) for leaf in leaves):
         raise ValueError(
             f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, and each rank is to have "
-            f"its own of the {count} experts: split them over that axis, fzero.shard(split=fzero.parallel.experts.split('experts'))"
+            f"its own of the {count} experts: split them over that axis, "
+            f"fzero.shard(split=fzero.parallel.experts.split('experts'))"
         )
 
 
@@ -139,7 +140,8 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
     if size == count:
         raise ValueError(
             f"{where}: it is not split, and the {n} ranks along {axis!r} have {count // n} experts each: "
-            f"fzero.shard(split=fzero.parallel.experts.split('experts', axis={axis!r})), where 'experts' is part of the leaf's path"
+            f"fzero.shard(split=fzero.parallel.experts.split('experts', axis={axis!r})), where 'experts' is "
+            f"part of the leaf's path"
         )
     bound = (
         f"{n} ranks along {axis!r}"

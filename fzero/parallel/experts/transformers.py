@@ -152,7 +152,8 @@ def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     if len(weight) * n != count:
         raise ValueError(
             f"{type(module).__name__} has {len(weight)} of {count} experts on each of the {n} ranks along {axis!r}: "
-            "say fzero.shard(split=fzero.parallel.experts.transformers.split(model)), and let the axis divide their number"
+            "say fzero.shard(split=fzero.parallel.experts.transformers.split(model)), and let the axis divide "
+            "their number"
         )
     check_parts([weight], count, axis)
     return count

@@ -155,7 +155,8 @@ def _torch_1f1b(schedule: "Schedule", there: set[Action], stage: int) -> str:
         return ""
     return (
         f". It runs micro-batches 1 to {schedule.micro_batches} in place of 0 to {schedule.micro_batches - 1}, as "
-        "torch 2.13's own table of 1F1B does (torch does not run it): use fzero.parallel.schedules.schedule('1f1b', ...)"
+        "torch 2.13's own table of 1F1B does (torch does not run it): use "
+        "fzero.parallel.schedules.schedule('1f1b', ...)"
     )
 
 

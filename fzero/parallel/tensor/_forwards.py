@@ -105,7 +105,8 @@ class Region:
     def _note(self) -> str:
         sequence = ", and leaves parts of the tokens unless you say sequence=False" if self.gathered else ""
         return (
-            f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along {self.axis!r}{sequence}. If it "
+            f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along "
+            f"{self.axis!r}{sequence}. If it "
             f"counts them in an attribute, say so: plan={{{self.name!r}: fzero.parallel.tensor.divided('num_heads')}}"
         )
 

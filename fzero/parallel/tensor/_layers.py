@@ -174,7 +174,8 @@ class Layers:
 
         def says(where: str, name: str) -> str:
             return (
-                f"fzero.parallel.tensor: {where} differs by rank along {name!r}, whose ranks have parts of one model, and work on "
+                f"fzero.parallel.tensor: {where} differs by rank along {name!r}, whose ranks have parts of one "
+                f"model, and work on "
                 "the same examples: split the batch over the data-parallel axes only, mesh.split(batch, step.data_axes)"
             )
 

@@ -155,7 +155,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "experts that are not split": (
         lambda: train(None, ep=2),
         ValueError,
-        r"experts leaf '\w+' has the shape \[4, .*it is not split, .*fzero.parallel.experts.split\('experts', axis='ep'\)",
+        r"experts leaf '\w+' has the shape \[4, .*it is not split, .*fzero.parallel.experts.split\('experts', "
+        r"axis='ep'\)",
     ),
     "experts that are not gathered": (
         on_ranks(lambda: moe.layer(ffn, fzero.partition(P), X, R), dp=2),
