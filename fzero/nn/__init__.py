@@ -2,5 +2,6 @@
 
 from fzero.nn._functional import Apply, Functional, functional
 from fzero.nn._pipeline import Pipelined, pipeline
+from fzero.zero import initializer
 
-__all__ = ["Apply", "Functional", "Pipelined", "functional", "pipeline"]
+__all__ = ["Apply", "Functional", "Pipelined", "functional", "initializer", "pipeline"]

@@ -164,5 +164,5 @@ def test_bad_arguments_are_named():
 
 
 def test_ranks_of_a_vmap_have_ppermute():
-    with pytest.raises(RuntimeError, match=r"one program.*use fzero\.ppermute"):
+    with pytest.raises(RuntimeError, match=r"one program.*use fzero\.collectives\.ppermute"):
         fzero.mesh(pp=2).spmd(lambda x: fzero.collectives.send(x, 1, "pp"))(torch.ones(2))

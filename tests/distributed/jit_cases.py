@@ -76,7 +76,7 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
 @case
 def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -> None:
     """Compiled code here adds one to what it computes, so that copies of parameters would come to differ."""
-    lowering, compiling = (importlib.import_module(f"fzero.graph.run.{name}") for name in ("_lower", "_compile"))
+    lowering, compiling = (importlib.import_module(f"fzero.graph.run.{name}") for name in ("_backends", "_compile"))
 
     def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
         if mesh.rank == mesh.size - 1 and any("tanh" in str(n.target) for n in gm.graph.nodes):
@@ -97,7 +97,7 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
 @case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
-    names = ("_lower", "_compile", "_lengths", "_templates")
+    names = ("_backends", "_compile", "_lengths", "_segment")
     lowering, compiling, lengths, templates = (importlib.import_module(f"fzero.graph.run.{name}") for name in names)
 
     def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
@@ -487,7 +487,7 @@ def ranks_that_ask_for_different_schedules_all_raise(mesh: fzero.ranks.Mesh) -> 
 def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) -> None:
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh, check=False), backend="fx")
     state = step.init(mlp_params(), OPT)
-    seconds, texts.SECONDS = texts.SECONDS, 2.0
+    seconds, texts.TEXT_SECONDS = texts.TEXT_SECONDS, 2.0
     try:
         if mesh.rank == 0:
             step(*state, mesh.split(mlp_batch(2 * mesh.size)))
@@ -496,7 +496,7 @@ def a_rank_that_traces_alone_raises_and_does_not_hang(mesh: fzero.ranks.Mesh) ->
     else:
         assert mesh.rank, "not refused"
     finally:
-        texts.SECONDS = seconds
+        texts.TEXT_SECONDS = seconds
     torch.distributed.barrier()
 
 

@@ -373,7 +373,7 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
-    monkeypatch.setattr(progressing, "PATIENCE", 0.0)
+    monkeypatch.setattr(progressing, "NO_BAR", 0.0)
     found = []
     for item in progressing.progress(range(3), 3):
         found.append(item)
@@ -391,5 +391,5 @@ def test_nothing_is_said_of_what_is_quick_or_on_other_ranks(monkeypatch, termina
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(progressing, "PATIENCE", 0.0)
+    monkeypatch.setattr(progressing, "NO_BAR", 0.0)
     assert list(progressing.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""

@@ -92,7 +92,7 @@ def test_what_is_donated_is_taken_over_and_gone(values, stage, units, tie):
             fzero.errors.DonatedError, match=r"params leaf '.*' was donated to step.init\(..., donate=True\)"
         ):
             step.init(again, opt)
-    if stage < 3:  # no second copy
+    if stage == 0:  # stages 1 and 2 lay the leaves of a unit side by side, one unit at a time
         assert {x.data_ptr() for x in tree.tensors(got[0]) if x.numel()} == memory
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import fzero
-from fzero import optim, transforms, tree
+from fzero import optim, tree
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
 from fzero.zero import _shard, _sharded_step
@@ -38,20 +38,3 @@ def test_another_way_to_shard_is_another_row(n, monkeypatch):
     assert reductions[0] == 3 * reductions[1]
     with pytest.raises(ValueError, match="stage=5: expected a stage of ZeRO, 0 to 4"):
         fzero.shard(lambda p, s, x: (p, s), 5, mesh)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    "module,name,now",
-    [
-        (fzero, "Layout", fzero.zero.StageLayouts),
-        (transforms, "Layout", fzero.zero.StageLayouts),
-        (transforms, "shard", fzero.shard),
-        (transforms, "ShardedStep", fzero.zero.ShardedStep),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_a_name_that_changed_warns_and_works(module, name, now):
-    with pytest.warns(DeprecationWarning, match=f"{name} is fzero"):
-        assert getattr(module, name) is now
-    with pytest.raises(AttributeError):
-        module.no_such_name  # noqa: B018

@@ -21,13 +21,13 @@ def train(split: Any, capacity: float | None = 1.0, axis: Any = None, **options:
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_experts_that_are_split_over_another_axis_are_refused(capacity, simulate):
     """Both axes have two ranks, so that all shapes fit, and ranks along ep would have the same experts."""
-    with pytest.raises(ValueError, match=r"axis='ep': .*moe.split\(axis='dp'\).* give both the same axis"):
+    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\(axis='dp'\).* give both the same axis"):
         train(moe.split("experts", axis="dp"), capacity, simulate=simulate)
 
 
 def test_so_are_those_of_one_rule_among_several():
     rules = [moe.split("experts", axis="dp"), lambda path, leaf: None]
-    with pytest.raises(ValueError, match=r"axis='ep': .*moe.split\(axis='dp'\).* give both the same axis"):
+    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\(axis='dp'\).* give both the same axis"):
         train(rules, None)
 
 
