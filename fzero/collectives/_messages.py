@@ -107,7 +107,8 @@ def _posted(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple
             f"the axis's {found.size}"
         )
     if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
-        raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, expected an int from 0 to {TAGS // 2 - 1}")
+        wanted = f"expected an int from 0 to {TAGS // 2 - 1}"
+        raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {wanted}")
     return found, Post(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 

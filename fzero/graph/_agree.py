@@ -14,7 +14,7 @@ from fzero.graph._candidates import Candidate
 from fzero.graph._ir import is_collective, is_wait, shown, values
 from fzero.graph._ops import differs_by_rank
 from fzero.graph.loop._scan import loop_of, shared_graphs
-from fzero.ranks import TEXT_SECONDS, Mesh, MissingRank, gather_texts
+from fzero.ranks import Mesh, MissingRank, gather_texts
 
 __all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
 
@@ -178,7 +178,7 @@ def of_all_ranks(mine: Any, mesh: Mesh, name: str) -> list[Any]:
         return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]
     except MissingRank as error:
         raise RuntimeError(
-            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {TEXT_SECONDS:g} s: "
+            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {error.seconds:g} s: "
             "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal "
             f"shapes{see('a-hang')}"
         ) from error

@@ -1,7 +1,6 @@
 """Ranks: a mesh names them, and a rank program runs on them."""
 
 from fzero.ranks._agreement import (
-    TEXT_SECONDS,
     MissingRank,
     check_alike,
     check_equal,
@@ -14,7 +13,6 @@ from fzero.ranks._mesh import Mesh, mesh
 from fzero.ranks._spmd import Spmd
 
 __all__ = [
-    "TEXT_SECONDS",
     "Mesh",
     "MissingRank",
     "Spmd",

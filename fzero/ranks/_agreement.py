@@ -25,11 +25,11 @@ _ROUNDS: Counter[str] = Counter()  # how often ranks have given a text on a topi
 
 
 class MissingRank(RuntimeError):
-    """A rank gave no text in time; `rank` is which."""
+    """A rank gave no text in time; `rank` is which, and `seconds` how long it was waited for."""
 
     def __init__(self, rank: int, topic: str, seconds: float) -> None:
         super().__init__(f"rank {rank} gave no text on {topic!r} within {seconds:g} s")
-        self.rank = rank
+        self.rank, self.seconds = rank, seconds
 
 
 def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
