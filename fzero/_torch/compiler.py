@@ -1,4 +1,4 @@
-"""Inductor's process: what it loads, and what another process needs to compile the same graph into the same cache.
+"""Private torch APIs of Inductor: a flat graph compiled, for one length or for all, in this process or another.
 
 Inductor takes seconds to import, so each function imports what it needs of it.
 """
@@ -40,6 +40,9 @@ __all__ = [
 # The key of the cache is a pickle. Of a memory format it holds the first module that has imported torch, which is
 # another one in a worker: so say that it is torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
+
+
+# Inductor's process: what it loads, and what another process needs to compile the same graph into the same cache.
 
 
 def _memory_format(name: str) -> torch.memory_format:

@@ -1,4 +1,4 @@
-"""Private torch APIs about the levels of torch.func: which transforms run, and which tensors they track.
+"""Private torch APIs about what runs now: a trace, the levels of torch.func, the profiler, and autograd.
 
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
@@ -122,6 +122,9 @@ def quiet_vmap_fallback() -> Iterator[None]:
 
 
 # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Private torch APIs about the levels of torch.func: which transforms run, and which tensors they track.
 
 
 def is_wrapped(x: torch.Tensor) -> bool:

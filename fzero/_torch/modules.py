@@ -1,4 +1,4 @@
-"""Private torch APIs about modules, and about hooks on their tensors.
+"""Private torch APIs about trees, about tensors that share a buffer, and about modules and their hooks.
 
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
@@ -135,6 +135,9 @@ def view_of(buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Te
     """Return a tensor over a part of a buffer `[n]` that starts at `offset`; torch does not take it for a view."""
     numel = torch.Size(shape).numel()
     return buffer.narrow(0, offset, numel).view(shape).data
+
+
+# Private torch APIs about modules, and about hooks on their tensors.
 
 
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))

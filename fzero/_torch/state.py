@@ -1,4 +1,4 @@
-"""Private torch APIs about switches, for ranks that are threads: a thread's own switches, and those of the process.
+"""Private torch APIs about a thread's switches and the process's, and about process groups.
 
 A rank in lockstep begins with its caller's switches, has for itself what it switches, and leaves all as it was.
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_state.py` says which one broke when torch changes.
@@ -34,6 +34,9 @@ def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivate
 
 
 # ---------------------------------------------------------------- a thread's own
+
+
+# Private torch APIs about switches, for ranks that are threads: a thread's own switches, and those of the process.
 
 
 def thread_state() -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Private torch APIs that record a step as a graph, and compile one.
+"""Private torch APIs that record a step as a graph, copy a graph, and compile it.
 
 All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
 """
@@ -90,6 +90,9 @@ def graph_of(order: Iterable[Node]) -> Graph:
 
 
 # pyright: ignore[reportPrivateUsage]
+
+
+# Private torch APIs that record a step as a graph, and compile one.
 
 
 class _Assignments(TorchFunctionMode):

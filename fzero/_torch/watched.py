@@ -1,4 +1,4 @@
-"""Private torch APIs that show each operation as it runs, with real values, and which line and memory it belongs to.
+"""Private torch APIs that show operations as they run, with real values, and the memory that they take.
 
 They were seen on torch 2.11 and 2.13. `tests/_torch/test_watched.py` says which one broke when torch changes.
 """
@@ -80,6 +80,9 @@ def _peak(threads: list[list[Any]]) -> int:
         held += event.cpu_memory_usage()
         peak = max(peak, held)
     return peak
+
+
+# Private torch APIs that show each operation as it runs, with real values, and which line and memory it belongs to.
 
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep

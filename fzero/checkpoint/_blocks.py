@@ -1,4 +1,4 @@
-"""Blocks: flat ranges of parts of a tensor, and the runs of elements that two of them share. Numbers only."""
+"""Blocks: flat ranges of parts of a tensor, which of their elements two share, and the memory behind them as bytes."""
 
 import ctypes
 import itertools
@@ -169,6 +169,9 @@ def _places(entry: Any, device: str) -> list[str]:
 def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
     """Make a dense tensor like another; for one on the meta device, on a device."""
     return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+
+
+# Blocks: flat ranges of parts of a tensor, and the runs of elements that two of them share. Numbers only.
 
 
 Block = tuple[tuple[int, int], ...]

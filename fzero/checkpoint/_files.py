@@ -1,4 +1,4 @@
-"""A folder of an object store, through fsspec."""
+"""Where a checkpoint's files lie: what a folder must do, on a local disk or in an object store."""
 
 import contextlib
 import os
@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from fzero.checkpoint._error import CheckpointError, DamagedError
 
 __all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
+
+
+# A folder of an object store, through fsspec.
 
 
 class Remote:

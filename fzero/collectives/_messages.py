@@ -1,4 +1,4 @@
-"""Point-to-point messages between pipeline stages, sent and received as a schedule says."""
+"""Messages from one rank to another: send and receive, and those that a pipeline schedule lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -186,6 +186,9 @@ def receive(
     if held.ndim:
         raise ValueError(f"fzero.collectives.receive: the ticket is {list(held.shape)}: expected a number of shape []")
     return apply(found.token, "receive", found.binding, post, held)[0]
+
+
+# Messages between pipeline stages, sent and received as a schedule says.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Each example once, in order, with the last batch filled up: for evaluation."""
+"""For evaluation: each example once, in order, and the mean over batches of unequal size."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -46,6 +46,9 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     if weight.item() == 0:
         raise ValueError("fzero.data.mean: the weights of all examples add up to 0")
     return tree.map(lambda x: (x / weight).item(), total)
+
+
+# Each example once, in order, with the last batch filled up: for evaluation.
 
 
 def once(

@@ -1,4 +1,4 @@
-"""What a collective moves, as its node tells."""
+"""Reading a flat graph of aten operations: what communicates, what may move, and what a collective moves."""
 
 import functools
 import heapq
@@ -313,6 +313,9 @@ def signature(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, torch.Tensor):
         return (type(x),)
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+
+# What a collective moves, as its node tells.
 
 
 def group_size(node: Node) -> int:

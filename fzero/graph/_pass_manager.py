@@ -1,4 +1,4 @@
-"""The knobs of `fzero.jit`: what may be asked of a schedule, and what each knob takes."""
+"""The passes in their order, and the knobs of `fzero.jit` that set them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -266,6 +266,9 @@ def _room_in(graph: Graph, node: Node, room: float) -> float:
     at = list(graph.nodes).index(node)
     around = live_in(list(graph.nodes))[at] - most_in_a_turn(loop)
     return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
+
+
+# The knobs of `fzero.jit`: what may be asked of a schedule, and what each knob takes.
 
 
 AUTO = "auto"  # the cost model chooses

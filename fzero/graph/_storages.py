@@ -1,9 +1,4 @@
-"""Spaces: which values of a graph lie in host memory, and that no operation mixes both.
-
-An argument says where it lies. A move changes that, and all other results lie where their operands do. A number (0-d)
-that is given, and a constant, may meet either. The same holds where both are one memory, so a forgotten move is
-found on a machine without accelerators.
-"""
+"""In which memory the values of a flat graph lie: which of them share a storage, and which lie on the host."""
 
 import operator
 from collections.abc import Iterable, Sequence, Set
@@ -18,6 +13,13 @@ from fzero.graph._ir import is_collective, is_input, is_wait, shown, values
 from fzero.graph._ops import title_of
 
 __all__ = ["SpaceError", "Storages", "check_spaces", "is_move", "moves", "on_host", "storages", "storages_in"]
+
+# Spaces: which values of a graph lie in host memory, and that no operation mixes both.
+#
+# An argument says where it lies. A move changes that, and all other results lie where their operands do. A number (0-d)
+# that is given, and a constant, may meet either. The same holds where both are one memory, so a forgotten move is
+# found on a machine without accelerators.
+
 
 DOWN, UP = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
 assert to_host  # its module defines them

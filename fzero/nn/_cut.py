@@ -1,4 +1,4 @@
-"""Which children of a module are its repeated blocks."""
+"""A module divided at its repeated blocks into pure functions: before the blocks, a block, and after them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,9 @@ from fzero.parallel.tensor import cut as cut_tokens
 from fzero.parallel.tensor import join as join_tokens
 
 __all__ = ["CutModule", "OneOf", "SplitModule", "blocks_of", "cut", "own_names"]
+
+
+# Which children of a module are its repeated blocks.
 
 
 def blocks_of(module: torch.nn.Module, chosen: str | None) -> tuple[str, ...]:

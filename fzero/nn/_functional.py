@@ -1,4 +1,4 @@
-"""Checks of the arguments of `functional` and `apply`: modules that can be pure functions, and dicts of tensors."""
+"""functional: a module as a pure function of its parameters and buffers, and the checks of its arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +20,9 @@ from fzero.sharding import is_box
 from fzero.zero import stand_ins
 
 __all__ = ["Apply", "Functional", "check_module", "check_tensors", "explain_old_function", "functional"]
+
+# Checks of the arguments of `functional` and `apply`: modules that can be pure functions, and dicts of tensors.
+
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
 

@@ -1,4 +1,4 @@
-"""Which torch functions a function calls, and which tensors depend on others: heard from outside, by a mode."""
+"""Run a module with shells in the places of its blocks, to learn what the blocks get and how they differ."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -219,6 +219,9 @@ def _check_plain(value: Any, block: str, name: str) -> None:
             "for sampling: set model.config.use_cache = False. Masks are tensors with attn_implementation='sdpa' or "
             "'eager'"
         )
+
+
+# Which torch functions a function calls, and which tensors depend on others: heard from outside, by a mode.
 
 
 Calls = list[Any]

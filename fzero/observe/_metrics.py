@@ -1,4 +1,4 @@
-"""Where metrics go: a bar on the terminal, TensorBoard, a file of JSON lines."""
+"""A log of a run's metrics, which waits for the device once in n steps, and the writers that show it."""
 
 import json
 import math
@@ -159,6 +159,9 @@ def _on_host(kept: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict
         return next(copies[x.device, x.dtype]) if isinstance(x, torch.Tensor) else x
 
     return [(step, {name: number(x) for name, x in row.items()}) for step, row in kept]
+
+
+# Where metrics go: a bar on the terminal, TensorBoard, a file of JSON lines.
 
 
 def progress(total: int | None = None) -> "_Progress":

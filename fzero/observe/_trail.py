@@ -1,4 +1,4 @@
-"""The watch: it looks at the results of each operation, and follows those that are not finite by their memory."""
+"""Follow non-finite values through a run: which were made of which, on all ranks, and where they began."""
 
 import linecache
 import math
@@ -189,6 +189,9 @@ def _joint(trails: Sequence[Trail], node: Node, nodes: Iterable[Node]) -> Birth:
 
     ranks = sorted({r for b in others if where(b) == where(found) for r in b.ranks})
     return Birth(**{**asdict(found), "ranks": tuple(ranks)})
+
+
+# The watch: it looks at the results of each operation, and follows those that are not finite by their memory.
 
 
 _OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # which do not read what they write into

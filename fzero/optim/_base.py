@@ -1,4 +1,4 @@
-"""A learning rate is a number or a schedule."""
+"""The (init, update) pair of optax, its hyperparameters, and the checks that every pair shares."""
 
 import functools
 import inspect
@@ -391,6 +391,9 @@ def is_zero(value: Number) -> bool:
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """Widen a half-precision tensor to float32: squares overflow in it, and an eps of 1e-8 is 0."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# A learning rate is a number or a schedule.
 
 
 def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:

@@ -1,4 +1,4 @@
-"""Clipping expert by expert: norms by dimension 0 of leaves that hold all experts, on any layout."""
+"""Clipping: by value, by the norm of the whole tree, by the size of each leaf, or expert by expert."""
 
 import math
 from collections.abc import Sequence
@@ -101,6 +101,9 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
         return tree.map(clipped, grads, leaf_rms(grads)), state
 
     return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
+
+
+# Clipping expert by expert: norms by dimension 0 of leaves that hold all experts, on any layout.
 
 
 _LANES = 16  # partial sums of an expert's part of a leaf, as in _norms.py

@@ -1,4 +1,4 @@
-"""Weight decay."""
+"""Pairs that multiply updates by a number, and weight decay."""
 
 from typing import NamedTuple
 
@@ -118,6 +118,9 @@ def set_to_zero() -> Optimizer:
 
 def _times(grads: Updates, factor: Number) -> Updates:
     return tree.map(lambda g: (g * factor).to(g.dtype), grads)
+
+
+# Weight decay.
 
 
 def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optimizer:

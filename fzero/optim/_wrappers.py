@@ -1,8 +1,4 @@
-"""A pair on whole leaves, at every stage: its arguments are gathered one unit at a time, and its results cut again.
-
-The state lies in units of its own, cut over the ranks as the parameters are. Such a unit is all that the pair keeps for
-the leaves of one unit of parameters, whatever its shapes. So a rank holds 1/N of it, and one collective gathers it.
-"""
+"""Pairs around a pair: on some leaves only, on each leaf by itself, or on full leaves at every stage."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -128,6 +124,13 @@ def leafwise(pair: Pair) -> Optimizer:
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
     return around(init, update, pair)
+
+
+# A pair on whole leaves, at every stage: its arguments are gathered one unit at a time, and its results cut again.
+#
+# The state lies in units of its own, cut over the ranks as the parameters are. Such a unit is all that the pair keeps
+# for the leaves of one unit of parameters, whatever its shapes. So a rank holds 1/N of it, and one collective gathers
+# it.
 
 
 def whole(pair: Pair, reads_params: bool = True) -> Optimizer:

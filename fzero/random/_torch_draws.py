@@ -1,8 +1,4 @@
-"""torch's dropouts, and attention with dropout, by key.
-
-Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
-NotImplemented to leave a call to torch.
-"""
+"""torch's random functions by key: those that make or fill tensors, its dropouts, and attention with dropout."""
 
 import math
 from collections.abc import Callable
@@ -39,6 +35,12 @@ __all__ = [
 ]
 
 # torch's functions that make or fill random tensors, by key.
+#
+# Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
+# NotImplemented to leave a call to torch.
+
+
+# torch's dropouts, and attention with dropout, by key.
 #
 # Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
 # NotImplemented to leave a call to torch.

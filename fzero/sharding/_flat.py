@@ -1,4 +1,4 @@
-"""Part of a tensor's elements, in their order, without a copy of the rest: whatever its strides are."""
+"""A unit as one flat buffer, and parts of a tensor as flat ranges of its elements."""
 
 import math
 from functools import partial
@@ -127,6 +127,9 @@ def wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
 def to_gradient_dtype(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     """Cast a gradient that was summed over ranks to the dtype that the update gets."""
     return x if spec.cast is None else x.to(spec.cast[1])
+
+
+# Part of a tensor's elements, in their order, without a copy of the rest: whatever its strides are.
 
 
 def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One unit's leaves from its shard: by an all_gather, or for nothing where the leaves it was cut from are at hand."""
+"""The rows of the table of collectives that shard, gather and sum a whole unit by one collective."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -254,6 +254,9 @@ def gather_flat(uid: int, shard: torch.Tensor) -> torch.Tensor:
 def apply_to_unit(name: str, uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row of the table to a unit's tensors, over the unit's axes."""
     return apply_over_unit_axes(name, joint(unit_axes(uid)), uid, xs)
+
+
+# One unit's leaves from its shard: by an all_gather, or for nothing where the leaves it was cut from are at hand.
 
 
 class _Remembered(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Units by their sizes: the smallest subtrees that are large enough."""
+"""Policies that choose units: by size, and by module granularity, as DeepSpeed counts it."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -211,6 +211,9 @@ def _unit(path: str, fine: Container[_Keys], nodes: Mapping[_Keys, _Node], most:
             return ".".join(keys[:depth]) or "params"
     home = keys[:-1]
     return (".".join(home) if home and nodes[home].own <= most else path) or "params"
+
+
+# Units by their sizes: the smallest subtrees that are large enough.
 
 
 def by_size(

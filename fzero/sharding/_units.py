@@ -1,4 +1,4 @@
-"""Subtrees: a tree is cut into pieces by the sizes of its subtrees, by its leaves' dotted paths alone."""
+"""Units: which leaves are gathered together. A tree is divided by its paths and by the sizes of its subtrees."""
 
 import math
 from collections import Counter
@@ -28,6 +28,9 @@ __all__ = [
     "put",
     "wanted_axes",
 ]
+
+
+# Subtrees: a tree is cut into pieces by the sizes of its subtrees, by its leaves' dotted paths alone.
 
 
 class Subtree(NamedTuple):

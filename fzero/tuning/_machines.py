@@ -1,4 +1,4 @@
-"""The user's cache folder: what fzero measured of this machine, and rows that were planned before."""
+"""Machines: their speeds as the cost model takes them, by name from data sheets or measured on this machine."""
 
 import json
 import math
@@ -252,6 +252,9 @@ CPU = _assumed(
     slow=(1.0, JIT),
 )
 MACHINES = {"a100": A100, "h100": H100, "h200": H200, "cpu": CPU}
+
+
+# The user's cache folder: what fzero measured of this machine, and rows that were planned before.
 
 
 def cache_folder() -> pathlib.Path:

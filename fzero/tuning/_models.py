@@ -1,4 +1,4 @@
-"""Models by name: presets, and the configurations that Hugging Face writes beside weights; sizes alone, no download."""
+"""Transformers by their sizes: presets and configurations of Hugging Face, as parameters without memory."""
 
 import json
 import os
@@ -134,6 +134,9 @@ def batch_of(shape: Shape, samples: int, length: int) -> tuple[torch.Tensor, tor
         return torch.empty(samples, 3, length, length, device="meta"), kinds
     tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
     return tokens, torch.empty_like(tokens)
+
+
+# Models by name: presets, and the configurations that Hugging Face writes beside weights; sizes alone, no download.
 
 
 LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}

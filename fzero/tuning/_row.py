@@ -1,4 +1,4 @@
-"""The plan of a step at a ratio, by a function that makes the step."""
+"""What one rank's plan says of a configuration, in a few numbers."""
 
 import math
 from collections import Counter
@@ -192,6 +192,9 @@ def row_from(record: Mapping[str, Any]) -> Row:
     """
     settings = {k: math.inf if v is None else v for k, v in record["settings"].items()}
     return Row(**{**record, "config": Configuration(**record["config"]), "settings": settings})
+
+
+# The plan of a step at a ratio, by a function that makes the step.
 
 
 Made = tuple[Any, ...]  # a step, and its arguments

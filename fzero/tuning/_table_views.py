@@ -1,4 +1,4 @@
-"""A table of configurations as a picture: peak against seconds."""
+"""A table of configurations as text and as a picture."""
 
 import io
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,9 @@ def compared(one: "Table", other: "Table", names: tuple[str, str]) -> Any:
     if any(alone):
         drawn.add_row(f"{alone[0]} only in {names[0]}, {alone[1]} only in {names[1]}", style="dim")
     return drawn
+
+
+# A table of configurations as a picture: peak against seconds.
 
 
 MARKERS = ("o", "^", "s", "D")  # by stage

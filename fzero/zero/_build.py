@@ -1,4 +1,4 @@
-"""Whole leaves beside a cut tree of the same kind: which box each belongs to."""
+"""Fill a layout with full leaves, one by one, so that no rank needs all of them at once."""
 
 from typing import Any, NamedTuple
 
@@ -178,6 +178,9 @@ def _fill(leaves: list[Any], unit: CutUnit) -> None:
             placed[index] = view_of(buffer, spec.offsets[index], spec.shapes[index])
             placed[index].copy_(leaves[position])
         leaves[position] = placed[index]
+
+
+# Whole leaves beside a cut tree of the same kind: which box each belongs to.
 
 
 def given_like(what: str, values: Any, like: Any, by: str = "") -> LeafSupply:

@@ -1,4 +1,4 @@
-"""state_bytes: how much of a tree one rank holds."""
+"""The bytes of a tree: how much of it one rank holds, and whether the host has room for it."""
 
 import math
 import os
@@ -15,6 +15,9 @@ from fzero.ranks import Mesh
 from fzero.sharding import Shard, axes_of, is_box, spaces
 
 __all__ = ["check_host_memory", "free_bytes", "state_bytes"]
+
+
+# state_bytes: how much of a tree one rank holds.
 
 
 def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:

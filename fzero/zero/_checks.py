@@ -1,4 +1,4 @@
-"""Tensors as a step takes and gives them: without a graph of their own, in memory of their own, and like the old."""
+"""What a sharded step checks: its arguments and results, the optimizer, and the state."""
 
 import inspect
 import math
@@ -281,6 +281,9 @@ def check_no_torch_optimizer(train_step: Callable[..., Any]) -> None:
     for name, x in {**seen.globals, **seen.nonlocals}.items():
         if isinstance(x, torch.optim.Optimizer):
             raise TypeError(f"train_step calls {name!r}: {of_torch(x)}")
+
+
+# Tensors as a step takes and gives them: without a graph of their own, in memory of their own, and like the old.
 
 
 def as_value(x: Any) -> Any:

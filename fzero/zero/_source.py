@@ -1,4 +1,4 @@
-"""A tree that is made leaf by leaf: its init function is traced without memory, and the graph run later."""
+"""Where a tree's leaves come from: a tree, a module, or an init function that is traced and run leaf by leaf."""
 
 import random
 import sys
@@ -114,6 +114,9 @@ def _check_leaf(what: str, path: str, x: Any) -> None:
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{what} leaf {path!r} is {kind}, and cannot be cut: give a dense tensor, such as x.to_dense()")
+
+
+# A tree that is made leaf by leaf: its init function is traced without memory, and the graph run later.
 
 
 @dataclass(frozen=True)

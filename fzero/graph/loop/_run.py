@@ -1,4 +1,4 @@
-"""A rank of a pipeline at run time: its phases, each on its micro-batch, in the order of its row of the schedule."""
+"""Loops at run time: a body runs once for each micro-batch, or in the order of a pipeline schedule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -62,6 +62,9 @@ def _put(j: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     """Copy the values of turn j to where they belong, and so let go of them."""
     for row, x in zip(rows, values, strict=True):
         row[j].copy_(x)
+
+
+# A rank of a pipeline at run time: its phases, each on its micro-batch, in the order of its row of the schedule.
 
 
 Body = Callable[[list[Any]], Sequence[Any]]

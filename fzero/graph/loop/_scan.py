@@ -1,16 +1,4 @@
-"""Turns: how a loop is written down while a step is traced, and its body runs once.
-
-A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets the
-others and the rest of the step. `turn` is the number of the turn, and where the body begins. `part` is a turn's part of
-a tensor. `sum_before` is what the turns before have summed, and `sum_after` is that with this turn's share. `rows` are
-the values of all turns, one below the other.
-
-Python may make a turn depend on the one before: by a list that the loss function appends to, a counter, an iterator. So
-the forward pass runs `again`, and is `compared` with the first.
-
-They compute nothing: `fzero.graph.loop._trace` puts a loop in their places. In a vmap, of ranks or the user's, the
-mapped dimension goes first. So a sum has the same strides before and after a turn.
-"""
+"""How a loop is written down while a step is traced, and the node of the graph that it becomes."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -132,6 +120,20 @@ def function_of() -> Callable[..., Any]:
         raise AssertionError("a loop runs in an executor")
 
     return loop
+
+
+# Turns: how a loop is written down while a step is traced, and its body runs once.
+#
+# A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets
+# the others and the rest of the step. `turn` is the number of the turn, and where the body begins. `part` is a turn's
+# part of a tensor. `sum_before` is what the turns before have summed, and `sum_after` is that with this turn's share.
+# `rows` are the values of all turns, one below the other.
+#
+# Python may make a turn depend on the one before: by a list that the loss function appends to, a counter, an iterator.
+# So the forward pass runs `again`, and is `compared` with the first.
+#
+# They compute nothing: `fzero.graph.loop._trace` puts a loop in their places. In a vmap, of ranks or the user's, the
+# mapped dimension goes first. So a sum has the same strides before and after a turn.
 
 
 class NotScannable(RuntimeError):

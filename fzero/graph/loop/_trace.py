@@ -1,7 +1,4 @@
-"""A rank of a pipeline in a trace: what its turn is made of, before it becomes a loop.
-
-What was run for its shapes alone goes. In each backward pass, what leads to the gradient that is sent comes first.
-"""
+"""Loops in a trace: the operations of `fzero.graph.loop` mark them, and here they become nodes of the graph."""
 
 import operator
 from dataclasses import dataclass
@@ -18,6 +15,11 @@ from fzero.graph.loop._rank_schedule import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SE
 from fzero.graph.loop._scan import Loop, LoopSlice, NotScannable, function_of, loop_of
 
 __all__ = ["needed_by", "renumbered", "sends_first", "track_at", "with_loops", "without_asides"]
+
+
+# A rank of a pipeline in a trace: what its turn is made of, before it becomes a loop.
+#
+# What was run for its shapes alone goes. In each backward pass, what leads to the gradient that is sent comes first.
 
 
 def without_asides(graph: Graph) -> None:
@@ -88,8 +90,8 @@ def renumbered(graph: Graph) -> Graph:
 # 3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
 # 4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
 #
-# A rank of a pipeline is a loop, too, whose turns are cut in phases (`_phases`). Its forward pass is traced once: a
-# model in a pipeline is a function of its arguments alone.
+# A rank of a pipeline is a loop, too, whose turns are cut in phases (`_rank_schedule`). Its forward pass is traced
+# once: a model in a pipeline is a function of its arguments alone.
 
 
 TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]

@@ -1,4 +1,4 @@
-"""Roles: which nodes of a graph are work, and which of the others run late or early."""
+"""The nodes of a graph for the scheduler: their roles, and what each waits for."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -39,6 +39,9 @@ __all__ = [
     "rules_of",
     "work_in_order",
 ]
+
+
+# Roles: which nodes of a graph are work, and which of the others run late or early.
 
 
 class Roles(NamedTuple):

@@ -1,4 +1,4 @@
-"""Executors: four ways to run a scheduled graph, each in exactly its order."""
+"""The backends: four ways to run a scheduled graph, each in exactly its order."""
 
 import logging
 import time
@@ -109,6 +109,9 @@ class _Auto:
         tell([*refusals.values()], self.mesh, strict=False)
         log.info("the step runs compiled from call %d on", self.calls)
         self.fast = in_pieces(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
+
+
+# Executors: four ways to run a scheduled graph, each in exactly its order.
 
 
 class Demand(NamedTuple):

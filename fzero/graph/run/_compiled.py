@@ -1,8 +1,4 @@
-"""Borders: compiled code is given what lies as it was compiled for.
-
-What a segment makes has the strides that were traced (`_torch.inductor`). An operation between segments may lay its
-result out otherwise than its stand-in says. Then a copy goes over the border.
-"""
+"""A program with compiled segments, as a function. A segment gets arguments that lie as it was compiled for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +21,12 @@ from fzero.graph.run._segment import Segment
 from fzero.sharding import packed, packed_by_copies
 
 __all__ = ["Executable", "codes_of", "in_pieces", "one_by_one", "run_marked", "within_borders"]
+
+
+# Borders: compiled code is given what lies as it was compiled for.
+#
+# What a segment makes has the strides that were traced (`_torch.inductor`). An operation between segments may lay its
+# result out otherwise than its stand-in says. Then a copy goes over the border.
 
 
 def within_borders(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:

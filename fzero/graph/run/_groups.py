@@ -1,4 +1,4 @@
-"""Between groups: which values later groups need, and which views exist as values at all."""
+"""A scheduled graph as groups of nodes, and the values between them. A group runs alone, or is compiled."""
 
 import operator
 from bisect import bisect_left
@@ -259,6 +259,9 @@ def parts_of_arguments(graph: Graph) -> set[Node]:
             found.setdefault((argument, n.meta["val"].shape), []).append(n)
     own = {n for n in graph.nodes if is_own_part(n)}
     return own | {n for nodes in found.values() if len(nodes) > 1 for n in nodes}
+
+
+# Between groups: which values later groups need, and which views exist as values at all.
 
 
 def written_argument(node: Node) -> Node:

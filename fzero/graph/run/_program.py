@@ -1,8 +1,4 @@
-"""arriving: copies from a GPU to the host are on their way until the host reads them.
-
-The copies stand on the device's own stream, in the order of its work. So what a copy reads cannot be written before it
-is done, and the host alone has to wait. A copy from the host needs no wait: what reads it stands behind it.
-"""
+"""A scheduled graph as instructions over numbered slots, for the executor that runs or compiles segments."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,8 +32,8 @@ __all__ = ["Operands", "Program", "SingleOperation", "Turns", "arriving", "progr
 
 # Program: a scheduled graph as instructions over numbered slots, for the executor that compiles segments.
 #
-# 1. Cut the graph into groups of nodes (`_cut`).
-# 2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_between`).
+# 1. Cut the graph into groups of nodes (`_groups`).
+# 2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_groups`).
 # 3. Make of each group an instruction: an operation that runs by itself, or a segment (`_segment`). Views that an
 #    operation or a result needs run by themselves before it.
 # 4. Note on each instruction which slots are free after it.
@@ -192,6 +188,12 @@ def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]
     return [*instruction.arguments.slots.values(), instruction.out]
+
+
+# arriving: copies from a GPU to the host are on their way until the host reads them.
+#
+# The copies stand on the device's own stream, in the order of its work. So what a copy reads cannot be written before
+# it is done, and the host alone has to wait. A copy from the host needs no wait: what reads it stands behind it.
 
 
 def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:

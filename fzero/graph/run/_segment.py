@@ -1,4 +1,4 @@
-"""Templates: segments whose whole numbers are polynomials of a length, compiled with the length as an argument."""
+"""Segments: groups of operations as graphs, described so that equal ones are compiled once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -147,6 +147,9 @@ def _key(graph: Graph) -> Hashable:
 class _Number(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
+
+
+# Templates: segments whose whole numbers are polynomials of a length, compiled with the length as an argument.
 
 
 class Template(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a trace is cached by, and what distinguishes two calls that need a trace each."""
+"""The arguments of one call of a jitted step, taken apart, and the key that its trace is cached by."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -193,6 +193,9 @@ def blocks_of(places: Sequence[LeafPlace], parameters: Collection[int | None]) -
         path = place.unit.split(".") if place.unit else path
         found.append(next((key for key in reversed(path) if key.isdigit()), ""))
     return found
+
+
+# What a trace is cached by, and what distinguishes two calls that need a trace each.
 
 
 class Key(NamedTuple):

@@ -1,4 +1,4 @@
-"""Casts to a wider dtype and back, which give the value itself."""
+"""Trace a function of tensors as one flat, functional graph, with an error for what a graph cannot hold."""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,6 +19,9 @@ from fzero.graph.passes._uses import family
 from fzero.graph.trace._writes import check_gradients, check_writes, say_what_is_written, without_writes, writes
 
 __all__ = ["Traced", "trace", "without_round_trips"]
+
+# Casts to a wider dtype and back, which give the value itself.
+
 
 CAST = aten._to_copy.default
 

@@ -1,8 +1,4 @@
-"""Writes of a trace into fresh memory that nothing views, replaced one by one by operations that make new values.
-
-`torch.func.functionalize` replaces any write, but traces the whole step again for it. Autograd's own formulas, such as
-that of `silu`, write into what they have just made: these need no second trace.
-"""
+"""Writes of a traced step: those into its own values become operations, and others are refused."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -148,6 +144,12 @@ def check_gradients(inputs: Sequence[Any], labels: Sequence[dict[str, str]]) -> 
                 f"fzero.jit: the step writes into {label['label']}, its .grad; {PURE}. Take gradients with "
                 "fzero.value_and_grad or torch.autograd.grad, or of a copy: w = w.detach().requires_grad_()"
             )
+
+
+# Writes of a trace into fresh memory that nothing views, replaced one by one by operations that make new values.
+#
+# `torch.func.functionalize` replaces any write, but traces the whole step again for it. Autograd's own formulas, such
+# as that of `silu`, write into what they have just made: these need no second trace.
 
 
 class _New(NamedTuple):

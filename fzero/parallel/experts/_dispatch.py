@@ -1,4 +1,4 @@
-"""Rows sorted by expert: no seats, and nothing is dropped."""
+"""Dispatch: tokens go to experts and come back, by seats for each expert or as rows sorted by expert."""
 
 import math
 from typing import Any, NamedTuple
@@ -272,6 +272,9 @@ def _flat(at: torch.Tensor, size: int) -> torch.Tensor:
     s = at.shape[0]
     first = rearrange(torch.arange(s, device=at.device) * size, "s -> s 1")
     return torch.where(at < size, at + first, s * size).flatten()
+
+
+# Rows sorted by expert: no seats, and nothing is dropped.
 
 
 class Order(NamedTuple):

@@ -27,6 +27,9 @@ def check_floating(name: str, x: Any, expected: str) -> None:
         raise TypeError(f"{name} is {given(x)}: expected a floating-point tensor {expected}")
 
 
+# Routing: which experts a token goes to, and with which weights.
+
+
 _TINY = 1e-20  # as DeepSeek-V3 has it: sigmoids of -104 and less are zeros in float32
 
 

@@ -1,4 +1,4 @@
-"""The rule by which a pipeline's parameters are cut: blocks are split along its axis."""
+"""What a pipeline is given, checked: blocks that are alike, one batch for all ranks; and the rule for blocks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +172,9 @@ def check_shared(batch: Any, axis: Axis) -> None:
 
     paths, leaves, _ = tree.flatten_with_paths(batch)
     check_inputs_replicated("the batch", [axis] if axis.size > 1 else [], paths, leaves, says)
+
+
+# The rule by which a pipeline's parameters are cut: blocks are split along its axis.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A schedule drawn in text: ranks down, time across."""
+"""A schedule as text and as a picture: ranks down, time across, an action a box."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,9 @@ COLOURS = {
     "W": ((0.74, 0.88, 0.73), (0.35, 0.64, 0.40)),
 }
 WORDS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
+# A schedule drawn in text: ranks down, time across.
+
+
 WIDTH, ROW, LEAST, MOST = 11.0, 0.3, 0.09, 14.0  # inches: of a figure, of a rank, at least, and of all rows together
 INK, GREY = "#24292f", "#6e7781"
 

@@ -1,4 +1,4 @@
-"""Regions: a module whose layers are given the same values, such as attention or an MLP, runs on its part of them."""
+"""The forward passes of layers and regions of which each rank runs its part, with its own parameters put in place."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +32,9 @@ def override_parameters(
     finally:
         parameters.update(before[0])
         vars(module).update(before[1])
+
+
+# Regions: a module whose layers are given the same values, such as attention or an MLP, runs on its part of them.
 
 
 @dataclass(frozen=True)

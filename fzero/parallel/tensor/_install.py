@@ -1,4 +1,4 @@
-"""The styles of layers, put in the places of forward passes: in a copy of the model that nobody else has."""
+"""Install the forward passes of parallel layers and of sequence parallelism in a copy of a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -159,6 +159,9 @@ def _kind(place: str, child: torch.nn.Module, layers: Layers) -> str:
     known = [name for name in styles if isinstance(layers.styles[name], ColumnParallel | RowParallel | Shared)]
     names = [f"{place}.{name}" for name, _ in child.named_parameters()]
     return "gathered" if all(any(_within(name, at) for at in known) for name in names) else "whole"
+
+
+# The styles of layers, put in the places of forward passes: in a copy of the model that nobody else has.
 
 
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads")

@@ -1,4 +1,4 @@
-"""The rule that splits leaves over an axis by their names."""
+"""The layers of a module that are split over an axis by a plan of names, and the rule that splits their leaves."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,9 @@ from fzero.parallel.tensor._styles import (
 )
 
 __all__ = ["Layers", "Plan", "layers", "named", "of_block", "outside", "split"]
+
+# The rule that splits leaves over an axis by their names.
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which each rank has those of a part of the vocabulary."""
+"""Linear layers, embeddings and the cross entropy of which each rank along an axis holds a part."""
 
 import math
 from typing import Literal
@@ -154,6 +154,9 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
             f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, and each is to have its "
             f"own part: split it, fzero.shard(split=fzero.parallel.tensor.split({{name: dimension}}, axis={axis!r}))"
         )
+
+
+# Cross entropy of logits of which each rank has those of a part of the vocabulary.
 
 
 def cross_entropy(

@@ -1,7 +1,4 @@
-"""Steps of a derivation as data: the vjp of a function of tensors, its jvp, its map over a batch.
-
-Each step makes of a function of a flat list of tensors another one.
-"""
+"""A call of a rematerialised block as data: its tensors, and the derivatives that may be taken of it."""
 
 import enum
 import functools
@@ -286,6 +283,11 @@ def call_of(
     tokens = tuple([distinct.number(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
     return BlockCall(block, save, given, differentiated, scope, tokens, casts_here(), host), tuple(distinct.tensors)
+
+
+# Steps of a derivation as data: the vjp of a function of tensors, its jvp, its map over a batch.
+#
+# Each step makes of a function of a flat list of tensors another one.
 
 
 Tensors = Sequence[torch.Tensor]
