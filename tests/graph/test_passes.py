@@ -619,9 +619,7 @@ def test_a_reduction_starts_before_the_next_gradient_is_packed(chain, donated):
 def test_schedule_needs_no_more_memory_than_the_order_as_traced(chain, reuse, donated):
     graph = regather(build_chain(chain).graph, reuse)
     graph = donate_all(graph, chain) if donated else graph
-    shard = 4 * -(-max(a * b for a, b in itertools.pairwise(chain.widths)) // chain.n)
-    # a scaled shard may wait for the padded parameter beside it: one shard of the largest unit more, in tiny graphs
-    assert peak_bytes(schedule(graph)) <= peak_bytes(graph) + shard
+    assert peak_bytes(schedule(graph)) <= peak_bytes(graph)
 
 
 @examples(25, 50)

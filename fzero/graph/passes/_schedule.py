@@ -178,6 +178,12 @@ class Orders:
             self._lean[in_flight] = listed(self.rules._replace(in_flight=in_flight))
         return self._lean[in_flight]
 
+    @cached_property
+    def leanest(self) -> list[Node]:
+        """The order that holds least, of the lean one and that of the graph, if no collective is on its way."""
+        given = self.rules.nodes
+        return given if max(live_in(given, self.storages)) < max(self.live(0)) else self.lean(0)
+
     def live(self, in_flight: int) -> list[int]:
         """Count the bytes alive at each place of that order."""
         if in_flight not in self._live:
@@ -194,6 +200,7 @@ def schedule(
     - What depends only on inputs (gathers of parameters, casts, an optimizer's decays) runs as late as it can.
     - What no work depends on (reductions of gradients, the update, the write-back) runs as soon as it can.
     - An argument is overwritten when all that read it have run.
+    - Where nothing starts ahead and nothing is on its way, the graph's own order stays if it holds less.
 
     Args:
         graph: a flat graph, donation done.
@@ -207,7 +214,9 @@ def schedule(
     """
     found = Orders(graph) if orders is None else orders
     order = found.lean(in_flight)
-    if prefetch and found.gathers:
+    if not prefetch and not in_flight:
+        order = found.leanest
+    elif prefetch and found.gathers:
         ahead = asked_ahead(found.gathers, order, prefetch)
         if limit < math.inf:
             ahead = where_it_fits(ahead, order, found.live(in_flight), limit)
