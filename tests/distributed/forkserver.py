@@ -6,6 +6,7 @@ no operation of torch itself: the threads that one starts would not survive a fo
 
 import builtins
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -129,5 +130,6 @@ if __name__ == "__main__":
             importlib.import_module(name)
         except ImportError:
             continue
+    gc.freeze()  # what is imported is no garbage: children need not search it
     serve()
     os._exit(0)  # taking down what was imported would take a second
