@@ -1,4 +1,4 @@
-"""Faults in fzero/dcp, and in the command."""
+"""Faults in fzero/checkpoint/dcp.py, and in the command."""
 
 from tests.mutants.changes import bare, becomes, never, skipped
 from tests.mutants.mutant import Fault, File

@@ -1,4 +1,4 @@
-"""Faults in fzero/hf."""
+"""Faults in fzero/checkpoint/hf."""
 
 from tests.mutants.changes import always, becomes, dropped, never
 from tests.mutants.mutant import Fault, File

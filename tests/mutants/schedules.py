@@ -1,4 +1,4 @@
-"""Faults in fzero/schedules."""
+"""Faults in fzero/parallel/schedules."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File

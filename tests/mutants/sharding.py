@@ -1,4 +1,4 @@
-"""Faults in fzero/layout."""
+"""Faults in fzero/sharding."""
 
 from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
 from tests.mutants.mutant import AXES, GRAPH, HALF, LAWS, WRITES, Fault, File

@@ -1,4 +1,4 @@
-"""Faults in fzero/moe."""
+"""Faults in fzero/parallel/experts."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File

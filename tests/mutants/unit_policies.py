@@ -1,4 +1,4 @@
-"""Faults in fzero/units, in fzero/sharding/_units.py, and in the cap of the default rule."""
+"""Faults in the policies that choose units, and in the cap of the default rule."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, never
 from tests.mutants.mutant import Fault, File

@@ -1,4 +1,4 @@
-"""Faults in fzero/pipelines, in messages, and in a graph's phases."""
+"""Faults in fzero/parallel/pipeline, in messages, and in a graph's phases."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File

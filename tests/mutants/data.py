@@ -1,4 +1,4 @@
-"""Faults in fzero/data and fzero/metrics, and in evaluation."""
+"""Faults in fzero/data, in the metrics of fzero/observe, and in evaluation."""
 
 from tests.mutants.changes import always, bare, becomes, dropped, skipped
 from tests.mutants.mutant import Fault, File

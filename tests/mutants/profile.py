@@ -1,4 +1,4 @@
-"""Faults in fzero/profiling, in what it asks of a jitted step, and in tracebacks."""
+"""Faults in the profiles of fzero/observe, in what they ask of a jitted step, and in tracebacks."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, swapped
 from tests.mutants.mutant import Fault, File

@@ -1,4 +1,4 @@
-"""Faults in fzero/tp, and in what tells copies from one value."""
+"""Faults in fzero/parallel/tensor, and in what tells copies from one value."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped
 from tests.mutants.mutant import Fault, File

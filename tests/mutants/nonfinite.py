@@ -1,4 +1,4 @@
-"""Faults in fzero/debug."""
+"""Faults in how fzero/observe finds values that are not finite."""
 
 from tests.mutants.changes import always, bare, becomes, never, returns, skipped
 from tests.mutants.mutant import Fault, File
