@@ -41,7 +41,7 @@ WORKSPACE = ("tests/graph/test_workspace.py",)
 
 MUTANTS = [
     *File("graph/passes/_drop_lone_collectives.py", ALONE).faults(
-        Fault("a result of one rank lies in an argument", "drop_lone_collectives", dropped("not A & {*B[C]}"), GRAPH),
+        Fault("a result of one rank lies in an argument", "drop_lone_collectives", dropped("not A & {*B[C]}")),
         Fault("views lie where the gather was", "drop_lone_collectives", skipped("A(sorted(B, key=C.__getitem__))")),
         Fault("all collectives are over one rank", "_runs_over", dropped("A in B")),
     ),
@@ -179,6 +179,7 @@ MUTANTS = [
     ),
     *File("graph/passes/_schedule.py", GRAPH).faults(
         Fault("prefetch one more", "asked_ahead", constant(1, 2, at="3 of 3")),
+        Fault("the graph's own order never stays", "Orders.leanest", never("max(A) < max(B)")),
         Fault("gathers start ahead without room", "where_it_fits", becomes("A[B - 1] + C", "A[B - 1]")),
         Fault("what starts ahead is forgotten", "where_it_fits", skipped("A[B:C] = [D + E for D in A[B:C]]")),
         Fault("nothing starts ahead", "where_it_fits", skipped("A.setdefault(B[C], []).append(D)")),
