@@ -66,3 +66,18 @@ def test_there_is_no_other_attribute():
 def test_it_says_its_version():
     number = fzero.__version__.split(".")
     assert all(part.isdigit() for part in number[:3]), fzero.__version__
+
+
+BESIDE = """
+from fzero import _torch
+thread = getattr(_torch, {name!r})()
+import torch._dynamo
+thread.join()
+from torch._inductor.utils import IndentedBuffer
+"""
+
+
+@pytest.mark.parametrize("name", ["preparing", "importing"])
+def test_inductor_is_imported_beside_a_first_trace(name):
+    """Dynamo and Inductor import each other, so a trace and the thread must not begin at the two ends."""
+    run(BESIDE.format(name=name))

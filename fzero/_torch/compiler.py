@@ -55,9 +55,7 @@ def preparing() -> threading.Thread:
 
     That takes seconds in which Python has other things to do, such as to trace.
     """
-    thread = threading.Thread(target=_prepare, daemon=True)
-    thread.start()
-    return thread
+    return _beside(_prepare)
 
 
 def _prepare() -> None:
@@ -70,7 +68,17 @@ def _prepare() -> None:
 @functools.cache
 def importing() -> threading.Thread:
     """Start to import Inductor and to prepare it, which takes 10 s on a machine that has other things to do."""
-    thread = threading.Thread(target=_import, daemon=True)
+    return _beside(_import)
+
+
+def _beside(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread that imports Inductor.
+
+    Dynamo is imported first, which a trace needs in any case: Dynamo and Inductor import each other. If two threads
+    begin at the two ends, Python gives one of them a module that is half done.
+    """
+    importlib.import_module("torch._dynamo")
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 

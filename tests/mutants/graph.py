@@ -404,6 +404,9 @@ MUTANTS = [
     *File("_torch/compiler.py", COMPILE).faults(
         Fault("Inductor's cache is passed by", "_mode", dropped("shape_env=ShapeEnv()")),
         Fault("a worker compiles another key", "", becomes("copyreg.pickle", "str")),
+        Fault(
+            "Inductor is imported while Dynamo is", "_beside", skipped("A.import_module(B)"), ("tests/test_import.py",)
+        ),
         Fault("a result lies as it is made", "_with_strides_of", always("A or B(C, D)"), BORDERS),
         Fault("a view is a view of what lies otherwise", "_Reshaping.call_function", never("A in B"), BORDERS),
         Fault("padding fixes a length", "_AtLength.call_function", never("A is B.default"), LENGTHS),
