@@ -303,13 +303,26 @@ def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: F
 
     preparing().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    settings: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_right_code()}
     with torch.no_grad(), mode:
         apart = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
     output = next(n for n in apart.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with config.patch(order), torch.no_grad(), tracing(TracingContext(mode)):
+    with config.patch(settings), torch.no_grad(), tracing(TracingContext(mode)):
         return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+
+
+def _right_code() -> dict[str, str]:
+    """Return settings of Inductor with which GCC makes right code.
+
+    GCC 11 and 12 at -O3 write wrong numbers where one file transposes two tiles of 32 by 32 halves, with AVX-512: they
+    merge scalar operations into vectors that do not belong together. torch.compile has the fault, too. Inductor's code
+    is in vectors already, so it loses nothing without that step. Inductor takes flags in no other place.
+    """
+    from torch._inductor import config
+
+    flag = "enable_floating_point_contract_flag"  # ends in a flag of the compiler, and so may hold two
+    return {f"cpp.{flag}": f"{getattr(config.cpp, flag)} -fno-tree-slp-vectorize"}
 
 
 class _Reshaping(torch.fx.Interpreter):

@@ -252,6 +252,22 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_together():
+    """Two transposed tiles of 32 by 32 halves in one file: with AVX-512, GCC 11 and 12 write garbage at -O3."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        heads = [z[..., 32:64].unflatten(-1, (2, 16)).transpose(2, 3).transpose(3, 4) for z in (x, y)]
+        return [z.contiguous() for z in heads]
+
+    args = [torch.randn(2, 2, 32, 96).bfloat16() for _ in range(2)]
+    fakes = _torch.fake_like(args)
+    traced = _torch.trace(f, fakes)
+    compiled = _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
+    for x, y in zip(f(*args), compiled(args), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
 def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
     """The symbol, its range and the guards are the shape environment's."""
 

@@ -1,7 +1,8 @@
 """Fallback: a segment that cannot run compiled runs operation by operation, on all ranks or on none.
 
 A segment is proved before the first step: it runs once on arguments that are made up. Its results must have the shapes,
-strides and dtypes that were traced, since all that follows was compiled for these.
+strides and dtypes that were traced, since all that follows was compiled for these. They must be finite where those of
+the operations themselves are.
 """
 
 import json
@@ -62,8 +63,8 @@ def prove(code: Code, runs: Runs) -> None:
     """Run compiled code on arguments that are made up, and compare its results with what was traced.
 
     Raises:
-        CompileError: if it fails where the same operations one by one do not, or if its results have other shapes,
-            strides or dtypes.
+        CompileError: if it fails where the same operations one by one do not, if its results have other shapes, strides
+            or dtypes, or if they are not finite where those of the operations one by one are.
     """
     if not all(isinstance(x, torch.Tensor) for x in code.fakes):
         return
@@ -72,7 +73,7 @@ def prove(code: Code, runs: Runs) -> None:
         try:
             got = list(runs([_made_up(x) for x in code.fakes]))
         except Exception as error:
-            if _runs_uncompiled(code):
+            if _uncompiled(code) is not None:
                 raise CompileError(
                     described(code.graph, code.where), f"it fails compiled: {first_line(error)}"
                 ) from error
@@ -81,6 +82,8 @@ def prove(code: Code, runs: Runs) -> None:
         if _form(x) != _form(like) or not have_equal_strides(x, like):
             reason = f"result {i} of its compiled code is {_shown(x)}; traced was {_shown(like)}"
             raise CompileError(described(code.graph, code.where), reason)
+    if not all(bool(_finite(x).all()) for x in got):
+        _prove_finite(code, got)
 
 
 def _made_up(fake: torch.Tensor) -> torch.Tensor:
@@ -91,12 +94,25 @@ def _made_up(fake: torch.Tensor) -> torch.Tensor:
     return torch.zeros(reach, dtype=fake.dtype, device=fake.device).as_strided(fake.shape, fake.stride())
 
 
-def _runs_uncompiled(code: Code) -> bool:
+def _prove_finite(code: Code, got: Sequence[torch.Tensor]) -> None:
+    right = _uncompiled(code)
+    for i, (x, y) in enumerate(zip(got, right or got, strict=True)):
+        if bool((~_finite(x) & _finite(y)).any()):
+            reason = f"result {i} of its compiled code is not finite; that of the operations one by one is"
+            raise CompileError(described(code.graph, code.where), reason)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    """Say of each value whether it is finite, also of 8-bit floats, for which torch lacks the kernel."""
+    return (x.float() if x.is_floating_point() and x.itemsize == 1 else x).isfinite()
+
+
+def _uncompiled(code: Code) -> Sequence[torch.Tensor] | None:
+    """Run the operations one by one on arguments that are made up. None if that fails."""
     try:
-        GraphModule({}, code.graph).forward(*[_made_up(x) for x in code.fakes])
+        return GraphModule({}, code.graph).forward(*[_made_up(x) for x in code.fakes])
     except Exception:
-        return False
-    return True
+        return None
 
 
 def _form(x: torch.Tensor) -> tuple[Any, ...]:

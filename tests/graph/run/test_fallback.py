@@ -1,5 +1,6 @@
 """A segment that cannot run compiled runs operation by operation, and says so once."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -196,6 +197,18 @@ def test_arguments_are_made_up_as_their_stand_ins_lie(x):
 
     prove(code_of(lambda x: [x + 1], x), runs)
     assert [(a.shape, a.stride(), a.dtype) for a in seen] == [(x.shape, x.stride(), x.dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_code_whose_results_are_not_finite_is_refused_unless_the_operations_do_the_same(dtype):
+    code = code_of(lambda x: [x.float().log().to(dtype), x + 0.5], torch.ones(2, 3))
+    infinite, half = torch.full((2, 3), -math.inf).to(dtype), torch.full((2, 3), 0.5)
+    prove(code, lambda args: [infinite, half])  # the logarithm of zero
+    prove(code, lambda args: [infinite.nan_to_num() if dtype.itemsize > 1 else infinite, half])
+    broken = half.clone()
+    broken[1, 2] = math.nan
+    with pytest.raises(CompileError, match="result 1 of its compiled code is not finite; that of the operations"):
+        prove(code, lambda args: [infinite, broken])
 
 
 def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
