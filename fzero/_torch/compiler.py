@@ -296,14 +296,31 @@ def _mode() -> FakeTensorMode:
 
 
 def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Take a function apart on stand-ins, and compile what it is made of."""
+    """Take a function apart on stand-ins, and compile what it is made of.
+
+    Inductor may write what is no C++: it declares a result twice where one loop sums halves for two results. Then it
+    puts less into one loop.
+    """
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    preparing().join()
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
+    settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_right_code()}
+    try:
+        return _compiled_with(settings, run, given, mode)
+    except (CppCompileError, InductorError) as error:
+        if not isinstance(getattr(error, "inner_exception", error), CppCompileError):
+            raise
+        return _compiled_with({**settings, "cpp.max_horizontal_fusion_size": 1}, run, given, mode)
+
+
+def _compiled_with(
+    settings: Mapping[str, Any], run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode
+) -> Callable[..., Any]:
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    preparing().join()
-    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    settings: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_right_code()}
     with torch.no_grad(), mode:
         apart = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
     output = next(n for n in apart.graph.nodes if n.op == "output")

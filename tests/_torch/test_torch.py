@@ -232,7 +232,18 @@ def test_storage_ids_tell_views_from_copies():
     assert _torch.storage_id(x.view(2, 2)) == _torch.storage_id(x) != _torch.storage_id(x + 1)
 
 
-@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+has_compiler = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler"
+)
+
+
+def compiled_by_inductor(f: Any, args: list[torch.Tensor]) -> Any:
+    fakes = _torch.fake_like(args)
+    traced = _torch.trace(f, fakes)
+    return _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
+
+
+@has_compiler
 def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
     """Without the order options Inductor would run what frees memory first."""
 
@@ -240,10 +251,8 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         a = [x @ x for _ in range(4)]  # all four, then all sums
         return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
 
-    fakes = _torch.fake_like([torch.ones(8, 8)])
-    traced = _torch.trace(f, fakes)
-    compiled = _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
     args = [torch.randn(8, 8)]
+    compiled = compiled_by_inductor(f, args)
     expected, got = f(*args), compiled(args)
     assert args == []
     for x, y in zip(expected, got, strict=True):
@@ -251,7 +260,7 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         assert x.stride() == y.stride()
 
 
-@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+@has_compiler
 def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_together():
     """Two transposed tiles of 32 by 32 halves in one file: with AVX-512, GCC 11 and 12 write garbage at -O3."""
 
@@ -260,14 +269,23 @@ def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_t
         return [z.contiguous() for z in heads]
 
     args = [torch.randn(2, 2, 32, 96).bfloat16() for _ in range(2)]
-    fakes = _torch.fake_like(args)
-    traced = _torch.trace(f, fakes)
-    compiled = _torch.inductor(traced, fakes, [n.meta["val"] for n in results(traced.graph)])
-    for x, y in zip(f(*args), compiled(args), strict=True):
+    for x, y in zip(f(*args), compiled_by_inductor(f, args)(args), strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
+@has_compiler
+def test_inductor_compiles_again_what_it_wrote_no_cpp_for():
+    """Equal sums of halves in one loop: of torch 2.13 it declares `at_BFloat16_tmp_acc0_vec` twice."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.sum(1), x.sum(1, keepdim=True)]
+
+    args = [torch.randn(2, 64, 32).bfloat16()]
+    for x, y in zip(f(*args), compiled_by_inductor(f, args)(args), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@has_compiler
 def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
     """The symbol, its range and the guards are the shape environment's."""
 

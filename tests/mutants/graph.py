@@ -408,6 +408,12 @@ MUTANTS = [
             "Inductor is imported while Dynamo is", "_beside", skipped("A.import_module(B)"), ("tests/test_import.py",)
         ),
         Fault("GCC merges scalars", "_right_code", becomes("return A", "return {}"), ("tests/_torch/test_torch.py",)),
+        Fault(
+            "what is no C++ is not written again",
+            "_compiled",
+            becomes("{**A, 'cpp.max_horizontal_fusion_size': 1}", "A"),
+            ("tests/_torch/test_torch.py",),
+        ),
         Fault("a result lies as it is made", "_with_strides_of", always("A or B(C, D)"), BORDERS),
         Fault("a view is a view of what lies otherwise", "_Reshaping.call_function", never("A in B"), BORDERS),
         Fault("padding fixes a length", "_AtLength.call_function", never("A is B.default"), LENGTHS),
