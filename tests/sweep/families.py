@@ -47,6 +47,7 @@ class Model:
         kind: "causal", "masked", "seq2seq", "images" or "diffusion": what it is fed, and its loss.
         attention: whether it has several implementations of attention.
         loose: how many times larger its errors may be: experts are chosen by a maximum, scans sum long products.
+        batch_statistics: whether it normalizes over the batch: a rank's batch then differs from the whole one's.
         refused: by what way of training ("mask", "remat", "pp", "tp", "bfloat16", "vmap") -> why, a part of the error.
     """
 
@@ -56,6 +57,7 @@ class Model:
     kind: str
     attention: bool = True
     loose: float = 1.0
+    batch_statistics: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
     def batch(self, seed: int, size: int, dtype: torch.dtype, mask: bool) -> Batch:
@@ -160,7 +162,7 @@ FAMILIES = [
     family(
         "resnet",
         "images",
-        {**NO_CHOICE, "loose": 3.0},
+        {**NO_CHOICE, "loose": 3.0, "batch_statistics": True},
         hidden_sizes=[8, 16],
         depths=[1, 1],
         embedding_size=8,
