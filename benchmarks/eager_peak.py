@@ -40,7 +40,7 @@ def main() -> None:
 
             def train_step(params: Any, opt_state: Any, batch: Any, k: int = k) -> Any:
                 loss, grads = fzero.value_and_grad(loss_fn, micro_batches=k)(params, batch)
-                return *fzero.step(opt)(params, grads, opt_state), loss
+                return *fzero.transforms.step(opt)(params, grads, opt_state), loss
 
             step = fzero.shard(train_step, stage=stage, mesh=mesh, check=False)
             state = step.init(params, opt)

@@ -58,7 +58,7 @@ def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tens
     # and stage 3 is the same program that keeps its shards between steps and leaves step 5 out.)
 
     # 4. step: update our shard of the parameters with our shard of the gradients and of the moments.
-    shards, opt_state = fzero.step(opt)(shards, grads, opt_state)
+    shards, opt_state = fzero.transforms.step(opt)(shards, grads, opt_state)
 
     # 5. gather: put the new shards together, so that every rank has the whole parameters for the next step.
     return fzero.gather(shards), opt_state, fzero.collectives.pmean(loss)

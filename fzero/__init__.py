@@ -26,7 +26,7 @@ from fzero.optim import Precision
 from fzero.parallel.pipeline import pipeline
 from fzero.ranks import mesh
 from fzero.sharding import PerRank
-from fzero.transforms import gather, partition, reduce_scatter, remat, scaled_value_and_grad, step, value_and_grad
+from fzero.transforms import gather, partition, reduce_scatter, remat, scaled_value_and_grad, value_and_grad
 from fzero.tuning import tune
 from fzero.zero import evaluate, predict, shard
 
@@ -63,7 +63,6 @@ __all__ = [
     "scaled_value_and_grad",
     "shard",
     "sharding",
-    "step",
     "transforms",
     "tree",
     "tune",

@@ -332,9 +332,9 @@ def _compiled_with(
 def _right_code() -> dict[str, str]:
     """Return settings of Inductor with which GCC makes right code.
 
-    GCC 11 and 12 at -O3 write wrong numbers where one file transposes two tiles of 32 by 32 halves, with AVX-512: they
-    merge scalar operations into vectors that do not belong together. torch.compile has the fault, too. Inductor's code
-    is in vectors already, so it loses nothing without that step. Inductor takes flags in no other place.
+    GCC 11 and 12 write wrong numbers at -O3 with AVX-512 if one file transposes two tiles of 32 by 32 halves. Their SLP
+    vectorizer, which merges scalar operations, is at fault; torch.compile has the fault, too. Inductor's code is
+    vectorized already, so it loses nothing without that step. Inductor takes compiler flags in no other place.
     """
     from torch._inductor import config
 

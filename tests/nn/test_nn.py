@@ -120,7 +120,7 @@ def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, s
             return y.square().mean(), new
 
         (value, new), grads = fzero.value_and_grad(loss, has_aux=True)(params, x)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         new = tree.map_with_path(lambda name, b: fzero.collectives.pmean(b) if name in averaged else b, new)
         return params, opt_state, new, value
 

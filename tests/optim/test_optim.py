@@ -553,6 +553,6 @@ def test_torchopt_in_fzero_step_is_the_same_on_shards(stage):
 
     def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
         loss, grads = fzero.value_and_grad(loss_of)(params, batch)
-        return (*fzero.step(opt)(params, grads, state), loss)
+        return (*fzero.transforms.step(opt)(params, grads, state), loss)
 
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])

@@ -338,7 +338,7 @@ def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         value, grads = fzero.value_and_grad(loss, micro_batches=k)(params, batch)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return params, opt_state, value
 
     # the reference knows nothing of ties: one leaf, used twice
@@ -352,7 +352,7 @@ def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
         value, g = fzero.value_and_grad(
             lambda s, b: loss({"in": {"w": s["w"]}, "mid": [{"b": s["b"]}], "out": {"w": s["w"]}}, b), micro_batches=k
         )(single, batch)
-        single, ref_opt_state = fzero.step(opt)(single, g, ref_opt_state)
+        single, ref_opt_state = fzero.transforms.step(opt)(single, g, ref_opt_state)
         *state, loss_value = step(*state, mesh.split(batch))
         torch.testing.assert_close(loss_value, value, rtol=1e-12, atol=1e-12)
     full = step.gather(state[0])

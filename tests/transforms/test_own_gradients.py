@@ -62,7 +62,7 @@ def test_adversarial_training_equals_the_unsharded(stage):
     def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         _, uphill = fzero.value_and_grad(loss, argnums=1)(params, PerRank(x), y)
         value, grads = fzero.value_and_grad(loss)(params, x + 0.1 * uphill.value.sign(), y)
-        return *fzero.step(opt)(params, grads, opt_state), value
+        return *fzero.transforms.step(opt)(params, grads, opt_state), value
 
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(dp=2, simulate=simulate)

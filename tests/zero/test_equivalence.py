@@ -91,7 +91,7 @@ def test_integer_trees_beside_the_parameters_pass_through(stage, n, k, seed):
     def train_step(params: Any, state: Any, batch: Any) -> Any:
         (params, table), opt_state = params, state
         value, grads = fzero.value_and_grad(loss, micro_batches=k, batch_argnums=1)(params, batch, table)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return (params, table), opt_state, value, table
 
     class Init:

@@ -47,7 +47,7 @@ def test_sam(k):
         norm = global_norm(grads)
         uphill = tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
         _, grads = f(uphill, batch)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return params, opt_state, loss
 
     assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=(1, 2, 3), rtol=1e-11)
@@ -65,7 +65,7 @@ def test_ema_of_parameters_in_the_optimizer_state():
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = fzero.value_and_grad(mlp_loss)(params, batch)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         # evaluating the average in the step: boxes of state are gathered like any others
         return params, opt_state, loss, fzero.value_and_grad(mlp_loss)(opt_state[1], batch)[0]
 
@@ -94,9 +94,9 @@ def test_gan_with_two_parameter_trees(stage, n):
 
     def train_step(g: Any, d: Any, g_state: Any, d_state: Any, batch: Any) -> Any:
         loss_d, grads = fzero.value_and_grad(d_loss)(d, g, batch)
-        d, d_state = fzero.step(opt)(d, grads, d_state)
+        d, d_state = fzero.transforms.step(opt)(d, grads, d_state)
         loss_g, grads = fzero.value_and_grad(g_loss, argnums=1)(d, g, batch)
-        g, g_state = fzero.step(opt)(g, grads, g_state)
+        g, g_state = fzero.transforms.step(opt)(g, grads, g_state)
         # both at once, as a tuple of argnums
         both, (grads_d, _) = fzero.value_and_grad(lambda *a: d_loss(*a) + g_loss(*a), argnums=(0, 1))(d, g, batch)
         return g, d, g_state, d_state, loss_d, loss_g, both, global_norm(grads_d)
@@ -131,7 +131,7 @@ def test_losses_that_the_user_normalises():
     def step_of(loss: Any, reduce: str) -> Any:
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             value, grads = fzero.value_and_grad(loss, reduce=reduce)(params, batch)
-            return *fzero.step(opt)(params, grads, opt_state), value
+            return *fzero.transforms.step(opt)(params, grads, opt_state), value
 
         return train_step
 
@@ -152,7 +152,7 @@ def test_aux_is_each_ranks_own_and_stacked_over_micro_batches(stage):
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         (value, aux), grads = fzero.value_and_grad(loss, has_aux=True, micro_batches=2)(params, batch)
         assert aux["h"].shape[0] == 2 and aux["none"] is None
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return params, opt_state, value, fzero.PerRank(aux["h"])
 
     mesh, params = fzero.mesh(dp=3), {"w": mlp_params()["head"][0]}
@@ -167,7 +167,7 @@ def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
 
     def train_step(params: Any, opt_state: Any, *, batch: Any, scale: float) -> Any:
         _loss, grads = fzero.value_and_grad(mlp_loss)(params, batch)
-        params, opt_state = fzero.step(opt)(params, grads, opt_state)
+        params, opt_state = fzero.transforms.step(opt)(params, grads, opt_state)
         return params, opt_state, global_norm(fzero.gather(params)) * scale, {"static": scale}
 
     mesh = fzero.mesh(dp=2)
@@ -183,7 +183,7 @@ def test_inputs_are_not_mutated():
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             loss, grads = fzero.value_and_grad(mlp_loss, micro_batches=2)(params, batch)
-            return *fzero.step(opt)(params, grads, opt_state), loss
+            return *fzero.transforms.step(opt)(params, grads, opt_state), loss
 
         mesh = fzero.mesh(dp=2)
         step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -202,7 +202,7 @@ def test_dropout_differs_by_rank_and_runs_at_every_stage():
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         (value, dropped), grads = fzero.value_and_grad(loss, has_aux=True)(params, batch)
-        return *fzero.step(opt)(params, grads, opt_state), value, fzero.PerRank(dropped)
+        return *fzero.transforms.step(opt)(params, grads, opt_state), value, fzero.PerRank(dropped)
 
     mesh = fzero.mesh(dp=2)
     for stage in range(4):

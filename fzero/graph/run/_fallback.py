@@ -63,8 +63,8 @@ def prove(code: Code, runs: Runs) -> None:
     """Run compiled code on arguments that are made up, and compare its results with what was traced.
 
     Raises:
-        CompileError: if it fails where the same operations one by one do not, if its results have other shapes, strides
-            or dtypes, or if they are not finite where those of the operations one by one are.
+        CompileError: if it fails and the operations one by one do not. Or if its results have other shapes, strides or
+            dtypes, or are not finite where the results of the operations one by one are.
     """
     if not all(isinstance(x, torch.Tensor) for x in code.fakes):
         return
