@@ -736,8 +736,16 @@ TAKEN: dict[str, Row] = {
         TypeError,
         r"train_step calls 'opt': opt is a torch.optim.AdamW, .* fzero.optim.adamw\(0.25\)",
     ),
-    "fzero.transforms.step of torch.optim": (lambda: fzero.transforms.step(TORCH_OPT), TypeError, r"fzero.optim.adamw\(0.25\)"),
-    "fzero.transforms.step of a function": (lambda: fzero.transforms.step(optim.adamw), TypeError, r"which makes an optimizer: call it"),
+    "fzero.transforms.step of torch.optim": (
+        lambda: fzero.transforms.step(TORCH_OPT),
+        TypeError,
+        r"fzero.optim.adamw\(0.25\)",
+    ),
+    "fzero.transforms.step of a function": (
+        lambda: fzero.transforms.step(optim.adamw),
+        TypeError,
+        r"which makes an optimizer: call it",
+    ),
 }
 for _stage in STAGES:
     TAKEN |= {

@@ -315,7 +315,7 @@ def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: F
 
 
 def _compiled_with(
-    settings: Mapping[str, Any], run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode
+    settings: dict[str, Any], run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode
 ) -> Callable[..., Any]:
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
