@@ -28,7 +28,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_view
 from fzero.graph._storages import is_move, on_host
-from fzero.graph.loop._memory import track_seconds
+from fzero.graph.loop._memory import pipeline_seconds
 from fzero.graph.loop._scan import loop_of
 
 __all__ = ["DEVICES", "Device", "Route", "collective_seconds", "message_seconds", "route_of", "seconds"]
@@ -211,7 +211,7 @@ def seconds(graph: Graph, device: Device | None = None, first: bool = False) -> 
             wires = max(work, wires) + collective_seconds(node, on)
             ends[node] = wires
         elif (loop := loop_of(node)) and loop.track:
-            work = wires = max(work, wires) + track_seconds(
+            work = wires = max(work, wires) + pipeline_seconds(
                 loop, partial(seconds, device=on), partial(message_seconds, device=on)
             )
         elif loop:

@@ -36,7 +36,7 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
-from fzero.graph.loop._memory import most_in_phases
+from fzero.graph.loop._memory import peak_by_phase
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import regions
 from fzero.graph.run._groups import cut
@@ -315,7 +315,7 @@ def ranges_of_a_turn(loop: Loop) -> list[Range]:
 def _in_flight(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     """Find what other turns than this one hold during each phase of a pipeline's turn."""
     nodes = list(loop.body.nodes)
-    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses_of), []
+    live, most, found = live_bytes(ranges, len(nodes)), peak_by_phase(loop, _last_uses_of), []
     for phase, region in regions(nodes).items():
         others = most.get(phase, 0) - max([live[i] for i in region], default=0)
         if others > 0:
@@ -337,7 +337,7 @@ def most_in_a_turn(loop: Loop) -> int:
     Of a pipeline's loop it is what all turns in flight hold.
     """
     if loop.track is not None:
-        return max(most_in_phases(loop, _last_uses_of).values())
+        return max(peak_by_phase(loop, _last_uses_of).values())
     if loop.body not in _TURNS:
         order = list(loop.body.nodes)
         _TURNS[loop.body] = max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))

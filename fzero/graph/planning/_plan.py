@@ -17,7 +17,7 @@ from fzero._torch import line_of
 from fzero.graph._ir import axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
 from fzero.graph._ops import name_of, title_of
 from fzero.graph._storages import is_move
-from fzero.graph.loop._memory import Sent, sent_by
+from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _picture, _text
 from fzero.graph.planning._cost import Device, seconds
@@ -268,7 +268,7 @@ class Plan:
     seconds: float
     rejected: tuple[Rejected, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    messages: tuple[Sent, ...] = ()
+    messages: tuple[SentMessage, ...] = ()
 
     @property
     def steps(self) -> tuple[Operation, ...]:
@@ -400,7 +400,9 @@ def plan_of(
         seconds(graph, device),
         tuple(rejected),
         tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
-        tuple([m for i, (n, _) in enumerate(found) if (loop := loop_of(n)) and loop.track for m in sent_by(loop, i)]),
+        tuple(
+            [m for i, (n, _) in enumerate(found) if (loop := loop_of(n)) and loop.track for m in sent_messages(loop, i)]
+        ),
     )
 
 
