@@ -77,17 +77,17 @@ MUTANTS = [
             "workspace_bytes",
             (
                 becomes("not A or B", "not A or not A"),
-                elsewhere("_promoted_bytes", becomes("any(A for B in given)", "not given")),
+                elsewhere("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
             ),
         ),
         Fault("a convolution lays nothing out anew", "workspace_bytes", returns("0", at="4 of 6")),
-        Fault("operands of other turns take nothing", "_on_the_way", never("A(B)", at="2 of 3"), CARRY),
-        Fault("what a turn leaves counts twice", "_unnamed", skipped("A[B] += 1"), ON_GLOO),
-        Fault("a turn ends with what it leaves", "_sources", never("A.op == 'output'"), CARRY),
+        Fault("operands of other turns take nothing", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
+        Fault("what a turn leaves counts twice", "_unlabeled_ranges", skipped("A[B] += 1"), ON_GLOO),
+        Fault("a turn ends with what it leaves", "_completions", never("A.op == 'output'"), CARRY),
         Fault("sums are activations", "_kinds", bare("A or B in C or any(D in C for D in E)"), LOOPS),
         Fault("a collective holds nothing", "_last_uses", skipped("A += [] if B(C) else D.E(F(C))"), GRAPH),
-        Fault("the peak forgets what kernels hold", "_unnamed", returns("own"), GRAPH),
-        Fault("a turn holds nothing", "_copies", becomes("A(loop)", "0"), LOOPS),
+        Fault("the peak forgets what kernels hold", "_unlabeled_ranges", returns("ranges"), GRAPH),
+        Fault("a turn holds nothing", "_extra_ranges", becomes("A(loop)", "0"), LOOPS),
     ),
     *File("graph/_pass_manager.py", PIPELINE).faults(
         Fault("marks are lost", "_described", dropped("A in B.meta"), FUSED),
@@ -389,7 +389,7 @@ MUTANTS = [
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
     *File("graph/planning/_plan.py", LOOPS).faults(
-        Fault("a plan counts one turn", "listed", becomes("A.turns", "1")),
+        Fault("a plan counts one turn", "operations_of", becomes("A.turns", "1")),
     ),
     *File("transforms/gradients/_value_and_grad.py", LOOPS).faults(
         Fault("a differentiated batch is a loop", "_is_a_loop", dropped("not set(A) & set(B.argnums)")),
@@ -423,8 +423,8 @@ MUTANTS = [
         Fault("a next micro-batch is backward", "_phases", never("A in B and C(A)")),
     ),
     *File("graph/planning/_text.py", PLAN).faults(
-        Fault("blocks are not folded", "_folded", constant(1, 99)),
-        Fault("a summary counts one turn", "_groups", bare("A * B.times"), LOOPS),
+        Fault("blocks are not folded", "_fold", constant(1, 99)),
+        Fault("a summary counts one turn", "_group_lines", bare("A * B.times"), LOOPS),
     ),
     *File("transforms/gradients/_accumulate.py", LOOPS).faults(
         Fault("numbers in aux are not compared", "_in_a_loop", skipped("A(B, C)")),

@@ -108,7 +108,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
     state = step.init(loss.stack(params_of(4), mesh), OPT)
     plans = [fzero.plan(step, *state, mesh.split(batch_of(8), "dp"), world_size={"dp": n}) for n in (1, 64)]
     assert plans[1].argument_bytes < plans[0].argument_bytes
-    assert any(o.target == "a pipeline of 4 turns" for o in plans[0].operations)
+    assert any(o.target == "a pipeline of 4 iterations" for o in plans[0].operations)
 
 
 def loops_of(name: str, rank: int, **options: Any) -> Any:
