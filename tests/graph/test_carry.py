@@ -16,7 +16,7 @@ from fzero.graph._pass_manager import Choice, PassContext, PassManager
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _cost
-from fzero.graph.planning._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, iteration_ranges
+from fzero.graph.planning._liveness import iteration_ranges, live_bytes, live_ranges, most_in_a_turn, peak_bytes
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 

@@ -685,7 +685,9 @@ def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     ]
     assert [o.target.replace("48", "3") for o in many.operations] == [o.target for o in few.operations]
     assert many.added_bytes == few.added_bytes
-    assert {o.times for o in many.operations} == {1, 48} and "a loop of 48 iterations" in {o.target for o in many.operations}
+    assert {o.times for o in many.operations} == {1, 48} and "a loop of 48 iterations" in {
+        o.target for o in many.operations
+    }
     assert [c.times for c in many.collectives] == [16 * c.times if c.times > 1 else 1 for c in few.collectives]
     assert (" times)" in many.details()) == any(c.times > 1 for c in many.collectives)
     reduced = [c for c in many.collectives if c.kind == "reduce_scatter"]
