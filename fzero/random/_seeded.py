@@ -86,10 +86,10 @@ BODIES: dict[Any, Any] = {
 def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes a key as its first argument and draws all its random numbers from it.
 
-    Inside `f`, these functions draw from the key, in the order of the calls: torch's dropouts, attention with dropout,
-    `rand`, `randn`, `randint`, `normal`, `bernoulli`, `randperm`, and their `_like` and in-place forms. So do functions
-    that call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor advanced. A call
-    with a `generator` argument uses that generator.
+    Inside `f`, torch's random functions draw from the key, in the order of the calls. These are dropouts, attention
+    with dropout, `rand`, `randn`, `randint`, `normal`, `bernoulli`, `randperm`, and their `_like` and in-place forms.
+    So do functions that call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor
+    advanced. A call with a `generator` argument uses that generator.
 
     This rank's index along the data-parallel axes is folded into the key, and then the micro-batch's number. The
     data-parallel axes are those of the running step. In `mesh.spmd` they are all axes, and outside any mesh the index

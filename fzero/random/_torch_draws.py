@@ -1,4 +1,4 @@
-"""Draw with a key what torch's random functions draw: new and filled tensors, dropouts, attention with dropout."""
+"""torch's random functions with draws by key: new and filled tensors, dropouts, attention with dropout."""
 
 import math
 from collections.abc import Callable

@@ -403,7 +403,7 @@ def test_what_a_loss_left_behind_is_no_result():
 
         return torch.func.grad(loss)(w), left[0]
 
-    with pytest.raises(RuntimeError, match=r"the step uses a value .* a differentiated function left behind"):
+    with pytest.raises(RuntimeError, match=r"the step uses a value .* a differentiated function stored it"):
         fzero.jit(step, backend="fx")(torch.ones(2), torch.ones(2))
 
 
@@ -609,7 +609,7 @@ def test_a_micro_batch_that_leaves_a_value_outside_of_the_step_is_refused():
 
     step = fzero.shard(train_step_for(loss, ADAMW, micro_batches=3), stage=1, mesh=fzero.mesh(dp=2), check=False)
     args = (*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
-    with pytest.raises(RuntimeError, match=r"micro-batch left outside of the step.*loop=False"):
+    with pytest.raises(RuntimeError, match=r"micro-batch stored it outside the step.*loop=False"):
         fzero.jit(step, backend="fx")(*args)
     left.clear()
     fzero.jit(step, backend="fx", loop=False)(*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
