@@ -1,4 +1,4 @@
-"""Axes of ranks: what a running rank program sees, on processes, under vmap, or in lockstep."""
+"""Axes of ranks: the state that a running rank program sees, on processes, under vmap, or in lockstep."""
 
 from fzero.axes import lockstep, mailbox
 from fzero.axes._axis import PLANNED, Axis, AxisName, Binding

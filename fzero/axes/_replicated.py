@@ -1,7 +1,7 @@
-"""The type check of replicated results: in a simulation a plain result that differs by rank is an error.
+"""Check that plain results are replicated: in a simulation a plain result that differs by rank is an error.
 
-A value that no rank made different has no batch dimension at the axis's vmap. So the check is exact there: an unbatched
-result is provably equal on all ranks. (Ranks in lockstep are compared by value, when they return.)
+A value that does not depend on the rank has no batch dimension at the axis's vmap. So the check is exact there: an
+unbatched result is provably equal on all ranks. Ranks in lockstep are compared by value when they return.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ __all__ = ["assume_replicated", "check_inputs_replicated", "check_replicated", "
 
 
 class _Replicated(torch.autograd.Function):
-    """The identity on a value that does not differ by rank; on one that does an error, or with `assume` rank 0's."""
+    """The identity on a value that is equal on all ranks; else an error, or rank 0's value if the message is empty."""
 
     @staticmethod
     def forward(x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> torch.Tensor:
@@ -29,12 +29,12 @@ class _Replicated(torch.autograd.Function):
             return x.view_as(x)
 
         def first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
-            if message and not all(same(ranks[0][0], other) for (other,) in ranks):
+            if message and not all(same(ranks[0][0], x_r) for (x_r,) in ranks):
                 raise ValueError(message)
-            return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks go on with the first one's
+            return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks continue with rank 0's value
 
-        what = "a check that a value is replicated" if message else "assume_replicated"
-        return meet(group, int(token), what, [x], first)
+        name = "a check that a value is replicated" if message else "assume_replicated"
+        return meet(group, int(token), name, [x], first)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -67,9 +67,9 @@ def _as_replicated(x: torch.Tensor, token: torch.Tensor, group: str, message: st
 def assume_replicated(x: Tree) -> Tree:
     """Declare that a tree of tensors is equal on all ranks, for a reason that fzero cannot see.
 
-    A simulation takes a value for replicated if no input of it differs by rank, or a collective made it equal:
-    `batch.new_zeros(())` looks as if it differed. A simulation then keeps rank 0's value, a distributed run each
-    rank's own, so a wrong declaration makes the two differ.
+    A simulation takes a value for replicated if none of its inputs differs by rank, or if a collective made it equal.
+    So `batch.new_zeros(())` seems to differ. After this call a simulation uses rank 0's value, and a distributed run
+    each rank's own: if the declaration is wrong, their results differ.
 
     Example:
         >>> import fzero
@@ -85,9 +85,9 @@ def assume_replicated(x: Tree) -> Tree:
 def check_replicated(
     axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any], varies: Sequence[tuple[str, ...]]
 ) -> list[Any]:
-    """Check that results differ only along the axes that their boxes name; one tensor at several paths stays one."""
+    """Check that results differ only along the axes that their boxes name; tied results stay tied."""
     checked: dict[tuple[int, tuple[str, ...]], Any] = {}
-    out = []
+    results = []
     for path, x, names in zip(paths, leaves, varies, strict=True):
         key = (id(x), names)
         if key not in checked:
@@ -96,15 +96,15 @@ def check_replicated(
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
                     checked[key] = _as_replicated(checked[key], axis.token, axis.group, differs(path, names, along))
-        out.append(checked[key])
-    return out
+        results.append(checked[key])
+    return results
 
 
 def _gradient_would_be_summed(where: str, axis: str) -> str:
     return (
         f"value_and_grad: {where} differs by rank along {axis!r}, and the gradient of a plain tensor is summed over "
-        "the ranks: give it fzero.PerRank(x) in the tensor's place for the gradient of each rank's own, or make it "
-        "replicated with fzero.collectives.pmean"
+        "the ranks: pass fzero.PerRank(x) instead to get each rank's own gradient, or make it replicated with "
+        "fzero.collectives.pmean"
     )
 
 
@@ -117,17 +117,17 @@ def check_inputs_replicated(
 ) -> None:
     """Check that the plain tensors of an argument are equal on all ranks of `axes`.
 
-    A simulation finds each that is not; a process those that lie in the memory of a `PerRank` argument.
+    A simulation detects every tensor that is not. A process detects only tensors in the memory of a `PerRank` argument.
 
     Args:
-        name: of the argument.
-        axes: along which its tensors are to be equal.
-        paths: of its leaves.
+        name: the name of the argument.
+        axes: the axes along which its tensors must be equal.
+        paths: the paths of its leaves.
         leaves: its leaves.
-        says: gives the message, of what differs, and along which axis.
+        says: returns the error message, given the name of the tensor and of the axis.
 
     Raises:
-        ValueError: if one is not.
+        ValueError: if a tensor differs by rank.
     """
     checked: set[Any] = set()
     for path, x in zip(paths, leaves, strict=True):
@@ -135,28 +135,26 @@ def check_inputs_replicated(
             continue
         checked.add(tree.identity(x))
         where = name + (f", leaf {path!r}" if path else "")
-        known = () if torch.compiler.is_dynamo_compiling() else differs_along(storage_id(unwrapped(x)))
+        own_axes = () if torch.compiler.is_dynamo_compiling() else differs_along(storage_id(unwrapped(x)))
         for axis in axes:
             message = says(where, axis.name)
-            if axis.name in known:
+            if axis.name in own_axes:
                 raise ValueError(message)
             if not axis.group or is_lockstep(axis.group):
                 _as_replicated(x, axis.token, axis.group, message)
 
 
 def differs(path: str, names: tuple[str, ...], how: str = "") -> str:
-    """Say what is wrong with a result that differs by rank where its layout says that it does not."""
+    """Return the error message for a result that differs by rank although its layout says that it does not."""
     if names:
         return (
             f"{tree.place('result', path.removesuffix('.0'))} differs by rank{how}, and its box says that it differs "
             f"along {', '.join(names)} only. If it is a parameter: name it in split= if each rank has its own part of "
-            "it, else put fzero.collectives.pvary where a replicated value first meets what is this rank's "
-            "own. If it is a "
-            "PerRank: reduce it over the other axes, or name them in the box"
+            "it, else call fzero.collectives.pvary where a replicated value first meets a value that differs by rank. "
+            "If it is a PerRank: reduce it over the other axes, or name them in the box"
         )
     return (
         f"{tree.place('result', path)} differs by rank{how}, and a plain result must be replicated: reduce it with "
-        "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's, or, "
-        "if it is equal on all ranks "
-        "for a reason that fzero cannot see, return fzero.axes.assume_replicated(x)"
+        "fzero.collectives.pmean or fzero.collectives.psum, wrap it in fzero.PerRank to get every rank's value, or, "
+        "if it is equal on all ranks for a reason that fzero cannot see, return fzero.axes.assume_replicated(x)"
     )

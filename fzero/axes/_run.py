@@ -1,4 +1,4 @@
-"""One run of a program on ranks in lockstep: where each rank is, whose turn it is, and what was sent to whom."""
+"""The state of one lockstep run: where each rank is, which rank runs, and the messages that were sent."""
 
 import os
 import threading
@@ -19,41 +19,41 @@ __all__ = [
     "GROUPS",
     "Abandoned",
     "DivergedError",
-    "Letter",
     "LockstepRun",
+    "MessageKey",
     "RankGroup",
     "RankStatus",
     "Threads",
+    "describe",
     "group_of",
-    "shown",
     "threads_here",
 ]
 
-# The threads that ranks in lockstep run on, and what all runs of a process share while any of them goes on.
+# The threads of ranks in lockstep, and the state that all runs of a process share.
 
 
 class Threads:
-    """A process's threads for ranks, and its runs, of which several may go on: one in another, or in two threads.
+    """A process's threads for ranks, shared by its active runs; runs may be nested, or in several threads.
 
     Attributes:
-        pool: as many threads as there are ranks at a time.
-        runs: how many go on.
-        found: the process's settings as the first of them found them.
-        changed: those settings that one of their ranks has changed.
+        pool: the threads, one for each rank that exists at a time.
+        runs: the number of active runs.
+        saved_settings: the process's settings when the first active run began.
+        changes: the names of settings that a rank has changed.
     """
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="fzero rank")
         self.runs = 0
-        self.found: dict[str, Any] = {}
-        self.changed: set[str] = set()
+        self.saved_settings: dict[str, Any] = {}
+        self.changes: set[str] = set()
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._end_event = threading.Event()
         self._keeper: Future[None] = Future()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Say that a run goes on."""
+    def run_context(self) -> Iterator[None]:
+        """Count a run as active, within `with`."""
         with self._lock:
             if self.runs == 0:
                 self._begin()
@@ -66,39 +66,39 @@ class Threads:
                 if self.runs == 0:
                     self._end()
 
-    def note_changes(self, names: Iterable[str]) -> None:
-        """Note settings that a rank has changed: where two runs go on, one may find them changed by the other."""
-        self.changed.update(names)
+    def record_changes(self, names: Iterable[str]) -> None:
+        """Record settings that a rank has changed; of two runs at a time, one may see the changes of the other."""
+        self.changes.update(names)
 
     def _begin(self) -> None:
-        self.found, self.changed, self._over = settings(), set(), threading.Event()
-        opened: Future[None] = Future()
-        self._keeper = self.pool.submit(_keep_a_level, opened, self._over)
-        opened.result()
+        self.saved_settings, self.changes, self._end_event = settings(), set(), threading.Event()
+        ready: Future[None] = Future()
+        self._keeper = self.pool.submit(_keep_a_level, ready, self._end_event)
+        ready.result()
 
     def _end(self) -> None:
-        self._over.set()
+        self._end_event.set()
         self._keeper.result()
-        put_settings({name: self.found[name] for name in self.changed})
+        put_settings({name: self.saved_settings[name] for name in self.changes})
 
 
-def _keep_a_level(opened: Future[None], over: threading.Event) -> None:
-    """Stay in a forward-mode derivative until all is over.
+def _keep_a_level(ready: Future[None], end: threading.Event) -> None:
+    """Stay in a forward-mode derivative until the last run ends.
 
-    Its level is the process's: a rank that left its jvp would end that of the others. Within one that outlasts them
-    all, ranks open none.
+    The derivative's level belongs to the process: a rank that left its jvp would end the level of the other ranks.
+    Within a level that outlasts them all, ranks open none.
     """
 
     def wait(x: torch.Tensor) -> torch.Tensor:
-        opened.set_result(None)
-        over.wait()
+        ready.set_result(None)
+        end.wait()
         return x
 
     try:
-        nothing = torch.zeros(())
-        torch.func.jvp(wait, (nothing,), (nothing,))
-    except BaseException as error:  # such as: a level is open already
-        opened.set_exception(error)
+        zero = torch.zeros(())
+        torch.func.jvp(wait, (zero,), (zero,))
+    except BaseException as error:  # such as a level that is already open
+        ready.set_exception(error)
 
 
 _THREADS: dict[int, Threads] = {}
@@ -106,8 +106,8 @@ _THREADS: dict[int, Threads] = {}
 
 def threads_here() -> Threads:
     """Return this process's threads; a fork has none of its parent's."""
-    here = os.getpid()
-    return _THREADS.get(here) or _THREADS.setdefault(here, Threads())
+    pid = os.getpid()
+    return _THREADS.get(pid) or _THREADS.setdefault(pid, Threads())
 
 
 Tensors = Sequence[torch.Tensor]
@@ -116,7 +116,7 @@ Tensors = Sequence[torch.Tensor]
 class DivergedError(RuntimeError):
     """Ranks in lockstep did not meet: they called different collectives, or some ended while others waited.
 
-    On real processes the same program would hang, or mix up its messages.
+    On real processes the same program would hang, or receive wrong messages.
 
     Example:
         >>> import fzero, torch
@@ -135,151 +135,152 @@ DivergedError.__module__ = "fzero"
 
 
 class Abandoned(BaseException):
-    """Ends a rank after another has failed; no Exception, so that a program's own handlers let it through."""
+    """Ends a rank after another rank has failed; not an Exception, so that the program's handlers let it pass."""
 
 
 class RankStatus(NamedTuple):
-    """Where a rank is: what it waits in, and at which line; or that it has ended."""
+    """The operation in which a rank waits, and the user's line; or `ENDED`."""
 
-    what: str
+    operation: str
     line: str
 
 
 ENDED = RankStatus("ended", "")
 
 
-class Letter(NamedTuple):
-    """Which message: places in a group of ranks, and a tag."""
+class MessageKey(NamedTuple):
+    """The key of a message: the sender's and the receiver's index in their group, and a tag."""
 
     sender: int
     receiver: int
     tag: int
 
 
-def shown(xs: Tensors) -> str:
-    """Say of what dtypes and shapes tensors are."""
+def describe(xs: Tensors) -> str:
+    """Return the dtypes and shapes of tensors as text."""
     return ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs])
 
 
 @dataclass
 class RankGroup:
-    """Ranks that meet: those along some axes.
+    """The ranks along some axes, which meet in collectives.
 
     Attributes:
-        run: that of these ranks.
+        run: the run of these ranks.
         axis: the name of the axes.
         members: the ranks, in order.
-        brought: what each of those who wait has brought to the meeting.
-        mail: what was sent and not yet received, by sender, receiver and tag; the first sent goes first.
-        awaited: whom a rank that waits for a message is waiting for: the sender and the tag.
+        inputs: for each rank that waits in a collective, its tensors.
+        mail: the messages that were sent and not yet received, in the order of sending.
+        expected: for each rank that waits for a message, the message's key.
     """
 
     run: "LockstepRun"
     axis: str
     members: list[int]
-    brought: dict[int, Tensors] = field(default_factory=dict)
-    mail: dict[Letter, deque[torch.Tensor]] = field(default_factory=dict)
-    awaited: dict[int, Letter] = field(default_factory=dict)
+    inputs: dict[int, Tensors] = field(default_factory=dict)
+    mail: dict[MessageKey, deque[torch.Tensor]] = field(default_factory=dict)
+    expected: dict[int, MessageKey] = field(default_factory=dict)
 
 
 class LockstepRun:
-    """One run of a program on all ranks: where each rank is, and whose turn it is.
+    """One run of a program on all ranks, of which one runs at a time.
 
     Attributes:
         size: the number of ranks.
-        waiting: where each rank is that waits in a meeting.
-        given: what the meeting gave to each rank that has not gone on yet.
-        ended: the result of each rank that has one.
-        gone: the ranks whose threads are done, with a result or without.
-        error: the first failure; all ranks are to end then.
+        waiting: for each rank that waits, the operation in which it waits.
+        deliveries: for each rank that can go on, the result of the operation in which it waited.
+        results: for each rank that has ended without an error, its result.
+        gone: the ranks whose threads have ended, with a result or without.
+        error: the first failure, after which all ranks end.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.waiting: dict[int, RankStatus] = {}
-        self.given: dict[int, Any] = {}
-        self.ended: dict[int, Any] = {}
+        self.deliveries: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}
         self.gone: set[int] = set()
         self.error: BaseException | None = None
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._settings = [OwnSettings() for _ in range(size)]
 
     def begin(self) -> None:
-        """Give the first rank the turn."""
+        """Let the first rank run."""
         self._turns[0].release()
 
     def await_turn(self, rank: int) -> None:
-        """Wait for a rank's turn."""
+        """Wait until it is this rank's turn to run."""
         self._turns[rank].acquire()
         self._settings[rank].put_on()
 
     def end_turn(self, rank: int) -> None:
-        """Give the turn to the next rank that can go on; if there is none, the ranks have diverged."""
-        threads_here().note_changes(self._settings[rank].take_off())
-        after = self._next(rank)
-        if after is None and len(self.gone) < self.size:
+        """Let the next rank that can go on run; if there is none, the ranks have diverged."""
+        threads_here().record_changes(self._settings[rank].take_off())
+        next_rank = self._next_rank(rank)
+        if next_rank is None and len(self.gone) < self.size:
             self.fail(DivergedError(self.report()))
-            after = self._next(rank)
-        if after is not None:
-            self._turns[after].release()
+            next_rank = self._next_rank(rank)
+        if next_rank is not None:
+            self._turns[next_rank].release()
 
-    def _next(self, rank: int) -> int | None:
-        """Return the next rank that can go on: one that does not wait, or any if it is to end."""
+    def _next_rank(self, rank: int) -> int | None:
+        """Return the next rank that can go on: one that does not wait, or any rank after a failure."""
         ranks = ((rank + i) % self.size for i in range(1, self.size + 1))
         return next((r for r in ranks if r not in self.gone and (self.error or r not in self.waiting)), None)
 
-    def pause(self, rank: int, place: RankStatus) -> None:
-        """Note that a rank waits at a place, until something is `given` to it and it is no longer `waiting`."""
-        self.waiting[rank] = place
+    def pause(self, rank: int, status: RankStatus) -> None:
+        """Record that a rank waits in an operation, until a result is delivered to it."""
+        self.waiting[rank] = status
 
-    def give(self, rank: int, result: Any) -> None:
-        """Give a rank what it waits for, so that it can go on."""
-        self.given[rank] = result
+    def deliver(self, rank: int, result: Any) -> None:
+        """Deliver the result for which a rank waits, so that it can go on."""
+        self.deliveries[rank] = result
         del self.waiting[rank]
 
-    def await_gift(self, rank: int) -> Any:
-        """Let the others run, until a rank that waits was given something, and return that."""
+    def await_delivery(self, rank: int) -> Any:
+        """Let other ranks run until a result was delivered to this rank, and return the result."""
         self.end_turn(rank)
         self.await_turn(rank)
         if self.error is not None:
             raise Abandoned
-        return self.given.pop(rank)
+        return self.deliveries.pop(rank)
 
     def fail(self, error: BaseException) -> None:
-        """End all ranks, each in its turn, so that none undoes what another does meanwhile."""
+        """End all ranks, one at a time, so that their clean-ups do not interfere."""
         self.error = self.error or error
 
-    def places(self) -> dict[RankStatus, list[int]]:
-        """Return which ranks are where, of those that wait or have ended."""
-        found: dict[RankStatus, list[int]] = {}
+    def statuses(self) -> dict[RankStatus, list[int]]:
+        """Return the ranks in each status, of those that wait or have ended."""
+        statuses: dict[RankStatus, list[int]] = {}
         for rank in range(self.size):
-            if rank in self.waiting or rank in self.ended:
-                found.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
-        return found
+            if rank in self.waiting or rank in self.results:
+                statuses.setdefault(self.waiting.get(rank, ENDED), []).append(rank)
+        return statuses
 
     def report(self) -> str:
-        """Say who diverged: the fewest first."""
-        said = [_said(place, ranks) for place, ranks in sorted(self.places().items(), key=lambda item: len(item[1]))]
+        """Return the message that says where each rank is, the smallest group of ranks first."""
+        groups = sorted(self.statuses().items(), key=lambda item: len(item[1]))
+        texts = [_status_text(status, ranks) for status, ranks in groups]
         return (
-            f"ranks diverged: {', and '.join(said)}. All ranks of an axis call the same collectives in the same "
+            f"ranks diverged: {', and '.join(texts)}. All ranks of an axis call the same collectives in the same "
             f"order, with the same shapes and dtypes{see('a-hang')}"
         )
 
 
-def _said(place: RankStatus, ranks: list[int]) -> str:
-    """Say that these ranks are there: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    if place == ENDED:
-        return f"{who} ended"
-    return f"{who} wait{'s' * (len(ranks) == 1)} in {place.what}" + (f" ({place.line})" if place.line else "")
+def _status_text(status: RankStatus, ranks: list[int]) -> str:
+    """Return where ranks are, as text: "ranks 0, 2 wait in psum over 'dp' of float32 [2] (train.py:7)"."""
+    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if status == ENDED:
+        return f"{names} ended"
+    return f"{names} wait{'s' * (len(ranks) == 1)} in {status.operation}" + (f" ({status.line})" if status.line else "")
 
 
 GROUPS: dict[str, RankGroup] = {}
-"""The groups of the ranks that run now, by their keys."""
+"""The groups of the ranks of all active runs, by their keys."""
 
 
 def group_of(key: str) -> RankGroup:
-    """Return a group of ranks that run.
+    """Return a group of ranks of an active run.
 
     Raises:
         RuntimeError: if a rank's program is traced, or the ranks have ended.
@@ -293,6 +294,6 @@ def group_of(key: str) -> RankGroup:
         raise RuntimeError(
             "the ranks in lockstep have ended: differentiate inside the rank program, or simulate by vmap"
         )
-    if GROUPS[key].run.error is not None:  # another has failed, and this rank goes on in a `finally`
+    if GROUPS[key].run.error is not None:  # another rank has failed, and this one runs its `finally` clauses
         raise Abandoned
     return GROUPS[key]

@@ -1,7 +1,7 @@
-"""What a running rank program sees: the axes that are bound, the rules that cut trees, and the micro-batch it is at.
+"""The scope of a running rank program: the bound axes, the rules that shard trees, and the current micro-batch.
 
-Each rank program runs within a `Scope`. The scopes of nested programs form a stack, one a thread; the functions here
-answer from its top, and outside any program as if there were no axis.
+Each rank program runs within a `Scope`. The scopes of nested programs form a stack, and each thread has its own stack.
+The functions here read its top. Outside any rank program they answer as if there were no axis.
 """
 
 import threading
@@ -48,8 +48,8 @@ class Axes(NamedTuple):
 
     Attributes:
         each: the bound axes, in the mesh's order.
-        joint: axes that stand for several: groups of the product of some bound axes.
-        default: the names that `axis=None` means; None for the only one.
+        joint: axes that stand for several, whose groups are products of bound axes.
+        default: the names of the axes that `axis=None` means; None for the only bound axis.
     """
 
     each: tuple[Axis, ...] = ()
@@ -58,18 +58,18 @@ class Axes(NamedTuple):
 
 
 class OwnMemory(NamedTuple):
-    """Memory that an argument in a `PerRank` box lies in, and the axes along which it differs by rank."""
+    """The memory of an argument in a `PerRank` box, and the axes along which the argument differs by rank."""
 
     storage: int
     axes: tuple[str, ...]
 
 
 class Noted(NamedTuple):
-    """A collective in a loss whose result each rank has a copy of.
+    """A collective in a loss, of whose result each rank has a copy.
 
     Attributes:
-        name: the function that was called.
-        axes: those along which the loss is one value.
+        name: the name of the function that was called.
+        axes: the axes along which the loss is one value.
         line: the user's line, "file:line".
     """
 
@@ -79,12 +79,12 @@ class Noted(NamedTuple):
 
 
 class OneLoss:
-    """What is known of a loss that is one value along some axes, of which each rank has a part of the work.
+    """A loss that is one value along some axes, over which the ranks share the work.
 
     Attributes:
         axes: these axes.
-        noted: the collectives over them that were called on what is differentiated.
-        hidden: whether others were called: on constants, or in a block that is rematerialised.
+        noted: the collectives over these axes that were called on differentiated values.
+        hidden: whether other collectives were called: on constants, or in a rematerialised block.
     """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
@@ -94,16 +94,16 @@ class OneLoss:
 
 
 class Scope(NamedTuple):
-    """What a running rank program sees.
+    """The state that a running rank program sees.
 
     Attributes:
         axes: the axes that are bound.
-        rules: how trees are cut.
-        micro_batch: which micro-batch of the step is being differentiated; a 0-d tensor in a loop that is traced.
-        in_loss: whether this is the loss function of a `value_and_grad`.
-        own: what of a process's memory is its rank's own; none in a simulation, which knows better.
-        one_loss: what is known of the loss that is being computed, if it is one value along some axes.
-        loss_scale: by which its gradients are scaled, for half precision.
+        rules: the rules by which trees are sharded.
+        micro_batch: the index of the micro-batch that is being differentiated; a 0-d tensor in a traced loop.
+        in_loss: whether the loss function of a `value_and_grad` is running.
+        own: the memory of a process that differs by rank; empty in a simulation, which needs no such list.
+        one_loss: the running loss, if it is one value along some axes.
+        loss_scale: the factor by which the loss's gradients are scaled, for half precision.
     """
 
     axes: Axes = Axes()
@@ -127,7 +127,7 @@ _NO_AXES = Scope(Axes(default=()))
 
 
 def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
-    """Call `f(*args)` with the axes of `scope` bound, and unbind them whatever happens.
+    """Call `f(*args)` with the axes of `scope` bound, and unbind them even after an error.
 
     A token that outlives its vmap would fail later with "Cannot access storage of BatchedTensorImpl".
     """
@@ -139,7 +139,7 @@ def within(scope: Scope, f: Callable[..., Any], *args: Any) -> Any:
 
 
 def scope_here() -> Scope | None:
-    """Return what the running rank program sees; None outside any."""
+    """Return the scope of the running rank program; None outside any."""
     return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
@@ -158,41 +158,41 @@ def in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any)
 
 
 def differs_along(storage: int) -> tuple[str, ...]:
-    """List the axes along which what lies in this memory is known to differ by rank, in a process."""
+    """List the axes along which a process knows that the contents of this memory differ by rank."""
     own = _SCOPES.stack[-1].own if _SCOPES.stack else ()
     return tuple([name for memory in own if memory.storage == storage for name in memory.axes])
 
 
 def in_loss() -> bool:
-    """Return whether this is the loss function of a `value_and_grad`, which differentiates what is done in it."""
+    """Return whether the loss function of a `value_and_grad` is running, and so is differentiated."""
     return bool(_SCOPES.stack) and _SCOPES.stack[-1].in_loss
 
 
 def as_one_loss(one_loss: OneLoss, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `f` as a loss that is one value along some axes, and have `one_loss` note what it does."""
+    """Call `f` as a loss that is one value along some axes; `one_loss` records its collectives."""
     scope = _SCOPES.stack[-1]._replace(one_loss=one_loss)
     return within(scope, lambda: f(*args, **kwargs))
 
 
 def one_loss_here() -> OneLoss | None:
-    """Return what is known of the loss that is being computed; None if it is one value along no axis."""
+    """Return the record of the running loss; None if the loss is one value along no axis."""
     return _SCOPES.stack[-1].one_loss if _SCOPES.stack else None
 
 
 def scaled_by(scale: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `f` as a loss whose gradients are scaled: a pipeline makes its gradients before it is differentiated."""
+    """Call `f` as a loss whose gradients are scaled: a pipeline computes its gradients in the forward pass."""
     if not _SCOPES.stack:
         return f(*args, **kwargs)
     return within(_SCOPES.stack[-1]._replace(loss_scale=scale), lambda: f(*args, **kwargs))
 
 
 def loss_scale_here() -> torch.Tensor | None:
-    """Return the scale of the gradients of the loss that is being computed; None if there is none."""
+    """Return the factor that scales the running loss's gradients; None if there is none."""
     return _SCOPES.stack[-1].loss_scale if _SCOPES.stack else None
 
 
 def micro_batch() -> int | torch.Tensor:
-    """Return which micro-batch of the step is being differentiated; 0 where there is none."""
+    """Return the index of the micro-batch that is being differentiated; 0 if there is none."""
     return _SCOPES.stack[-1].micro_batch if _SCOPES.stack else 0
 
 
@@ -243,7 +243,7 @@ def resolve(axis: AxisName) -> tuple[Axis, ...]:
 
 
 def joint(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return the axes that a collective over `axes` runs over: one, if there is a group of their product."""
+    """Return the axes that a collective over `axes` runs over: a single axis if there is a group of their product."""
     return joined(axes, _SCOPES.stack[-1].axes.joint if _SCOPES.stack else ())
 
 
@@ -266,10 +266,10 @@ def axis_names() -> tuple[str, ...]:
 
 
 def where_bound(axis: str) -> tuple[str, ...]:
-    """Return the axis of this name where it is bound; else no axis, along which nothing is sent.
+    """Return the axis of this name if it is bound; else no axis, and a collective over no axis sends nothing.
 
     Raises:
-        TypeError: if it is no name.
+        TypeError: if `axis` is no string.
     """
     if not isinstance(axis, str):
         raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
@@ -277,13 +277,13 @@ def where_bound(axis: str) -> tuple[str, ...]:
 
 
 def data_axes() -> tuple[Axis, ...]:
-    """List the axes along which data differs, as far as is known: those of the running step, else all."""
+    """List the axes along which data may differ: those of the running step, else all bound axes."""
     axes = _SCOPES.stack[-1].axes if _SCOPES.stack else Axes()
     return axes.each if axes.default is None else tuple([lookup(name) for name in axes.default])
 
 
 def averaged_axes() -> tuple[str, ...]:
-    """List the axes that the running step averages over, if it says so: those given to `fzero.shard`."""
+    """List the axes that the running step averages losses over: those given to `fzero.shard`, else none."""
     return (_SCOPES.stack[-1].axes.default or ()) if _SCOPES.stack else ()
 
 

@@ -1,7 +1,7 @@
-"""Messages between ranks in lockstep: one rank posts, another collects, and nobody else is asked.
+"""Messages between ranks in lockstep: one rank posts a tensor, and another collects it.
 
-Posting waits for nobody, as on real processes with a buffer. Who collects what nobody has posted waits, and so is named
-if nobody can go on. What nobody collects is found when the ranks have ended.
+A post returns at once, like a buffered send between processes. A rank that collects a message waits until it is posted;
+if no rank can go on, the error names this rank. Messages that were never collected raise an error at the end.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from fzero._torch import user_line
-from fzero.axes._run import DivergedError, Letter, RankGroup, RankStatus, group_of, shown
+from fzero.axes._run import DivergedError, MessageKey, RankGroup, RankStatus, describe, group_of
 
 __all__ = ["check_received", "collect", "post"]
 
@@ -20,18 +20,18 @@ def post(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:
 
     Args:
         group: the group's key.
-        rank: the sender's place in the group.
-        to: the receiver's.
-        tag: by which the receiver tells messages apart.
-        x: of any shape.
+        rank: the sender's index in the group.
+        to: the receiver's index in the group.
+        tag: a number that identifies the message for the receiver.
+        x: a tensor of any shape.
     """
-    g, letter = group_of(group), Letter(rank, to, tag)
+    g, key = group_of(group), MessageKey(rank, to, tag)
     receiver = g.members[to]
-    if g.awaited.get(receiver) == letter:
-        del g.awaited[receiver]
-        g.run.give(receiver, x.detach().clone())
+    if g.expected.get(receiver) == key:
+        del g.expected[receiver]
+        g.run.deliver(receiver, x.detach().clone())
     else:
-        g.mail.setdefault(letter, deque()).append(x.detach().clone())
+        g.mail.setdefault(key, deque()).append(x.detach().clone())
 
 
 def collect(group: str, rank: int, source: int, tag: int, like: torch.Tensor) -> torch.Tensor:
@@ -39,42 +39,44 @@ def collect(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
 
     Args:
         group: the group's key.
-        rank: the receiver's place in the group.
-        source: the sender's.
-        tag: of the message.
-        like: a tensor of the shape and the dtype that are to arrive.
+        rank: the receiver's index in the group.
+        source: the sender's index in the group.
+        tag: the tag of the message.
+        like: a tensor of the expected shape and dtype.
 
     Raises:
-        ValueError: if another shape or dtype arrives.
-        DivergedError: if nobody sends.
+        ValueError: if the message has another shape or dtype.
+        DivergedError: if no rank sends the message.
     """
-    g, letter = group_of(group), Letter(source, rank, tag)
-    if g.mail.get(letter):
-        x = g.mail[letter].popleft()
+    g, key = group_of(group), MessageKey(source, rank, tag)
+    if g.mail.get(key):
+        x = g.mail[key].popleft()
     else:
         me = g.members[rank]
-        what = f"receive of a message from rank {g.members[source]} with tag {tag} over {g.axis!r} of {shown([like])}"
-        g.run.pause(me, RankStatus(what, user_line()))
-        g.awaited[me] = letter
-        x = g.run.await_gift(me)
+        name = (
+            f"receive of a message from rank {g.members[source]} with tag {tag} over {g.axis!r} of {describe([like])}"
+        )
+        g.run.pause(me, RankStatus(name, user_line()))
+        g.expected[me] = key
+        x = g.run.await_delivery(me)
     if x.shape != like.shape or x.dtype != like.dtype:
         raise ValueError(
             f"the message from rank {g.members[source]} to rank {g.members[rank]} with tag {tag} over {g.axis!r} is "
-            f"{shown([x])}, and the receiver expects {shown([like])}"
+            f"{describe([x])}, and the receiver expects {describe([like])}"
         )
     return x
 
 
 def check_received(groups: Iterable[RankGroup]) -> None:
-    """Check, when all ranks have ended, that each message was received.
+    """Check that each message was received, after all ranks have ended.
 
     Raises:
-        DivergedError: if one was not. Names its ranks.
+        DivergedError: if a message was not received. The text names its sender and receiver.
     """
     for g in groups:
-        for letter, left in g.mail.items():
-            if left:
+        for key, messages in g.mail.items():
+            if messages:
                 raise DivergedError(
-                    f"ranks diverged: rank {g.members[letter.sender]} sent rank {g.members[letter.receiver]} a message "
-                    f"with tag {letter.tag} over {g.axis!r} of {shown(left)}, and all ended before it was received"
+                    f"ranks diverged: rank {g.members[key.sender]} sent rank {g.members[key.receiver]} a message "
+                    f"with tag {key.tag} over {g.axis!r} of {describe(messages)}, and all ended before it was received"
                 )

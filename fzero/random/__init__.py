@@ -1,4 +1,4 @@
-"""Random numbers by key: a draw is a function of its key and its shape, on every rank and at every stage."""
+"""Random numbers by key: a draw depends only on its key and its shape, on every rank and at every stage."""
 
 from fzero.random._draws import bernoulli, dropout, normal, randint, uniform
 from fzero.random._keys import fold_in, key, split

@@ -1,4 +1,4 @@
-"""Draws with a key: numbers of some distributions, and dropout."""
+"""Draw random numbers with a key: several distributions, and dropout."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from fzero.random._keys import bits, fold_in
 __all__ = ["bernoulli", "dropout", "exponential", "normal", "permutation", "randint", "uniform"]
 
 Device = torch.device | str | None
-# How many random bits a number in [0, 1) has: all that its fraction holds.
+# The number of random bits of a number in [0, 1): as many as the dtype's significand holds.
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -21,12 +21,12 @@ def uniform(
 
     Args:
         key: a key.
-        shape: their shape.
+        shape: the shape of the result.
         dtype: a floating-point dtype.
-        device: where they are to be; by default the key's.
+        device: the device of the result; by default the key's.
 
     Returns:
-        The numbers: multiples of 2^-24, float64 2^-53, float16 2^-11, bfloat16 2^-8.
+        The numbers: multiples of 2^-24 in float32, 2^-53 in float64, 2^-11 in float16, 2^-8 in bfloat16.
 
     Raises:
         TypeError: if `key` is no key, or the dtype is none of these.
@@ -38,18 +38,18 @@ def uniform(
                 [0.8794, 0.5908]])
     """
     _check_dtype(dtype)
-    return _fraction(bits(key, shape, device), dtype)
+    return _to_fraction(bits(key, shape, device), dtype)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in BITS:
-        raise TypeError(f"dtype={dtype}: random numbers are drawn in one of {', '.join(map(str, BITS))}")
+        raise TypeError(f"dtype={dtype}: expected one of {', '.join(map(str, BITS))}")
 
 
-def _fraction(drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make a number in [0, 1) of each element's highest bits."""
+def _to_fraction(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert each element's highest bits into a number in [0, 1)."""
     n = BITS[dtype]
-    return ((drawn >> (64 - n)) & ((1 << n) - 1)).to(dtype) * 2.0**-n
+    return ((x >> (64 - n)) & ((1 << n) - 1)).to(dtype) * 2.0**-n
 
 
 def normal(
@@ -59,12 +59,12 @@ def normal(
 
     Args:
         key: a key.
-        shape: their shape.
+        shape: the shape of the result.
         dtype: a floating-point dtype.
-        device: where they are to be; by default the key's.
+        device: the device of the result; by default the key's.
 
     Returns:
-        The numbers. Half precision is rounded from float32.
+        The numbers. Numbers in half precision are rounded from float32.
 
     Raises:
         TypeError: if `key` is no key, or the dtype is not float64, float32, float16 or bfloat16.
@@ -78,22 +78,22 @@ def normal(
         Box, Muller: A note on the generation of random normal deviates, 1958.
     """
     _check_dtype(dtype)
-    drawn = bits(key, shape, device)
+    random_bits = bits(key, shape, device)
     if dtype == torch.float64:
-        radius = 1 - _fraction(drawn, dtype)  # in (0, 1]
-        angle = _fraction(bits(fold_in(key, 0), shape, device), dtype)
-    else:  # one element's bits give both: 32 for the radius, so that it reaches 6.6, and 24 for the angle
-        radius = ((drawn >> 32) & 0xFFFFFFFF).to(torch.float32) * 2.0**-32 + 2.0**-33
-        angle = (drawn & 0xFFFFFF).to(torch.float32) * 2.0**-24
+        radius = 1 - _to_fraction(random_bits, dtype)  # in (0, 1]
+        angle = _to_fraction(bits(fold_in(key, 0), shape, device), dtype)
+    else:  # one element's bits give both: 32 bits for the radius, so that it reaches 6.6, and 24 for the angle
+        radius = ((random_bits >> 32) & 0xFFFFFFFF).to(torch.float32) * 2.0**-32 + 2.0**-33
+        angle = (random_bits & 0xFFFFFF).to(torch.float32) * 2.0**-24
     return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
 
 
 def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: Device = None) -> torch.Tensor:
-    """Draw numbers from the exponential distribution of mean 1, none of them 0: they may be divided by."""
+    """Draw numbers from the exponential distribution of mean 1; none is 0, so they can be divisors."""
     _check_dtype(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # from the middles of the intervals: in (0, 1)
-    u = _fraction(bits(key, shape, device), wide) + 2.0 ** -(BITS[wide] + 1)
+    # the middles of the intervals, which lie in (0, 1)
+    u = _to_fraction(bits(key, shape, device), wide) + 2.0 ** -(BITS[wide] + 1)
     return -torch.log(u.clamp(max=1 - 2.0 ** -BITS[wide])).to(dtype)
 
 
@@ -104,16 +104,16 @@ def bernoulli(
 
     Args:
         key: a key.
-        p: the probability, or those of each element: a tensor that broadcasts to `shape`.
+        p: the probability, or a tensor of one probability per element, which broadcasts to `shape`.
         shape: the shape of the result.
-        device: where it is to be; by default the key's.
+        device: the device of the result; by default the key's.
 
     Returns:
         A bool tensor of shape `shape`.
 
     Raises:
         TypeError: if `key` is no key.
-        ValueError: if a number `p` is no probability; a tensor is not looked into.
+        ValueError: if a number `p` is no probability; the values of a tensor are not checked.
 
     Example:
         >>> from fzero import random
@@ -131,18 +131,18 @@ def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device
 
     Args:
         key: a key.
-        low: the lowest.
-        high: one more than the highest.
-        shape: their shape.
-        device: where they are to be; by default the key's.
+        low: the lowest integer.
+        high: one more than the highest integer.
+        shape: the shape of the result.
+        device: the device of the result; by default the key's.
 
     Returns:
-        An int64 tensor. Of 2^63 numbers, those that do not divide evenly by `high - low` make the lower ones likelier:
-        by no more than (high - low) / 2^63.
+        An int64 tensor. If `high - low` does not divide 2^63, the lower integers are slightly more likely, by a
+        relative difference of about (high - low) / 2^63.
 
     Raises:
         TypeError: if `key` is no key.
-        ValueError: if there is no such integer.
+        ValueError: if no integer lies in the range.
 
     Example:
         >>> from fzero import random
@@ -150,7 +150,7 @@ def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device
         tensor([9, 2, 6, 8, 1])
     """
     if high <= low:
-        raise ValueError(f"there is no integer from low={low} to high={high}, which is not included")
+        raise ValueError(f"there is no integer from low={low} to high={high} - 1: expected low < high")
     return low + (bits(key, shape, device) & (2**63 - 1)) % (high - low)
 
 
@@ -160,7 +160,7 @@ def permutation(key: torch.Tensor, n: int, device: Device = None) -> torch.Tenso
 
 
 def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
-    """Set each element to 0 with probability `p`, and scale the others by 1 / (1 - p).
+    """Set each element to 0 with probability `p`, and scale the remaining elements by 1 / (1 - p).
 
     Args:
         key: a key.
@@ -183,17 +183,17 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def keep(key: torch.Tensor, p: float, shape: Sequence[int], device: Device) -> torch.Tensor:
-    """Draw which elements dropout keeps.
+    """Draw the mask of the elements that dropout keeps.
 
     Raises:
         ValueError: if `p` is no probability.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}: a probability of dropout is between 0 and 1")
-    # bits are int64, from -2^63: compared as they are, which is faster than to make fractions of them
+    # bits are int64, from -2^63 on: to compare them as they are is faster than to convert them to fractions
     return bits(key, shape, device) >= min(round(p * 2**64) - 2**63, 2**63 - 1)
 
 
-def drop(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
-    """Scale the kept elements, and set the others to 0. For the backward pass only the bools are saved."""
-    return torch.where(kept, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+def drop(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """Scale the elements that the mask keeps and set the rest to 0; the backward pass saves only the mask."""
+    return torch.where(mask, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)

@@ -1,4 +1,4 @@
-"""seeded: a function's random draws taken from a key."""
+"""seeded: take all random draws of a function from a key."""
 
 import threading
 import types
@@ -52,13 +52,13 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     init.normal_: _torch_draws.init_normal,
     init.kaiming_uniform_: _torch_draws.init_kaiming_uniform,
 }
-"""torch's function -> the function that answers its calls."""
+"""torch's function -> the function that replaces it."""
 
 
-def _body(f: Any) -> Any:
-    """Copy a function of torch.nn.functional without its first question, whether a mode wants the whole call.
+def _body_of(f: Any) -> Any:
+    """Copy a function of torch.nn.functional without its check whether a mode overrides the call.
 
-    A mode that says yes is switched off in the call, and would not be asked about the draws that the body makes.
+    A mode that overrides a call is switched off inside it, and so would not see the draws of the body.
     """
     no = {name: lambda *_: False for name in f.__globals__ if name.startswith("has_torch_function")}
     body = types.FunctionType(f.__code__, {**f.__globals__, **no}, f.__name__, f.__defaults__, f.__closure__)
@@ -67,7 +67,7 @@ def _body(f: Any) -> Any:
 
 
 BODIES: dict[Any, Any] = {
-    f: _body(f)
+    f: _body_of(f)
     for f in (
         F.dropout,
         F.dropout1d,
@@ -84,21 +84,21 @@ BODIES: dict[Any, Any] = {
 
 
 def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that takes a key first, and draws all its random numbers from it.
+    """Return a function that takes a key as its first argument and draws all its random numbers from it.
 
-    Inside, these draw from the key in the order of the calls: torch's dropouts, attention with dropout, `rand`,
-    `randn`, `randint`, `normal`, `bernoulli`, `randperm`, and their `_like` and in-place forms. So do functions that
-    call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor advanced. A call that is
-    given a `generator` keeps it.
+    Inside `f`, torch's random functions draw from the key, in the order of the calls. These are dropouts, attention
+    with dropout, `rand`, `randn`, `randint`, `normal`, `bernoulli`, `randperm`, and their `_like` and in-place forms.
+    So do functions that call them: `nn.init`, `gumbel_softmax`, `rrelu`. torch's own generator is neither read nor
+    advanced. A call with a `generator` argument uses that generator.
 
-    The key is first folded with this rank's index along the axes of the data, then with the number of the micro-batch.
-    The axes of the data are those of the running step; in `mesh.spmd` all are, and outside any mesh the index is 0. So
-    ranks draw differently, and ranks that compute one sample together, as in tensor parallelism, draw alike. One key
-    gives each rank the same numbers at every stage, in every simulation, and on real processes.
+    This rank's index along the data-parallel axes is folded into the key, and then the micro-batch's number. The
+    data-parallel axes are those of the running step. In `mesh.spmd` they are all axes, and outside any mesh the index
+    is 0. So ranks draw different numbers, but ranks that compute one sample together, as in tensor parallelism, draw
+    the same. One key gives each rank the same numbers at every stage, in every simulation, and on real processes.
 
-    To have the samples of a `torch.vmap` inside `f` differ, map a seeded function of its own over `split(key, n)`; with
-    `randomness="same"` they draw alike. Under torch.compile nothing is refused: a function without a draw by key
-    draws from torch's generator there, and samples draw alike.
+    To draw different numbers for the samples of a `torch.vmap` inside `f`, map another seeded function over
+    `split(key, n)`. With `randomness="same"` all samples draw the same numbers. Under torch.compile nothing is refused:
+    a function without a draw by key draws from torch's generator there, and samples draw the same numbers.
 
     Args:
         f: any function of torch code.
@@ -108,8 +108,8 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TypeError: when called, if the first argument is no key.
-        RuntimeError: when called, if `f` calls a function that has no draw by key here (`multinomial`, an LSTM's
-            dropout). Also if `f` draws in a vmap inside, or in a rank program, where all draws would silently be alike.
+        RuntimeError: when called, if `f` calls a function that has no draw by key (`multinomial`, an LSTM's dropout).
+            Also if `f` draws in an inner vmap or rank program, where all draws would silently be the same.
 
     Example:
         >>> import fzero
@@ -135,7 +135,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Running(threading.local):
-    """The seeded functions that this thread runs."""
+    """The stack of seeded functions that this thread is running."""
 
     def __init__(self) -> None:
         self.stack: list[_Drawing] = []
@@ -145,21 +145,21 @@ _RUNNING = _Running()
 
 
 def draw_from(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `f(*args, **kwargs)` with its draws taken from this very key, folded with nothing."""
+    """Call `f(*args, **kwargs)` and take its draws from this key, with nothing folded in."""
     mode = _Drawing(key)
     _RUNNING.stack.append(mode)
     try:
-        if torch.compiler.is_dynamo_compiling():  # which traces no TorchDispatchMode
+        if torch.compiler.is_dynamo_compiling():  # Dynamo traces no TorchDispatchMode
             with mode:
                 return f(*args, **kwargs)
-        with mode, _Refusing(mode):
+        with mode, _DrawRefusal(mode):
             return f(*args, **kwargs)
     finally:
         _RUNNING.stack.pop()
 
 
 def next_key() -> torch.Tensor | None:
-    """Take the key of the next draw from the seeded function that runs; None where none does.
+    """Take the key of the next draw from the running seeded function; return None outside any.
 
     A caller that runs a function twice, such as a rematerialisation, calls `draw_from` with this key both times.
     """
@@ -167,49 +167,49 @@ def next_key() -> torch.Tensor | None:
 
 
 class _Drawing(TorchFunctionMode):
-    """Answers calls of torch's random functions with draws by key."""
+    """Replaces calls of torch's random functions by draws with a key."""
 
     def __init__(self, key: torch.Tensor) -> None:
         super().__init__()
-        self.key, self.drawn, self.calls = key, 0, ""
+        self.key, self.count, self.function = key, 0, ""
         self.axes, self.maps = axis_names(), _vmaps()
 
     def next_key(self) -> torch.Tensor:
         if axis_names() != self.axes:
             raise RuntimeError(
-                f"fzero.random.seeded: a rank program over {list(axis_names())} runs inside, whose ranks have no "
-                "keys of their own: call seeded(f)(key, ...) inside the rank program, or the step"
+                f"fzero.random.seeded: the function runs a rank program over {list(axis_names())}, whose ranks would "
+                "all draw the same numbers: call seeded(f)(key, ...) inside the rank program, or inside the step"
             )
         if set(_vmaps()[len(self.maps) :]) - {"Same"}:
             raise RuntimeError(
-                "fzero.random.seeded: a vmap inside draws random numbers. Say randomness='same' to have all samples "
-                "draw alike; to have them differ, map a seeded function of its own over fzero.random.split(key, n)"
+                "fzero.random.seeded: a vmap inside draws random numbers. Pass randomness='same' to vmap if all "
+                "samples may draw the same numbers; else map another seeded function over fzero.random.split(key, n)"
             )
-        self.drawn += 1
-        return fold_in(self.key, self.drawn)
+        self.count += 1
+        return fold_in(self.key, self.count)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in BODIES:  # torch has switched this mode off, and its Python function's body makes the draws
+        if func in BODIES:  # torch has switched this mode off, and the function's body makes the draws
             with self:
                 return BODIES[func](*args, **kwargs)
         if func in DRAWS and kwargs.get("generator") is None:
             out = DRAWS[func](self.next_key, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        before, self.calls = self.calls, getattr(func, "__name__", "")
+        before, self.function = self.function, getattr(func, "__name__", "")
         try:
             return func(*args, **kwargs)
         finally:
-            self.calls = before
+            self.function = before
 
 
 def _vmaps() -> list[str]:
     return [] if torch.compiler.is_dynamo_compiling() else vmaps()  # Dynamo does not see them
 
 
-class _Refusing(TorchDispatchMode):
-    """Refuses operations that draw from torch's generator."""
+class _DrawRefusal(TorchDispatchMode):
+    """Raises an error for operations that draw from torch's generator."""
 
     supports_higher_order_operators = True
 
@@ -219,22 +219,22 @@ class _Refusing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _is_a_draw(func, args, kwargs):
-            calls = f"torch's {self.drawing.calls} ({func})" if self.drawing.calls else str(func)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _is_random_call(func, args, kwargs):
+            name = f"torch's {self.drawing.function} ({func})" if self.drawing.function else str(func)
             raise RuntimeError(
-                f"fzero.random.seeded: {calls} draws from torch's own generator, and has no draw by key here. Make "
-                "it of what has (fzero.random: uniform, normal, bernoulli, randint, dropout), or give it a generator"
+                f"fzero.random.seeded: {name} draws from torch's own generator, and has no draw by key. Build "
+                "it from functions of fzero.random (uniform, normal, bernoulli, randint, dropout), or pass a generator"
             )
         return func(*args, **kwargs)
 
 
-def _is_a_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation that can draw does: not with dropout 0, in evaluation, or with a generator."""
+def _is_random_call(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of a random operation draws: not with dropout 0, in evaluation, or with a generator."""
     arguments = func._schema.arguments
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given |= dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
-    if any(isinstance(x, torch.Generator) for x in given.values()):
+    settings = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    settings |= dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
+    if any(isinstance(x, torch.Generator) for x in settings.values()):
         return False
-    if any(given.get(name) is False for name in ("train", "training")):
+    if any(settings.get(name) is False for name in ("train", "training")):
         return False
-    return not any(given.get(name, 1) == 0 for name in ("dropout", "dropout_p"))
+    return not any(settings.get(name, 1) == 0 for name in ("dropout", "dropout_p"))

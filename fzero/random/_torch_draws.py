@@ -1,4 +1,4 @@
-"""torch's random functions by key: those that make or fill tensors, its dropouts, and attention with dropout."""
+"""torch's random functions with draws by key: new and filled tensors, dropouts, attention with dropout."""
 
 import math
 from collections.abc import Callable
@@ -34,16 +34,8 @@ __all__ = [
     "uniform_",
 ]
 
-# torch's functions that make or fill random tensors, by key.
-#
-# Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
-# NotImplemented to leave a call to torch.
-
-
-# torch's dropouts, and attention with dropout, by key.
-#
-# Each takes `draw`, which gives the key of the next draw, and then the arguments of torch's function. It returns
-# NotImplemented to leave a call to torch.
+# Each function takes `draw`, which returns the key of the next draw, and then the arguments of torch's function. It
+# returns NotImplemented to leave a call to torch.
 
 
 Draw = Callable[[], torch.Tensor]
@@ -52,16 +44,16 @@ Draw = Callable[[], torch.Tensor]
 # ---------------------------------------------------------------- new tensors
 
 
-def _real(dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_or_default(dtype: torch.dtype | None) -> torch.dtype:
     return torch.get_default_dtype() if dtype is None else dtype
 
 
-def _device(device: Any) -> Any:
+def _device_or_default(device: Any) -> Any:
     return torch.empty(()).device if device is None else device  # Dynamo cannot trace torch.get_default_device()
 
 
-def _ready(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Tensor:
-    """Finish a new tensor; layout and pinned memory are left out."""
+def _finish(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Tensor:
+    """Set requires_grad of a new tensor; layout and pinned memory are ignored."""
     return x.requires_grad_() if requires_grad else x
 
 
@@ -71,12 +63,14 @@ def _shape(size: tuple[Any, ...], options: dict[str, Any]) -> list[int]:
 
 
 def new(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Make torch.rand or torch.randn of a distribution."""
+    """Return the counterpart of torch.rand or torch.randn for a distribution."""
 
     def make(draw: Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-        if out is not None or _real(dtype) not in _draws.BITS:
+        if out is not None or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
-        return _ready(f(draw(), _shape(size, options), _real(dtype), _device(device)), **options)
+        return _finish(
+            f(draw(), _shape(size, options), _dtype_or_default(dtype), _device_or_default(device)), **options
+        )
 
     return make
 
@@ -86,7 +80,7 @@ def new_like(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         dtype = dtype or x.dtype
         if dtype not in _draws.BITS:
             return NotImplemented
-        return _ready(f(draw(), x.shape, dtype, device or x.device), **options)
+        return _finish(f(draw(), x.shape, dtype, device or x.device), **options)
 
     return make
 
@@ -96,8 +90,8 @@ def randint(draw: Draw, *args: Any, out: Any = None, dtype: Any = None, device: 
         return NotImplemented
     size = options.pop("size") if "size" in options else args[-1]
     low, high = _bounds([x for x in args if isinstance(x, int)], options)
-    x = _draws.randint(draw(), low, high, size, _device(device))
-    return _ready(x.to(dtype or torch.int64), **options)
+    x = _draws.randint(draw(), low, high, size, _device_or_default(device))
+    return _finish(x.to(dtype or torch.int64), **options)
 
 
 def _bounds(numbers: list[int], options: dict[str, Any]) -> tuple[int, int]:
@@ -110,14 +104,14 @@ def randint_like(draw: Draw, x: torch.Tensor, *args: Any, dtype: Any = None, dev
     if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
         return NotImplemented
     low, high = _bounds(list(args), options)
-    return _ready(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
+    return _finish(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
 
 
 def randperm(draw: Draw, n: int, *, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
-    x = _draws.permutation(draw(), n, _device(device))
-    return _ready(x.to(dtype or torch.int64), **options)
+    x = _draws.permutation(draw(), n, _device_or_default(device))
+    return _finish(x.to(dtype or torch.int64), **options)
 
 
 def bernoulli(draw: Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **_: Any) -> Any:
@@ -129,11 +123,11 @@ def bernoulli(draw: Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **
 def normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
-    given = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
-    if not given:
+    tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+    if not tensors:
         return mean + std * new(_draws.normal)(draw, size, **options)
-    shape = torch.broadcast_shapes(*[x.shape for x in given])
-    return mean + std * _draws.normal(draw(), shape, given[0].dtype, given[0].device)
+    shape = torch.broadcast_shapes(*[x.shape for x in tensors])
+    return mean + std * _draws.normal(draw(), shape, tensors[0].dtype, tensors[0].device)
 
 
 # ---------------------------------------------------------------- in place
@@ -175,7 +169,7 @@ def init_kaiming_uniform(
     **_: Any,
 ) -> Any:
     """Fill a weight [out, in, ...]. References: He et al.: Delving deep into rectifiers, 2015."""
-    if tensor.ndim < 2 or not tensor.numel():  # torch complains
+    if tensor.ndim < 2 or not tensor.numel():  # torch's own function warns or raises
         return NotImplemented
     fan = tensor.numel() // tensor.shape[0 if mode == "fan_in" else 1]
     bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
@@ -187,7 +181,7 @@ def dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.
 
 
 def feature_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
-    """Drop whole features: of x [n, c, ...] each [...]."""
+    """Drop whole features: for x [n, c, ...], each [...] as one."""
     if not train or not p:
         return x
     return _draws.drop(x, _draws.keep(draw(), p, _features(x), x.device), p)
@@ -197,21 +191,21 @@ def _features(x: torch.Tensor) -> list[int]:
     return [*x.shape[:2], *[1] * (x.ndim - 2)]
 
 
-ALPHA = 1.7580993408473766  # of SELU: scale * alpha, by which its negative numbers are bounded
+ALPHA = 1.7580993408473766  # SELU's scale * alpha, the bound of its negative values
 
 
 def alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True, feature: bool = False) -> torch.Tensor:
-    """Set to SELU's lowest value, and scale and shift so that mean 0 and variance 1 stay.
+    """Set dropped elements to SELU's lowest value; scale and shift so that mean 0 and variance 1 are preserved.
 
     References: Klambauer et al.: Self-normalizing neural networks, 2017.
     """
     if not train or not p:
         return x
-    kept = _draws.keep(draw(), p, _features(x) if feature else x.shape, x.device)
+    mask = _draws.keep(draw(), p, _features(x) if feature else x.shape, x.device)
     if p == 1:
-        return torch.where(kept, x, 0.0)
+        return torch.where(mask, x, 0.0)
     a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
-    return torch.where(kept, x, -ALPHA) * a + ALPHA * a * p
+    return torch.where(mask, x, -ALPHA) * a + ALPHA * a * p
 
 
 def feature_alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
@@ -221,8 +215,8 @@ def feature_alpha_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool = T
 def native_dropout(draw: Draw, x: torch.Tensor, p: float, train: bool | None) -> Any:
     if train is False or not p:
         return NotImplemented
-    kept = _draws.keep(draw(), p, x.shape, x.device)
-    return _draws.drop(x, kept, p), kept
+    mask = _draws.keep(draw(), p, x.shape, x.device)
+    return _draws.drop(x, mask, p), mask
 
 
 def in_place(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -259,7 +253,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Attend by the definition in torch's documentation, with all weights [..., l, s] in memory."""
-    if not dropout_p or (is_causal and attn_mask is not None):  # torch's own is faster; the latter it refuses
+    if not dropout_p or (is_causal and attn_mask is not None):  # torch's own is faster, or raises
         return NotImplemented
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -272,6 +266,6 @@ def attention(
         weights = torch.softmax(scores, -1)
     else:
         scores = torch.where(attn_mask, scores, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        nowhere = (scores == -math.inf).all(-1, keepdim=True)  # such a query gets 0
+        nowhere = (scores == -math.inf).all(-1, keepdim=True)  # these queries attend to no key and get 0
         weights = torch.where(nowhere, 0.0, torch.softmax(torch.where(nowhere, 0.0, scores), -1))
     return _draws.dropout(draw(), weights, dropout_p) @ value

@@ -16,7 +16,7 @@ from fzero.graph._pass_manager import Choice, PassContext, PassManager
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _cost
-from fzero.graph.planning._liveness import live_bytes, live_ranges, most_in_a_turn, peak_bytes, ranges_of_a_turn
+from fzero.graph.planning._liveness import iteration_ranges, live_bytes, live_ranges, most_in_a_turn, peak_bytes
 from tests.helpers import cases, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -90,11 +90,11 @@ def test_a_plan_counts_what_is_on_its_way():
     (wait,) = pending.users
     started = pending.meta["carried"]
     full = sum(a.meta["val"].numel() * 4 for a in started.all_input_nodes)
-    on_the_way = [r for r in ranges_of_a_turn(loop) if r.start == nodes.index(pending)]
+    on_the_way = [r for r in iteration_ranges(loop) if r.start == nodes.index(pending)]
     assert sorted((r.bytes, r.stop >= nodes.index(wait)) for r in on_the_way) == [(full // 2, True), (full, True)]
-    last = [r for r in ranges_of_a_turn(loop) if r.start == nodes.index(started)]
+    last = [r for r in iteration_ranges(loop) if r.start == nodes.index(started)]
     assert [(r.bytes, r.stop) for r in last] == [(full // 2, len(nodes) - 1)]
-    packed = max((r for r in ranges_of_a_turn(loop) if r.bytes == full), key=lambda r: r.start)
+    packed = max((r for r in iteration_ranges(loop) if r.bytes == full), key=lambda r: r.start)
     assert nodes.index(pending) < packed.start < nodes.index(started) and packed.stop == len(nodes) - 1
     assert most_in_a_turn(loop) >= most_in_a_turn(loops(scheduled(traced, 1, False))[0])
     assert peak_bytes(graph) == max(live_bytes(live_ranges(graph), len(graph.nodes)))
@@ -106,7 +106,7 @@ def test_with_more_ranks_their_parts_are_counted_too(ranks):
     (loop,) = loops(graph)
     pending = next(n for n in loop.body.nodes if is_carried(n))
     shard = pending.meta["val"].numel() * 4
-    held = [r.bytes for r in ranges_of_a_turn(loop) if r.start == list(loop.body.nodes).index(pending)]
+    held = [r.bytes for r in iteration_ranges(loop) if r.start == list(loop.body.nodes).index(pending)]
     assert sorted(held) == sorted([shard, ranks * shard + (ranks - 2) * shard])
 
 

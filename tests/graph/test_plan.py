@@ -282,9 +282,9 @@ def test_a_plan_shows_itself_in_a_notebook(monkeypatch):
 
 def test_old_names_warn():
     plan = planned("A", 3)
-    with pytest.warns(DeprecationWarning, match="a plan's steps are its operations"):
+    with pytest.warns(DeprecationWarning, match="Plan.steps is deprecated: use Plan.operations"):
         assert plan.steps is plan.operations
-    with pytest.warns(DeprecationWarning, match="an operation's operation is its target"):
+    with pytest.warns(DeprecationWarning, match="Operation.operation is deprecated: use Operation.target"):
         assert plan.operations[-1].operation == plan.operations[-1].target
 
 

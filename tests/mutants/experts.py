@@ -174,7 +174,7 @@ MUTANTS = [
             "_nearest",
             becomes("[A for B in C for A in B.users if D]", "[]"),
         ),
-        Fault("in a loop nobody knows the layers", "layers", dropped("held")),
+        Fault("in a loop nobody knows the layers", "layers", dropped("body_weights")),
     ),
     *File("sharding/_rows.py", ("tests/parallel/experts/test_plan.py",)).faults(
         Fault("what gathers new experts has no name", "", dropped("unit=A", at="3 of 6")),

@@ -150,7 +150,7 @@ MUTANTS = [
         Fault("the host's arguments count as the device's", "_space", never("A.dim() or B.space == 'host'")),
     ),
     *File("graph/planning/_liveness.py", SPACES).faults(
-        Fault("what the host computes counts as the device's", "_unnamed", never("A in B.C")),
+        Fault("what the host computes counts as the device's", "_unlabeled_ranges", never("A in B.C")),
     ),
     *File("graph/planning/_plan.py", SPACES).faults(
         Fault(
@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     *File("graph/planning/_cost.py", COST).faults(
         Fault("the host takes no time", "seconds", returns("work")),
-        Fault("the host waits for nothing", "_Host.computes", bare("max(A, self.B(C))")),
+        Fault("the host waits for nothing", "_HostClock.computes", bare("max(A, self.B(C))")),
         Fault("the device does not wait for the host", "seconds", bare("max(A, B.C(D))")),
         Fault("a view is there at once", "seconds", skipped("A.B(C)")),
     ),

@@ -92,21 +92,21 @@ MUTANTS = [
         Fault("what nobody received is forgotten", "run", skipped("A(B.values())")),
     ),
     *File("graph/loop/_trace.py", PROCESSES).faults(
-        Fault("sums of a stage are in another order", "_turn_of", becomes("A[1]", "A[0]")),
+        Fault("sums of a stage are in another order", "_iteration_of", becomes("A[1]", "A[0]")),
         Fault("what a rank does not read is not gathered", "_body", dropped("*A(B.C)")),
         Fault("weights before what is sent", "with_loops", skipped("A(start)"), PLAN),
     ),
     *File("graph/loop/_run.py", PROCESSES).faults(
-        Fault("residuals are read once", "_Turns.run", becomes("self.readers[A]", "1")),
+        Fault("residuals are read once", "_Iterations.run", becomes("self.readers[A]", "1")),
     ),
     *File("graph/loop/_split.py", PLAN).faults(
-        Fault("what is made anew is held", "_Cutter.__init__", skipped("self.anew.add(A)")),
-        Fault("a draw is made anew", "_Cutter.__init__", becomes("A(B) or C(B) or D(B)", "A(B) or C(B)")),
+        Fault("what is made anew is held", "_PhaseSplitter.__init__", skipped("self.duplicates.add(A)")),
+        Fault("a draw is made anew", "_PhaseSplitter.__init__", becomes("A(B) or C(B) or D(B)", "A(B) or C(B)")),
     ),
     *File("graph/loop/_memory.py", PLAN).faults(
-        Fault("plans forget what is in flight", "_Walk._hold", skipped("self.A += B")),
-        Fault("plans forget messages", "_Walk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
-        Fault("a pipeline takes its work's time", "track_seconds", becomes("A.makespan", "A.busy[0]")),
+        Fault("plans forget what is in flight", "_RowWalk._retain", skipped("self.A += B")),
+        Fault("plans forget messages", "_RowWalk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
+        Fault("a pipeline takes its work's time", "pipeline_seconds", becomes("A.makespan", "A.busy[0]")),
     ),
     *File("graph/passes/_schedule.py", PLAN).faults(
         Fault("a gather starts in another pass", "asked_ahead", never("A.target is B")),

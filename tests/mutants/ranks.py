@@ -47,7 +47,7 @@ MUTANTS = [
         Fault("results are not compared", "_together", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),
     ),
     *File("axes/lockstep.py", STEP).faults(
-        Fault("diverging calls meet", "_conclude", never("len(A) > 1")),
+        Fault("diverging calls meet", "_compute_for_all", never("len(A) > 1")),
     ),
     *File("_torch/state.py", SWITCHED).faults(
         Fault("what a rank sets stays on", "OwnSettings.take_off", skipped("A({B: self.C[B] for B in self.D})")),

@@ -108,7 +108,7 @@ MUTANTS = [
     *File("axes/lockstep.py", COPIES).faults(
         Fault(
             "a meeting of ranks is seen by the guard of one",
-            "_conclude",
+            "_compute_for_all",
             becomes("with torch.no_grad(), A(): ...", "with torch.no_grad(): ..."),
         ),
     ),

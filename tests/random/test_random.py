@@ -62,7 +62,7 @@ def test_all_keys_made_of_a_key_differ_from_each_other_and_from_its_draws():
 @pytest.mark.parametrize("wrong", [3, torch.ones(2, dtype=torch.int64), torch.ones(()), torch.Generator()])
 def test_what_is_no_key_is_refused(wrong):
     for f in (random.split, lambda k: random.fold_in(k, 0), lambda k: random.uniform(k, (2,)), random.seeded(len)):
-        with pytest.raises(TypeError, match=r"expected a key, an int64 tensor of shape \[\]"):
+        with pytest.raises(TypeError, match=r"expected an int64 tensor of shape \[\]"):
             f(wrong)
 
 
@@ -347,7 +347,7 @@ def test_draws_that_would_be_alike_without_a_word_are_refused():
     assert own.equal(torch.stack([drop(key, y) for key, y in zip(random.split(k, 3), x, strict=True)]))
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(dp=2, simulate=simulate)
-        with pytest.raises(RuntimeError, match=r"a rank program over \['dp'\] runs inside"):
+        with pytest.raises(RuntimeError, match=r"the function runs a rank program over \['dp'\]"):
             random.seeded(lambda mesh=mesh: mesh.spmd(lambda: PerRank(torch.rand(3)))())(k)
 
 

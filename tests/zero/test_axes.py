@@ -379,7 +379,7 @@ def test_several_rules_cut_over_an_axis_each():
     assert [(s.axis, s.dims) for s in params["w"].spec.split] == [("a", (0,)), ("b", (1,))]
     assert [s.axis for s in params["v"].spec.split] == ["a"]
     assert torch.equal(step.gather(params)["w"], torch.arange(16.0).view(4, 4))
-    with pytest.raises(ValueError, match="two rules cut leaf 'w' over 'a'"):
+    with pytest.raises(ValueError, match="two rules split leaf 'w' over 'a'"):
         fzero.shard(lambda p, s: (p, s), 0, mesh, split=(rules[0], rules[0])).init({"w": torch.ones(4)}, optim.sgd(0.1))
     with pytest.raises(TypeError, match=r"split=\[.*'no rule'\]: expected a rule"):
         fzero.shard(lambda p, s: (p, s), 0, mesh, split=[rules[0], "no rule"])

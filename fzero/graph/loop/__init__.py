@@ -1,4 +1,4 @@
-"""Loops over micro-batches: how a loop is written down while a step is traced, and how it is planned and run."""
+"""Loops over micro-batches: how they are traced, planned and run."""
 
 from fzero.graph.loop._rank_schedule import (
     MARKERS,

@@ -1,4 +1,7 @@
-"""What a rank of a pipeline holds: its phases in the order of its row, with what micro-batches in flight leave."""
+"""Memory, messages and time of a pipeline's loop on one rank, before it runs.
+
+The rank runs its phases in the order of its row of the schedule. Micro-batches in flight hold residuals between them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,19 +18,19 @@ from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import Arrival, PhaseGraph, Residual, split
 from fzero.parallel.schedules import Action, Value, programs
 
-__all__ = ["Sent", "most_in_phases", "sent_by", "track_seconds"]
+__all__ = ["SentMessage", "peak_by_phase", "pipeline_seconds", "sent_messages"]
 
 
-class Sent(NamedTuple):
-    """What a rank of a pipeline sends to the rank of another stage, once for each micro-batch.
+class SentMessage(NamedTuple):
+    """A message that a rank of a pipeline sends to the rank of another stage, once for each micro-batch.
 
     Attributes:
-        position: of the pipeline among the plan's operations.
-        kind: "output" of a stage, or the "gradient" of its input.
-        stage: of the pipeline, that makes it.
-        bytes: of one message.
-        times: how many there are.
-        axis: of the mesh, along which stages lie.
+        position: the position of the pipeline's loop among the plan's operations.
+        kind: "output" for a stage's output, or "gradient" for the gradient of its input.
+        stage: the pipeline stage that computes the values.
+        bytes: the size of one message, in bytes.
+        times: the number of messages.
+        axis: the mesh axis along which the stages lie.
     """
 
     position: int
@@ -39,229 +42,235 @@ class Sent(NamedTuple):
 
 
 class _Profile(NamedTuple):
-    """The memory of a phase, whichever micro-batch it runs on.
+    """The memory of a phase, the same for every micro-batch.
 
     Attributes:
-        live: by position, the bytes that it has allocated and not yet freed.
-        given: by argument that it owns, the place of its storage, and the position of its last reader.
-        made: by result, the place of its storage; None of what lies in an argument of the loop.
+        live: for each position, the bytes that the phase has allocated and not yet freed.
+        inputs: for each argument that the phase owns, the index of its storage and the position of its last reader.
+        outputs: for each result, the index of its storage; None for a result in the memory of a loop's argument.
         size: the bytes of each storage.
     """
 
     live: list[int]
-    given: dict[Residual | Arrival, tuple[int, int]]
-    made: list[int | None]
+    inputs: dict[Residual | Arrival, tuple[int, int]]
+    outputs: list[int | None]
     size: list[int]
 
 
-_KNOWN: "WeakKeyDictionary[Graph, dict[Phase, int]]" = WeakKeyDictionary()
+_CACHE: "WeakKeyDictionary[Graph, dict[Phase, int]]" = WeakKeyDictionary()
 
 
-def most_in_phases(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phase, int]:
-    """Return the most bytes that a pipeline's loop holds during each phase, beside what it is given.
+def peak_by_phase(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Phase, int]:
+    """Return the peak memory of a pipeline's loop during each phase, in bytes, without the loop's arguments.
 
     Args:
         loop: the loop, whose body is scheduled.
-        last_uses: finds for each storage the place of the last node that needs it.
+        last_uses: returns for each storage the position of its last use.
     """
-    if loop.body not in _KNOWN:
+    if loop.body not in _CACHE:
         parts = split(loop)
         profiles = {part.phase: (part, _profile(part, last_uses)) for part in parts}
-        _KNOWN[loop.body] = _Walk(loop, profiles).run()
-    return _KNOWN[loop.body]
+        _CACHE[loop.body] = _RowWalk(loop, profiles).run()
+    return _CACHE[loop.body]
 
 
 def _profile(part: PhaseGraph, last_uses: Callable[..., list[int]]) -> _Profile:
     nodes = list(part.graph.nodes)
     lent, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, lent)
-    inputs = [n for n in nodes if is_input(n)]
-    kept = {s for n in results(part.graph) if isinstance(n, Node) for s in lent.of[n]}
+    arguments = [n for n in nodes if is_input(n)]
+    output_storages = {s for n in results(part.graph) if isinstance(n, Node) for s in lent.of[n]}
     change = [0] * (len(nodes) + 1)
     for s, (node, size) in enumerate(zip(lent.born, lent.size, strict=True)):
         if not is_input(node):
             change[position[node]] += size
-            change[len(nodes) if s in kept else min(stops[s] + 1, len(nodes))] -= size
+            change[len(nodes) if s in output_storages else min(stops[s] + 1, len(nodes))] -= size
     live, now = [], 0
-    for c in change[:-1]:
-        now += c
+    for delta in change[:-1]:
+        now += delta
         live.append(now)
-    owned = {x: n for x, n in zip(part.given, inputs, strict=True) if not isinstance(x, int)}
-    given = {x: (lent.of[n][0], stops[lent.of[n][0]]) for x, n in owned.items()}
-    mine = {s for s, _ in given.values()} | {s for s, n in enumerate(lent.born) if not is_input(n)}
-    made = [lent.of[n][0] if lent.of[n][0] in mine else None for n in results(part.graph)]
-    return _Profile(live, given, made, lent.size)
+    owned = {x: n for x, n in zip(part.inputs, arguments, strict=True) if not isinstance(x, int)}
+    inputs = {x: (lent.of[n][0], stops[lent.of[n][0]]) for x, n in owned.items()}
+    owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(lent.born) if not is_input(n)}
+    outputs = [lent.of[n][0] if lent.of[n][0] in owned_storages else None for n in results(part.graph)]
+    return _Profile(live, inputs, outputs, lent.size)
 
 
 @dataclass
 class _Block:
-    """Memory that outlives a phase: how large it is, and how many have a hold on it."""
+    """Memory that outlives a phase: its size in bytes, and the number of values that lie in it."""
 
     size: int
     holders: int = 0
 
 
 @dataclass
-class _Walk:
-    """A walk through a rank's row.
+class _RowWalk:
+    """A walk through a rank's row of the schedule, which counts live bytes.
 
     Attributes:
         loop: the loop.
-        profiles: each phase, and its memory.
-        held: by micro-batch and residual, its memory, and how many phases are still to read it.
-        here: by value of a stage, the memory of its leaves.
-        leaving: likewise by message.
-        now: the bytes of all that outlives a phase.
+        profiles: each phase's graph and memory.
+        residuals: for each micro-batch and residual, its block and the number of phases that have yet to read it.
+        ready: for each stage output or gradient on this rank, the blocks of its leaves.
+        in_flight: for each message that is being sent, the blocks of its leaves.
+        now: the bytes of all blocks that are held now.
     """
 
     loop: Loop
     profiles: dict[Phase, tuple[PhaseGraph, _Profile]]
-    held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
+    residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
     ready: dict[Value, list[_Block]] = field(default_factory=dict)
     in_flight: dict[Any, list[_Block]] = field(default_factory=dict)
     now: int = 0
 
     def run(self) -> dict[Phase, int]:
-        """Return the most bytes that are alive during each phase."""
-        track = self.loop.track
-        assert track is not None
-        self.readers = Counter([x for part, _ in self.profiles.values() for x in part.given if isinstance(x, Residual)])
-        self.forms = self._forms()
-        messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
-        most: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
-        for instruction in programs(track.schedule)[track.binding.rank]:
+        """Return the peak memory during each phase, in bytes."""
+        rank_schedule = self.loop.track
+        assert rank_schedule is not None
+        self.readers = Counter(
+            [x for part, _ in self.profiles.values() for x in part.inputs if isinstance(x, Residual)]
+        )
+        self.leaf_sizes = self._sent_sizes()
+        messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
+        peaks: dict[Phase, int] = dict.fromkeys(self.profiles, 0)
+        for instruction in programs(rank_schedule.schedule)[rank_schedule.binding.rank]:
             if isinstance(instruction.of, Action):
                 for phase in [p for p in phases_of(instruction.of) if p in self.profiles]:
-                    peak, made = self._phase(phase, instruction.of.micro_batch)
-                    most[phase] = max(most[phase], peak)
-                    if made is not None and made in messages:
-                        self.in_flight[messages[made]] = self.ready.pop(made)
+                    peak, output = self._phase(phase, instruction.of.micro_batch)
+                    peaks[phase] = max(peaks[phase], peak)
+                    if output is not None and output in messages:
+                        self.in_flight[messages[output]] = self.ready.pop(output)
             elif instruction.kind == "receive":
                 value = Value(instruction.of.kind, instruction.of.stage, instruction.of.micro_batch)
-                self.ready[value] = [self._hold(_Block(size)) for size in self.forms]
+                self.ready[value] = [self._retain(_Block(size)) for size in self.leaf_sizes]
             elif instruction.kind == "sent":
                 for block in self.in_flight.pop(instruction.of):
-                    self._let_go(block)
-        return most
+                    self._release(block)
+        return peaks
 
-    def _forms(self) -> list[int]:
-        """Return the bytes of the leaves of what stages hand on."""
-        found: dict[int, int] = {}
+    def _sent_sizes(self) -> list[int]:
+        """Return the bytes of each leaf that stages send to one another."""
+        sizes: dict[int, int] = {}
         for part, _ in self.profiles.values():
             inputs = [n for n in part.graph.nodes if is_input(n)]
-            for what, n in [*zip(part.given, inputs, strict=True), *zip(part.made, results(part.graph), strict=True)]:
-                if isinstance(what, Arrival):
-                    found[what.leaf] = nbytes(*values(n))
-        return [found[i] for i in sorted(found)]
+            for value, n in [
+                *zip(part.inputs, inputs, strict=True),
+                *zip(part.outputs, results(part.graph), strict=True),
+            ]:
+                if isinstance(value, Arrival):
+                    sizes[value.leaf] = nbytes(*values(n))
+        return [sizes[i] for i in sorted(sizes)]
 
-    def _hold(self, block: _Block) -> _Block:
+    def _retain(self, block: _Block) -> _Block:
         self.now += block.size if not block.holders else 0
         block.holders += 1
         return block
 
-    def _let_go(self, block: _Block) -> None:
+    def _release(self, block: _Block) -> None:
         block.holders -= 1
         self.now -= block.size if not block.holders else 0
 
     def _phase(self, phase: Phase, m: int) -> tuple[int, Value | None]:
-        """Run a phase; returns the most bytes alive while it runs, and what it makes for another stage."""
+        """Run a phase; return its peak memory in bytes, and the value that it computes for another stage, if any."""
         part, profile = self.profiles[phase]
-        blocks, ends = self._taken(part, profile, m)
-        most = max(self._alive(profile, blocks, ends), default=0)
-        made: Value | None = None
-        for what, storage in zip(part.made, profile.made, strict=True):
-            if what is None:
+        blocks, ends = self._take_inputs(part, profile, m)
+        peak = max(self._live(profile, blocks, ends), default=0)
+        value: Value | None = None
+        for output, storage in zip(part.outputs, profile.outputs, strict=True):
+            if output is None:
                 continue
             block = blocks.setdefault(storage, _Block(profile.size[storage])) if storage is not None else _Block(0)
-            self._hold(block)
-            if isinstance(what, Residual):
-                self.held[m, what] = [block, self.readers[what]]
+            self._retain(block)
+            if isinstance(output, Residual):
+                self.residuals[m, output] = [block, self.readers[output]]
             else:
-                made = Value(what.kind, what.stage, m)  # pyright: ignore[reportArgumentType]
-                self.ready.setdefault(made, []).append(block)
+                value = Value(output.kind, output.stage, m)  # pyright: ignore[reportArgumentType]
+                self.ready.setdefault(value, []).append(block)
         for _, _, block in ends:
-            self._let_go(block)
-        return most, made
+            self._release(block)
+        return peak, value
 
-    def _taken(
+    def _take_inputs(
         self, part: PhaseGraph, profile: _Profile, m: int
     ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
-        """Take what a phase is given: its memory by storage, and of what it reads last the storage and when it ends."""
+        """Take a phase's inputs: each storage's block; for each last read the storage, the position and the block."""
         blocks: dict[int | None, _Block] = {}
         ends = []
-        arrived: dict[Value, list[_Block]] = {}
-        for what, (storage, stop) in profile.given.items():
-            if isinstance(what, Arrival):
-                value = Value(what.kind, what.stage, m)  # pyright: ignore[reportArgumentType]
-                if value not in arrived:
-                    arrived[value] = self.ready.pop(value)
-                block, last = arrived[value][what.leaf], True
+        received: dict[Value, list[_Block]] = {}
+        for source, (storage, stop) in profile.inputs.items():
+            if isinstance(source, Arrival):
+                value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
+                if value not in received:
+                    received[value] = self.ready.pop(value)
+                block, last = received[value][source.leaf], True
             else:
-                entry = self.held[m, what]
+                entry = self.residuals[m, source]
                 entry[1] -= 1
                 block, last = entry[0], not entry[1]
                 if last:
-                    del self.held[m, what]
+                    del self.residuals[m, source]
             blocks[storage] = block
             if last:
                 ends.append((storage, stop, block))
         return blocks, ends
 
-    def _alive(
-        self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]
-    ) -> list[int]:
-        """Return the bytes alive at each position of a phase."""
+    def _live(self, profile: _Profile, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]) -> list[int]:
+        """Return the live bytes at each position of a phase."""
         freed = [0] * (len(profile.live) + 1)
         holds = Counter([id(block) for _, _, block in ends])
         stop: dict[int, int] = {}
-        kept = {id(blocks[s]) for s in profile.made if s in blocks}
-        for _, at, block in ends:
-            stop[id(block)] = max(stop.get(id(block), 0), at)
+        output_blocks = {id(blocks[s]) for s in profile.outputs if s in blocks}
+        for _, position, block in ends:
+            stop[id(block)] = max(stop.get(id(block), 0), position)
         for _, _, block in ends:
-            if id(block) in stop and holds[id(block)] == block.holders and id(block) not in kept:
+            if id(block) in stop and holds[id(block)] == block.holders and id(block) not in output_blocks:
                 freed[min(stop.pop(id(block)) + 1, len(profile.live))] += block.size
-        found, gone = [], 0
-        for mine, size in zip(profile.live, freed, strict=False):
-            gone += size
-            found.append(self.now + mine - gone)
-        return found
+        live, freed_bytes = [], 0
+        for phase_bytes, size in zip(profile.live, freed, strict=False):
+            freed_bytes += size
+            live.append(self.now + phase_bytes - freed_bytes)
+        return live
 
 
-def sent_by(loop: Loop, position: int) -> list[Sent]:
-    """List what a rank sends in a pipeline's loop, by stage and direction.
+def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
+    """List the messages that a rank sends in a pipeline's loop, by stage and direction.
 
     Args:
         loop: the loop, whose body is scheduled.
-        position: of its node among the plan's operations.
+        position: the position of the loop's node among the plan's operations.
     """
     assert loop.track is not None
     schedule, binding = loop.track.schedule, loop.track.binding
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
-    each = Counter[tuple[str, int]]()
+    sizes = Counter[tuple[str, int]]()
     for part in split(loop):
-        for what, node in zip(part.made, results(part.graph), strict=True):
-            if isinstance(what, Arrival):
-                each[what.kind, what.stage] += nbytes(*values(node))
+        for output, node in zip(part.outputs, results(part.graph), strict=True):
+            if isinstance(output, Arrival):
+                sizes[output.kind, output.stage] += nbytes(*values(node))
     words = {"F": "output", "G": "gradient"}
-    return [Sent(position, words[kind], s, each[kind, s], n, binding.axis) for (kind, s), n in times.items()]
+    return [SentMessage(position, words[kind], s, sizes[kind, s], n, binding.axis) for (kind, s), n in times.items()]
 
 
-def track_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:
-    """Estimate how long a pipeline's loop takes: its schedule's makespan, if all stages took as long as this rank's.
+def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:
+    """Estimate the seconds of a pipeline's loop: the schedule's makespan, as if all stages took as long as this rank's.
 
     Args:
         loop: the loop.
-        seconds: estimates how long a graph takes.
-        message: estimates how long so many bytes take to the next rank along an axis.
+        seconds: estimates the seconds of a graph.
+        message: estimates the seconds of a message, given its bytes and the axis along which it goes to the next rank.
     """
     assert loop.track is not None
     schedule, parts = loop.track.schedule, split(loop)
-    each = Counter[str]()
+    by_kind = Counter[str]()
     for part in parts:
-        each[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
-    sent = [
-        n for part in parts for what, n in zip(part.made, results(part.graph), strict=True) if isinstance(what, Arrival)
+        by_kind[part.phase.kind] += seconds(part.graph)  # pyright: ignore[reportArgumentType]
+    leaves = [
+        n
+        for part in parts
+        for output, n in zip(part.outputs, results(part.graph), strict=True)
+        if isinstance(output, Arrival)
     ]
-    hop = message(max([nbytes(*values(n)) for n in sent], default=0), loop.track.binding.axis)
-    backward = each["I"] + each["W"]
-    return schedule.timing(forward=each["F"], backward=backward, weight=each["W"], hop=hop).makespan
+    hop = message(max([nbytes(*values(n)) for n in leaves], default=0), loop.track.binding.axis)
+    backward = by_kind["I"] + by_kind["W"]
+    return schedule.timing(forward=by_kind["F"], backward=backward, weight=by_kind["W"], hop=hop).makespan

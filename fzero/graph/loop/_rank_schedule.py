@@ -1,12 +1,13 @@
-"""Phases: how a rank's stages of a pipeline are written down while a step is traced, and each runs once.
+"""Operations that mark the phases of a pipeline's rank while a step is traced.
 
-A rank of a pipeline is a loop over micro-batches (`fzero.graph.loop._scan`) whose turns are cut in phases: a forward
-and a
-backward one of each stage. By its row of a schedule the rank runs the phases of several turns between one another.
-The operations here say where in a turn a phase begins, what it receives, and what it sends. All ranks along the axis
-have such a loop, whose bodies differ; what it is given is the same on all.
+Each rank of a pipeline runs a loop over micro-batches (`fzero.graph.loop._scan`). An iteration has a forward and a
+backward phase for each of the rank's stages. The rank interleaves the phases of several iterations, in the order of
+its row of the schedule. While the step is traced, each stage runs once.
 
-They compute nothing: `fzero.graph.loop._trace` puts the loop in their places.
+The operations here mark where a phase begins, what it receives and what it sends. Every rank along the axis has such a
+loop. The bodies differ by rank, and the loops' arguments are the same.
+
+The operations compute nothing: `fzero.graph.loop._trace` replaces them by the loop.
 """
 
 from collections.abc import Sequence
@@ -38,11 +39,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """What a rank follows: a schedule, at a place along an axis.
+    """A pipeline schedule and the rank that runs its row of it.
 
     Attributes:
-        schedule: of all ranks.
-        binding: of the axis: this rank's place, and the group of the ranks.
+        schedule: the schedule of all ranks.
+        binding: the binding of the pipeline's axis: this rank's index along it, and the group of its ranks.
     """
 
     schedule: Schedule
@@ -50,45 +51,45 @@ class RankSchedule:
 
     @property
     def stages(self) -> list[int]:
-        """This rank's stages."""
+        """The pipeline stages on this rank."""
         return [s for s, rank in enumerate(self.schedule.home) if rank == self.binding.rank]
 
 
-_TRACKS: dict[RankSchedule, int] = {}
+_RANK_SCHEDULES: dict[RankSchedule, int] = {}
 
 
-def rank_schedule_number(track: RankSchedule) -> int:
-    """Return a number for a track, which a graph can carry: equal tracks have one."""
-    return _TRACKS.setdefault(track, len(_TRACKS))
+def rank_schedule_number(rank_schedule: RankSchedule) -> int:
+    """Return the number of a rank's schedule, which a graph can carry; equal schedules have the same number."""
+    return _RANK_SCHEDULES.setdefault(rank_schedule, len(_RANK_SCHEDULES))
 
 
 def rank_schedule_of(number: int) -> RankSchedule:
-    """Return the track of a number."""
-    return list(_TRACKS)[number]
+    """Return the rank's schedule that has this number."""
+    return list(_RANK_SCHEDULES)[number]
 
 
 class Phase(NamedTuple):
-    """A part of a turn.
+    """A part of an iteration.
 
     Attributes:
-        kind: "F" is a stage's forward pass. "I" is the part of its backward pass that makes the gradient of what the
-            stage was given, and "W" all else of it.
-        stage: which.
+        kind: "F" is a stage's forward pass. "I" is the part of its backward pass that computes the gradient of the
+            stage's input, and "W" is the rest of its backward pass.
+        stage: the pipeline stage.
     """
 
     kind: str
     stage: int
 
     def precedes(self, other: "Phase") -> bool:
-        """Return whether every schedule runs this one first, of the same turn."""
+        """Return whether every schedule runs this phase before the other one of the same iteration."""
         if self.kind == "F":
             return other.kind != "F" or self.stage < other.stage
-        on_the_way_back = other.kind == "I" and other.stage < self.stage
-        return self.kind == "I" and (on_the_way_back or (other.kind == "W" and other.stage <= self.stage))
+        is_earlier_stage = other.kind == "I" and other.stage < self.stage
+        return self.kind == "I" and (is_earlier_stage or (other.kind == "W" and other.stage <= self.stage))
 
 
 def phases_of(action: Action) -> list[Phase]:
-    """List the phases of an action. A whole backward pass is both halves, of which the first can be sent at once."""
+    """List the phases of an action. A full backward pass has two; the result of the first can be sent at once."""
     return [Phase(kind, action.stage) for kind in ("IW" if action.kind == "B" else action.kind)]
 
 
@@ -98,7 +99,7 @@ def _never(*args: Any) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::needs", mutates_args=())
 def needs(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tensor:
-    """Say that a turn is one of a pipeline's loop, which is given these tensors whether it reads them or not."""
+    """Mark an iteration as one of a pipeline's loop, and these tensors as arguments of the loop, read or not."""
     return _never()
 
 
@@ -112,25 +113,25 @@ def begins(kind: str, stage: int) -> torch.Tensor:
 def received(
     kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return what a stage has made for this one: a leaf of its output ("F") or of its input's gradient ("G")."""
+    """Return a leaf that another stage sends to this one: of its output ("F") or of its input's gradient ("G")."""
     return _never()
 
 
 @torch.library.custom_op("fzero::sent", mutates_args=())
 def sent(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
-    """Hand on what a stage has made: the leaves of its output ("F"), or of its input's gradient ("G")."""
+    """Send the leaves of a stage's output ("F"), or of its input's gradient ("G"), to the next stage."""
     return _never()
 
 
 @torch.library.custom_op("fzero::aside", mutates_args=())
 def aside() -> torch.Tensor:
-    """Begin what is run for its shapes alone, and does not belong to the step."""
+    """Begin a region that runs only for its shapes and is no part of the step."""
     return _never()
 
 
 @torch.library.custom_op("fzero::aside_ends", mutates_args=())
 def aside_ends() -> torch.Tensor:
-    """End what is run for its shapes alone."""
+    """End a region that runs only for its shapes."""
     return _never()
 
 
@@ -141,25 +142,25 @@ for _marker in (NEEDS, BEGINS, SENT, ASIDE, ASIDE_ENDS):
 
 
 def is_marker(node: Node) -> bool:
-    """Return whether a node says where a phase begins, or what it sends or receives."""
+    """Return whether a node marks where a phase begins, or what it sends or receives."""
     return node.target in (BEGINS, RECEIVED, SENT)
 
 
-# ---------------------------------------------------------------- their shapes
+# ---------------------------------------------------------------- shapes of the operations' results
 
 
-def _nothing() -> torch.Tensor:
+def _no_result() -> torch.Tensor:
     return torch.empty((0,), dtype=torch.int64)
 
 
 @needs.register_fake
 def _(turn: torch.Tensor, track: int, xs: list[torch.Tensor]) -> torch.Tensor:
-    return _nothing()
+    return _no_result()
 
 
 @begins.register_fake
 def _(kind: str, stage: int) -> torch.Tensor:
-    return _nothing()
+    return _no_result()
 
 
 @received.register_fake
@@ -169,14 +170,14 @@ def _(kind: str, stage: int, leaf: int, sizes: Sequence[int], dtype: torch.dtype
 
 @sent.register_fake
 def _(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
-    return _nothing()
+    return _no_result()
 
 
 @aside.register_fake
 def _() -> torch.Tensor:
-    return _nothing()
+    return _no_result()
 
 
 @aside_ends.register_fake
 def _() -> torch.Tensor:
-    return _nothing()
+    return _no_result()

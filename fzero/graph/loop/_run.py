@@ -1,4 +1,4 @@
-"""Loops at run time: a body runs once for each micro-batch, or in the order of a pipeline schedule."""
+"""Run loops: a body once for each micro-batch, or a pipeline's phases in the order of its schedule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,35 +17,35 @@ from fzero.parallel.schedules import Action, Value, programs
 
 __all__ = ["following", "running"]
 
-# Loops at run time: a body that is run so often, each time on its part, and on the sums of the turns before.
+# Loops over micro-batches: each iteration runs the body on its slices of the inputs and on the sums so far.
 
 
 def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., list[torch.Tensor]]:
-    """Make the function of a loop's node: from what the loop is given to its sums and rows.
+    """Return the function of a loop's node: it maps the loop's arguments to its sums and rows.
 
     Args:
         loop: the loop.
-        body: what runs its body: it writes the new sums into the old ones.
+        body: runs the loop's body. It writes the new sums over the old ones.
     """
-    number, *_ = loop.body.nodes
-    made = results(loop.body)
-    behind = len(made) - loop.carried  # the rows
-    rows_of = [(x.shape, x.dtype, x.device) for n in made[loop.sums : behind] for x in values(n)]
-    carried_of = [(x.shape, x.dtype, x.device) for n in made[behind:] for x in values(n)]
+    first_argument, *_ = loop.body.nodes
+    outputs = results(loop.body)
+    end_of_rows = len(outputs) - loop.carried  # sums, then rows, then carried values
+    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sums : end_of_rows] for x in values(n)]
+    carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in values(n)]
     first = len(loop.parts)
 
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        sums, rest = list(given[first : first + loop.sums]), given[first + loop.sums :]
-        rows = [torch.empty((loop.turns, *s), dtype=dtype, device=device) for s, dtype, device in rows_of]
-        carried: list[Any] = [_arriving(*x) for x in carried_of]
-        for j in range(loop.turns):
-            turn = torch.tensor(j) if number.users else None
-            parts = [x.narrow(p.dim, j * p.size, p.size) for x, p in zip(given, loop.parts, strict=False)]
-            args = [turn, *parts, *sums, *rest, *carried]
-            del turn, parts, carried
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        sums, rest = list(inputs[first : first + loop.sums]), inputs[first + loop.sums :]
+        rows = [torch.empty((loop.turns, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
+        carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
+        for i in range(loop.turns):
+            number = torch.tensor(i) if first_argument.users else None
+            parts = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.parts, strict=False)]
+            args = [number, *parts, *sums, *rest, *carried]
+            del number, parts, carried
             out = body(args)
-            _put(j, rows, out[loop.sums : behind])
-            carried = list(out[behind:])
+            _write_rows(i, rows, out[loop.sums : end_of_rows])
+            carried = list(out[end_of_rows:])
             del out
         return [*sums, *rows, *carried]
 
@@ -53,117 +53,119 @@ def running(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[
     return run
 
 
-def _arriving(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PendingMessages:
-    """Return what the first turn finds on its way, and makes when it waits for it: -0.0, which changes no sum."""
+def _pending_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PendingMessages:
+    """Return the pending reduction that the first iteration waits for: it gives -0.0, which changes no sum."""
     return PendingMessages([], partial(torch.full, shape, -0.0, dtype=dtype, device=device))
 
 
-def _put(j: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy the values of turn j to where they belong, and so let go of them."""
+def _write_rows(iteration: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy an iteration's values into the rows, so that their own memory can be freed."""
     for row, x in zip(rows, values, strict=True):
-        row[j].copy_(x)
+        row[iteration].copy_(x)
 
 
-# A rank of a pipeline at run time: its phases, each on its micro-batch, in the order of its row of the schedule.
+# A rank of a pipeline: it runs each phase on a micro-batch, in the order of its row of the schedule.
 
 
 Body = Callable[[list[Any]], Sequence[Any]]
 
 
 def following(loop: Loop, parts: Sequence[PhaseGraph], bodies: Sequence[Body]) -> Callable[..., list[torch.Tensor]]:
-    """Make the function of a pipeline's loop: from what it is given to its sums.
+    """Return the function of a pipeline's loop: it maps the loop's arguments to its sums.
 
     Args:
         loop: the loop.
-        parts: its body, split in phases.
-        bodies: what runs each: it writes the new sums into the old ones, and takes what it is given off the list.
+        parts: the loop's body, split into phases.
+        bodies: run the phases. Each writes the new sums over the old ones, and removes its arguments from the list.
     """
     assert loop.track is not None
     track, first = loop.track, len(loop.parts)
     phases = {part.phase: (part, body) for part, body in zip(parts, bodies, strict=True)}
-    readers = Counter([x for part in parts for x in part.given if isinstance(x, Residual)])
-    forms, device = _forms(parts)
+    readers = Counter([x for part in parts for x in part.inputs if isinstance(x, Residual)])
+    forms, device = _leaf_stand_ins(parts)
     row = programs(track.schedule)[track.binding.rank]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in track.schedule.messages}
 
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        turns = _Turns(loop, given, dict(readers), StageMessages(track.schedule, track.binding, forms, device))
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        iterations = _Iterations(
+            loop, inputs, dict(readers), StageMessages(track.schedule, track.binding, forms, device)
+        )
         for instruction in row:
             if not isinstance(instruction.of, Action):
-                turns.messages.execute(instruction)
+                iterations.messages.execute(instruction)
                 continue
             for phase in phases_of(instruction.of):
                 if phase not in phases:  # the first stage has no gradient to send
                     continue
-                made = turns.run(*phases[phase], instruction.of.micro_batch)
-                if made is not None and made in messages:
-                    turns.messages.send(messages[made])
-        return list(given[first : first + loop.sums])
+                value = iterations.run(*phases[phase], instruction.of.micro_batch)
+                if value is not None and value in messages:
+                    iterations.messages.send(messages[value])
+        return list(inputs[first : first + loop.sums])
 
     run.__name__ = run.__qualname__ = "pipeline"
     return run
 
 
-def _forms(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], torch.device]:
-    """Return stand-ins of the leaves of what stages hand on, and the device where they lie."""
-    found: dict[int, torch.Tensor] = {}
+def _leaf_stand_ins(parts: Sequence[PhaseGraph]) -> tuple[list[torch.Tensor], torch.device]:
+    """Return stand-ins of the leaves that stages send to one another, and the leaves' device."""
+    leaves: dict[int, torch.Tensor] = {}
     for part in parts:
-        made = [(what, n) for what, n in zip(part.made, results(part.graph), strict=True)]
+        outputs = [(value, n) for value, n in zip(part.outputs, results(part.graph), strict=True)]
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
-        for what, n in [*zip(part.given, inputs, strict=True), *made]:
-            if isinstance(what, Arrival):
-                found[what.leaf] = values(n)[0]
-    forms = [torch.empty(found[i].shape, dtype=found[i].dtype, device="meta") for i in sorted(found)]
-    return forms, found[0].device if found else torch.device("cpu")
+        for value, n in [*zip(part.inputs, inputs, strict=True), *outputs]:
+            if isinstance(value, Arrival):
+                leaves[value.leaf] = values(n)[0]
+    forms = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
+    return forms, leaves[0].device if leaves else torch.device("cpu")
 
 
 @dataclass
-class _Turns:
-    """The turns of a loop that have begun.
+class _Iterations:
+    """The iterations of a pipeline's loop that are in flight.
 
     Attributes:
-        loop: whose.
-        given: what it is given.
-        readers: by residual, how many phases read it.
-        messages: what goes from stage to stage.
-        held: by micro-batch and residual, its value, and how many are still to read it.
+        loop: the loop.
+        inputs: the loop's arguments.
+        readers: for each residual, the number of phases that read it.
+        messages: the messages between stages.
+        residuals: for each micro-batch and residual, its value and the number of phases that have yet to read it.
     """
 
     loop: Loop
-    given: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
     readers: dict[Residual, int]
     messages: StageMessages
-    held: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
+    residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
 
     def run(self, part: PhaseGraph, body: Body, m: int) -> Value | None:
-        """Run a phase of a turn; returns what it has made for another stage."""
-        arrived: dict[Value, list[torch.Tensor]] = {}
-        args = [self._argument(x, m, arrived) for x in part.given]
-        arrived.clear()
+        """Run a phase on micro-batch m; return the value that it computes for another stage, if any."""
+        received: dict[Value, list[torch.Tensor]] = {}
+        args = [self._argument(x, m, received) for x in part.inputs]
+        received.clear()
         out = list(body(args))
-        made: dict[Value, list[torch.Tensor]] = {}
-        for what, x in zip(part.made, out, strict=True):
-            if isinstance(what, Residual):
-                self.held[m, what] = [x, self.readers[what]]
-            elif isinstance(what, Arrival):
-                made.setdefault(Value(what.kind, what.stage, m), []).append(x)  # pyright: ignore[reportArgumentType]
-        for value, xs in made.items():
+        by_value: dict[Value, list[torch.Tensor]] = {}
+        for output, x in zip(part.outputs, out, strict=True):
+            if isinstance(output, Residual):
+                self.residuals[m, output] = [x, self.readers[output]]
+            elif isinstance(output, Arrival):
+                by_value.setdefault(Value(output.kind, output.stage, m), []).append(x)  # pyright: ignore[reportArgumentType]
+        for value, xs in by_value.items():
             self.messages.put(value, xs)
-        return next(iter(made), None)
+        return next(iter(by_value), None)
 
-    def _argument(self, source: int | Residual | Arrival, m: int, arrived: dict[Value, list[torch.Tensor]]) -> Any:
+    def _argument(self, source: int | Residual | Arrival, m: int, received: dict[Value, list[torch.Tensor]]) -> Any:
         if isinstance(source, Residual):
-            entry = self.held[m, source]
+            entry = self.residuals[m, source]
             entry[1] -= 1
-            return self.held.pop((m, source))[0] if not entry[1] else entry[0]
+            return self.residuals.pop((m, source))[0] if not entry[1] else entry[0]
         if isinstance(source, Arrival):
             value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
-            if value not in arrived:
-                arrived[value] = self.messages.take(value)
-            return arrived[value][source.leaf]
+            if value not in received:
+                received[value] = self.messages.take(value)
+            return received[value][source.leaf]
         if source == 0:
             return torch.tensor(m)
-        x = self.given[source - 1]
+        x = self.inputs[source - 1]
         if source > len(self.loop.parts):
             return x
         part = self.loop.parts[source - 1]

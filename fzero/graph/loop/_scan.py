@@ -1,4 +1,4 @@
-"""How a loop is written down while a step is traced, and the node of the graph that it becomes."""
+"""Loops over micro-batches: the operations that mark a loop in a trace, and the graph's node that runs it."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,15 +35,15 @@ __all__ = [
     "with_body",
 ]
 
-# Loops: a node of a graph that runs a graph of its own, one turn after the other.
+# Loops: a node of the graph runs a graph of its own, one iteration after the other.
 #
-# A `Loop` is to a graph what `scan` is to a JAX program. Its node takes the tensors of which each turn has a part, the
-# sums as they begin, and all that the body reads besides. It returns the sums, in the memory of those it was given, and
-# rows. Whatever the number of turns, there is one body to schedule and to compile.
+# A `Loop` is to a graph what `scan` is to a JAX program. Its node takes the tensors that iterations slice, the initial
+# sums, and all other values that the body reads. It returns the sums, in the memory of the initial sums, and the rows.
+# There is one body to schedule and to compile, whatever the number of iterations.
 
 
 class LoopSlice(NamedTuple):
-    """Which part of a tensor a turn has: `size` elements along `dim`, one turn's after the other's."""
+    """The slices of a tensor: iteration i reads `size` elements along `dim`, from `i * size` on."""
 
     dim: int
     size: int
@@ -51,18 +51,17 @@ class LoopSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop's node runs.
+    """The loop that a node runs.
 
     Attributes:
-        body: a graph of one turn. Its arguments are the number of the turn, the parts, the sums, the rest, and what is
-            carried. Its results are the new sums, a row of each of the other results, and what is carried.
-        turns: how often it runs.
-        parts: of the first tensors that the node is given.
-        sums: how many there are; the node is given them after those.
-        carried: how many reductions each turn leaves on their way, for the next turn to wait for. The node returns
-            those of the last turn, after all others.
-        track: of a rank of a pipeline, whose turns are cut in phases (`fzero.graph.loop._rank_schedule`): what it
-            follows.
+        body: the graph of one iteration. Its arguments are the iteration's number, the slices, the sums, the other
+            values, and the carried reductions. Its results are the new sums, the rows, and the carried reductions.
+        turns: the number of iterations.
+        parts: how iterations slice the first tensors among the node's arguments.
+        sums: the number of sums; the node takes them after the sliced tensors.
+        carried: the number of reductions that each iteration starts and the next one waits for. The node returns
+            those of the last iteration, after all other results.
+        track: for a rank of a pipeline, the schedule that it follows (`fzero.graph.loop._rank_schedule`); else None.
     """
 
     body: Graph
@@ -80,17 +79,17 @@ class Loop:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The positions `(result, argument)` of the body's sums, each of which is written where it was."""
+        """The positions `(result, argument)` of the body's sums, which are updated in place."""
         return tuple(enumerate(self.places_of_sums))
 
 
 def loop_of(node: Node) -> Loop | None:
-    """Return the loop that a node runs, if it runs one."""
+    """Return the loop that a node runs; None for other nodes."""
     return node.meta.get("loop")
 
 
 def graphs_in(graph: Graph) -> Iterator[Graph]:
-    """Yield a graph, and the bodies of its loops."""
+    """Yield a graph and the bodies of its loops."""
     yield graph
     for node in graph.nodes:
         if loop := loop_of(node):
@@ -98,7 +97,7 @@ def graphs_in(graph: Graph) -> Iterator[Graph]:
 
 
 def shared_graphs(graph: Graph) -> Iterator[Graph]:
-    """Yield a graph, and the bodies of those loops that are alike on all ranks: not the stages of a pipeline."""
+    """Yield a graph and the bodies of its loops that are the same on all ranks: not those of a pipeline's stages."""
     yield graph
     for node in graph.nodes:
         loop = loop_of(node)
@@ -107,14 +106,14 @@ def shared_graphs(graph: Graph) -> Iterator[Graph]:
 
 
 def with_body(node: Node, body: Graph) -> None:
-    """Give a loop's node another body."""
+    """Replace the body of a loop's node."""
     loop = loop_of(node)
     assert loop is not None
     node.meta = {**node.meta, "loop": replace(loop, body=body)}
 
 
 def function_of() -> Callable[..., Any]:
-    """Make the function that stands for a loop in a graph: one for each, by which it is told from others."""
+    """Return a new function that stands for one loop in a graph; each loop has its own."""
 
     def loop(*args: Any) -> Any:
         raise AssertionError("a loop runs in an executor")
@@ -122,22 +121,22 @@ def function_of() -> Callable[..., Any]:
     return loop
 
 
-# Turns: how a loop is written down while a step is traced, and its body runs once.
+# Operations that mark a loop while a step is traced.
 #
-# A loop whose turns differ by their data alone is traced as one turn. The operations here stand where this turn meets
-# the others and the rest of the step. `turn` is the number of the turn, and where the body begins. `part` is a turn's
-# part of a tensor. `sum_before` is what the turns before have summed, and `sum_after` is that with this turn's share.
-# `rows` are the values of all turns, one below the other.
+# A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
+# iteration meets the others and the rest of the step. `turn` begins the body and returns the iteration's number. `part`
+# is an iteration's slice of a tensor. `sum_before` is the sum over earlier iterations, and `sum_after` adds this
+# iteration's share to it. `rows` stacks the values of all iterations.
 #
-# Python may make a turn depend on the one before: by a list that the loss function appends to, a counter, an iterator.
-# So the forward pass runs `again`, and is `compared` with the first.
+# Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
+# iterator. So the forward pass runs `again`, and is `compared` with the first.
 #
-# They compute nothing: `fzero.graph.loop._trace` puts a loop in their places. In a vmap, of ranks or the user's, the
-# mapped dimension goes first. So a sum has the same strides before and after a turn.
+# The operations compute nothing: `fzero.graph.loop._trace` replaces them by a loop. In a vmap, of ranks or the user's,
+# the mapped dimension goes first. So a sum has the same strides before and after an iteration.
 
 
 class NotScannable(RuntimeError):
-    """Turns differ by more than their data, or hand on more than sums and rows."""
+    """Iterations differ by more than their data, or return more than sums and rows."""
 
 
 class _Recording(threading.local):
@@ -150,7 +149,7 @@ _RECORDING = _Recording()
 
 @contextmanager
 def recorded(on: bool, pipelines: bool = False) -> Iterator[None]:
-    """Have this thread's trace record loops as one turn, or not; and pipelines, whose ranks are such loops."""
+    """Set whether this thread's trace records a loop as one iteration, and a pipeline's rank as such a loop."""
     before = _RECORDING.on, _RECORDING.pipelines
     _RECORDING.on, _RECORDING.pipelines = on, pipelines
     try:
@@ -160,12 +159,12 @@ def recorded(on: bool, pipelines: bool = False) -> Iterator[None]:
 
 
 def are_recorded() -> bool:
-    """Return whether a trace runs that records loops as one turn."""
+    """Return whether a trace runs that records a loop as one iteration."""
     return _RECORDING.on and is_tracing()
 
 
 def pipelines_are_recorded() -> bool:
-    """Return whether a trace runs that records a rank of a pipeline as one turn."""
+    """Return whether a trace runs that records a pipeline's rank as one iteration."""
     return _RECORDING.pipelines and is_tracing()
 
 
@@ -175,7 +174,7 @@ def _never(*args: Any) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::turn", mutates_args=())
 def turn(turns: int) -> torch.Tensor:
-    """Begin a loop of so many turns, and return the number of the turn that runs: a 0-d int64 tensor."""
+    """Begin a loop of this many iterations, and return the number of the running one: a 0-d int64 tensor."""
     return _never()
 
 
@@ -187,25 +186,25 @@ def part(x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> torch.Tens
 
 @torch.library.custom_op("fzero::sum_before", mutates_args=())
 def sum_before(like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what the turns before have summed, in a dtype: of the shape and the strides of this turn's share."""
+    """Return the sum over earlier iterations in a dtype, with the shape and strides of this iteration's share."""
     return _never()
 
 
 @torch.library.custom_op("fzero::sum_after", mutates_args=())
 def sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Hand on the sum that this turn has made of `before`, and return what the last turn makes."""
+    """Pass this iteration's sum `x` on to the next one, and return the sum of the last iteration."""
     return _never()
 
 
 @torch.library.custom_op("fzero::rows", mutates_args=())
 def rows(x: torch.Tensor, turn: torch.Tensor, turns: int) -> torch.Tensor:
-    """Return this turn's value and all others', stacked along a new dimension 0."""
+    """Return the values of all iterations, stacked along a new dimension 0."""
     return _never()
 
 
 @torch.library.custom_op("fzero::again", mutates_args=())
 def again(turn: torch.Tensor) -> torch.Tensor:
-    """Begin to run the forward pass of a turn once more, for comparison, and return the turn's number."""
+    """Begin to run an iteration's forward pass once more, for comparison, and return the iteration's number."""
     return _never()
 
 
@@ -213,7 +212,7 @@ def again(turn: torch.Tensor) -> torch.Tensor:
 def compared(
     x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return `x`, if what has run since `again`, whose results are `second`, is what the turn ran for `first`."""
+    """Return `x` if the operations since `again`, with results `second`, equal those that computed `first`."""
     return _never()
 
 
@@ -221,15 +220,15 @@ OPERATIONS = (turn, part, sum_before, sum_after, rows, again, compared)
 
 
 def is_part(node: Node) -> bool:
-    """Return whether a traced node is a turn's part of a tensor: in the eager step it is a view of that."""
+    """Return whether a traced node is an iteration's slice of a tensor, which is a view of it in the eager step."""
     return node.target is part._opoverload
 
 
-# ---------------------------------------------------------------- their shapes
+# ---------------------------------------------------------------- shapes of the operations' results
 
 
 def _fake(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make a stand-in from numbers alone: what a constant's stand-in makes of it would be a constant, too."""
+    """Make a stand-in from numbers alone: an operation on a constant's stand-in would give a constant, too."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
 
 
@@ -275,36 +274,36 @@ def _(x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: l
 # ---------------------------------------------------------------- under vmap
 
 
-def _first(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _mapped_first(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     return x if dim is None else x.movedim(dim, 0)
 
 
-def _place(dim: int | None) -> int | None:
+def _mapped_dim(dim: int | None) -> int | None:
     return None if dim is None else 0
 
 
 @part.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, dim: int, size: int) -> Any:
-    return part(_first(x, dims[0]), turn, dim + (dims[0] is not None), size), _place(dims[0])
+    return part(_mapped_first(x, dims[0]), turn, dim + (dims[0] is not None), size), _mapped_dim(dims[0])
 
 
 @sum_before.register_vmap
 def _(info: Any, dims: Any, like: torch.Tensor, turn: torch.Tensor, dtype: torch.dtype) -> Any:
-    return sum_before(_first(like, dims[0]), turn, dtype), _place(dims[0])
+    return sum_before(_mapped_first(like, dims[0]), turn, dtype), _mapped_dim(dims[0])
 
 
 @sum_after.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, before: torch.Tensor) -> Any:
-    return sum_after(_first(x, dims[0]), _first(before, dims[1])), _place(dims[0])
+    return sum_after(_mapped_first(x, dims[0]), _mapped_first(before, dims[1])), _mapped_dim(dims[0])
 
 
 @rows.register_vmap
 def _(info: Any, dims: Any, x: torch.Tensor, turn: torch.Tensor, turns: int) -> Any:
-    return rows(_first(x, dims[0]), turn, turns), None if dims[0] is None else 1
+    return rows(_mapped_first(x, dims[0]), turn, turns), None if dims[0] is None else 1
 
 
 @compared.register_vmap
 def _(
     info: Any, dims: Any, x: torch.Tensor, again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
 ) -> Any:
-    return compared(_first(x, dims[0]), again, first, second), _place(dims[0])
+    return compared(_mapped_first(x, dims[0]), again, first, second), _mapped_dim(dims[0])

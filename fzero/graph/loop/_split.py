@@ -1,7 +1,8 @@
-"""A turn of a pipeline's loop, split in its phases: each a graph of its own, which is given what others have left.
+"""Split the body of a pipeline's loop into its phases, each a graph of its own.
 
-What a later phase needs of an earlier one is held between them, once for each micro-batch in flight: a residual. Views,
-and cheap values that depend on the loop's arguments alone, are made anew where they are needed.
+A value that one phase computes and a later phase reads is a residual. Each micro-batch in flight holds its own
+residuals. Views, and cheap values that depend only on the loop's arguments, are computed again in each phase that
+reads them.
 """
 
 import operator
@@ -21,13 +22,13 @@ __all__ = ["Arrival", "PhaseGraph", "Residual", "regions", "split"]
 
 
 class Residual(NamedTuple):
-    """A residual: the value of a node, by its name."""
+    """A value that a later phase reads, by the name of its node."""
 
     name: str
 
 
 class Arrival(NamedTuple):
-    """A leaf of what another stage has made: its output ("F") or the gradient of its input ("G")."""
+    """A leaf that one stage sends to another: of its output ("F") or of its input's gradient ("G")."""
 
     kind: str
     stage: int
@@ -39,27 +40,27 @@ class PhaseGraph:
     """A phase as a graph.
 
     Attributes:
-        phase: which.
-        graph: its operations.
-        given: what each of its arguments is: a position among the arguments of the loop's body, a residual, or what
-            another stage has made.
-        made: what each of its results is: a residual, or what it makes for another stage; None for a sum, which it
-            has written where it was.
+        phase: the phase.
+        graph: the phase's operations.
+        inputs: the source of each argument: a position among the arguments of the loop's body, a residual, or a leaf
+            from another stage.
+        outputs: the kind of each result: a residual, or a leaf for another stage; None for a sum, which the phase
+            updates in place.
     """
 
     phase: Phase
     graph: Graph
-    given: tuple[int | Residual | Arrival, ...]
-    made: tuple[Residual | Arrival | None, ...]
+    inputs: tuple[int | Residual | Arrival, ...]
+    outputs: tuple[Residual | Arrival | None, ...]
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """The positions of the arguments that are gone when their last reader has read them."""
-        return tuple([i for i, x in enumerate(self.given) if not isinstance(x, int)])
+        """The positions of the arguments that are freed after their last reader in the phase."""
+        return tuple([i for i, x in enumerate(self.inputs) if not isinstance(x, int)])
 
 
 def regions(nodes: Sequence[Node]) -> dict[Phase, range]:
-    """Say where each phase of a turn begins and ends, in a body in the order in which it runs."""
+    """Return the positions of each phase's nodes in a loop's body, given its nodes in the order in which they run."""
     begins: list[tuple[Phase, int]] = []
     for i, n in enumerate(nodes):
         if n.target is BEGINS:
@@ -72,73 +73,78 @@ def regions(nodes: Sequence[Node]) -> dict[Phase, range]:
 
 
 def phases_in(nodes: Sequence[Node]) -> dict[Node, Phase]:
-    """Say to which phase each node of a turn belongs, of a body in the order in which it runs."""
-    found: dict[Node, Phase] = {}
-    for here, region in regions(nodes).items():
+    """Return the phase of each operation of a loop's body, given its nodes in the order in which they run."""
+    phases: dict[Node, Phase] = {}
+    for phase, region in regions(nodes).items():
         for n in [nodes[i] for i in region if nodes[i].op == "call_function"]:
-            of = [found[a] for a in n.all_input_nodes if a in found]
-            # a sum that another stage makes may come late; and a tuple is taken apart where it is made
-            late = all(phase.stage != here.stage for phase in of) or n.target is operator.getitem
-            found[n] = of[-1] if of and late else here
-    return found
+            sources = [phases[a] for a in n.all_input_nodes if a in phases]
+            # a sum of another stage's values belongs to that stage, and a tuple's items to the tuple's phase
+            late = all(p.stage != phase.stage for p in sources) or n.target is operator.getitem
+            phases[n] = sources[-1] if sources and late else phase
+    return phases
 
 
 def split(loop: Loop) -> tuple[PhaseGraph, ...]:
-    """Split the body of a pipeline's loop in its phases, in their order."""
+    """Split the body of a pipeline's loop into its phases, in the order in which they run."""
     nodes = list(loop.body.nodes)
-    home = phases_in(nodes)
-    cutter = _Cutter(loop, home)
+    phase_of = phases_in(nodes)
+    splitter = _PhaseSplitter(loop, phase_of)
     for n in nodes:
-        if n in home:
-            cutter.add(n)
-    for value in results(loop.body):
-        if isinstance(value, Node) and value in home:
-            cutter.parts[home[value]].makes(None, value)
-    return cutter.done()
+        if n in phase_of:
+            splitter.add(n)
+    for result in results(loop.body):
+        if isinstance(result, Node) and result in phase_of:
+            splitter.parts[phase_of[result]].add_output(None, result)
+    return splitter.build()
 
 
 @dataclass
 class _PhaseBuilder:
-    """A phase that is being made: its graph so far, the copies in it, and what goes in and out."""
+    """A phase under construction: its graph, the copy of each of the body's nodes in it, its inputs and outputs."""
 
     phase: Phase
     graph: Graph
     copies: dict[Node, Node]
-    given: dict[int | Residual | Arrival, Node]
-    made: list[tuple[Residual | Arrival | None, Node]]
+    inputs: dict[int | Residual | Arrival, Node]
+    outputs: list[tuple[Residual | Arrival | None, Node]]
 
     def argument(self, source: int | Residual | Arrival, node: Node) -> Node:
-        """Make an argument that stands for a node."""
-        if source not in self.given:
-            self.given[source] = argument = Graph.placeholder(self.graph, node.name)
+        """Return the argument that stands for a node, and add it if the phase has none."""
+        if source not in self.inputs:
+            self.inputs[source] = argument = Graph.placeholder(self.graph, node.name)
             argument.meta = dict(node.meta)
-        return self.given[source]
+        return self.inputs[source]
 
-    def makes(self, what: Residual | Arrival | None, node: Node) -> None:
-        """Note a result."""
-        if what is None or all(what != known for known, _ in self.made):
-            self.made.append((what, node))
+    def add_output(self, output: Residual | Arrival | None, node: Node) -> None:
+        """Add a result."""
+        if output is None or all(output != existing for existing, _ in self.outputs):
+            self.outputs.append((output, node))
 
 
-class _Cutter:
-    """Deals the nodes of a body to its phases."""
+class _PhaseSplitter:
+    """Distributes the nodes of a loop's body among its phases."""
 
-    def __init__(self, loop: Loop, home: dict[Node, Phase]) -> None:
-        self.home = home
+    def __init__(self, loop: Loop, phase_of: dict[Node, Phase]) -> None:
+        self.phase_of = phase_of
         self.inputs = {n: i for i, n in enumerate(n for n in loop.body.nodes if is_input(n))}
         sums = {n for n, i in self.inputs.items() if i in loop.places_of_sums}
         cheap = made_of_inputs([n for n in loop.body.nodes if n.op == "call_function"])
-        self.anew: set[Node] = set()  # what is made anew in each phase that needs it
+        self.duplicates: set[Node] = set()  # nodes that each phase which reads them computes again
         for n in loop.body.nodes:
-            known = [a for a in n.all_input_nodes if not is_input(a)]
+            operands = [a for a in n.all_input_nodes if not is_input(a)]
             moves = is_collective(n) or is_wait(n) or is_random(n)
-            if n in cheap and not moves and not sums & {*n.all_input_nodes} and all(a in self.anew for a in known):
-                self.anew.add(n)
-        self.parts = {phase: _PhaseBuilder(phase, Graph(), {}, {}, []) for phase in dict.fromkeys(home.values())}
+            if (
+                n in cheap
+                and not moves
+                and not sums & {*n.all_input_nodes}
+                and all(a in self.duplicates for a in operands)
+            ):
+                self.duplicates.add(n)
+        self.parts = {phase: _PhaseBuilder(phase, Graph(), {}, {}, []) for phase in dict.fromkeys(phase_of.values())}
 
     def add(self, node: Node) -> None:
-        """Put a node into its phase."""
-        part = self.parts[self.home[node]]
+        """Add a node to its phase."""
+        part = self.parts[self.phase_of[node]]
         if node.target is BEGINS:
             return
         if node.target is RECEIVED:
@@ -148,49 +154,53 @@ class _Cutter:
             kind, stage, xs = node.args
             for leaf, x in enumerate(xs):  # pyright: ignore
                 self.value(part, x)  # pyright: ignore[reportArgumentType]
-                part.makes(Arrival(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
-        elif node not in self.anew:
+                part.add_output(Arrival(kind, stage, leaf), x)  # pyright: ignore[reportArgumentType]
+        elif node not in self.duplicates:
             self.copy(part, node)
 
     def copy(self, part: _PhaseBuilder, node: Node) -> Node:
-        """Copy a node into a phase, behind what it needs."""
+        """Copy a node into a phase, after its operands."""
         for a in node.all_input_nodes:
             self.value(part, a)
         part.copies[node] = part.graph.node_copy(node, part.copies.__getitem__)
         return part.copies[node]
 
     def value(self, part: _PhaseBuilder, node: Node) -> Node:
-        """Return what stands for a value in a phase."""
+        """Return the node that stands for a value in a phase, and add it if the phase has none."""
         if node in part.copies:
             return part.copies[node]
         if node in self.inputs:
             part.copies[node] = part.argument(self.inputs[node], node)
-        elif node in self.anew or (self.home[node] != part.phase and is_view(node) and not self.is_made(node)):
+        elif node in self.duplicates or (
+            self.phase_of[node] != part.phase and is_view(node) and not self.is_tuple_item(node)
+        ):
             self.copy(part, node)
         else:
-            made = self.home[node]
-            assert made.precedes(part.phase), f"{node}, which {made} makes, is used in {part.phase}: it may run before"
-            source = self.parts[made]
-            source.makes(Residual(node.name), node)
+            producer = self.phase_of[node]
+            assert producer.precedes(part.phase), f"{part.phase} reads {node} of {producer}, and may run before it"
+            source = self.parts[producer]
+            source.add_output(Residual(node.name), node)
             part.copies[node] = part.argument(Residual(node.name), node)
         return part.copies[node]
 
-    def is_made(self, node: Node) -> bool:
-        """Return whether a view is an item of a tuple that an operation has made, and not of one tensor's parts."""
+    def is_tuple_item(self, node: Node) -> bool:
+        """Return whether a view is an item of an operation's tuple of results, and not a view of one tensor."""
         return node.target is operator.getitem and not is_view(node.all_input_nodes[0])
 
-    def done(self) -> tuple[PhaseGraph, ...]:
-        """Return the phases."""
-        found = []
+    def build(self) -> tuple[PhaseGraph, ...]:
+        """Return the graphs of all phases."""
+        phases = []
         for part in self.parts.values():
-            part.graph.output(tuple([self.value(part, node) for _, node in part.made]))
-            graph = _inputs_first(part.graph, list(part.given.values()))
-            found.append(PhaseGraph(part.phase, graph, tuple(part.given), tuple([what for what, _ in part.made])))
-        return tuple(found)
+            part.graph.output(tuple([self.value(part, node) for _, node in part.outputs]))
+            graph = _with_inputs_first(part.graph, list(part.inputs.values()))
+            phases.append(
+                PhaseGraph(part.phase, graph, tuple(part.inputs), tuple([output for output, _ in part.outputs]))
+            )
+        return tuple(phases)
 
 
-def _inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
-    """Copy a graph without what nothing needs, its arguments in this order and before all else."""
+def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
+    """Copy a graph without its dead nodes, with these arguments first and in this order."""
     needed = {n for n in graph.nodes if n.op == "output" or is_write(n)}
     for n in reversed(graph.nodes):
         if n in needed:

@@ -1,4 +1,4 @@
-"""Loops in a trace: the operations of `fzero.graph.loop` mark them, and here they become nodes of the graph."""
+"""Replace the operations that mark a loop in a trace (`fzero.graph.loop`) by a node that runs the loop."""
 
 import operator
 from dataclasses import dataclass
@@ -14,16 +14,17 @@ from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import ASIDE, ASIDE_ENDS, BEGINS, NEEDS, SENT, RankSchedule, rank_schedule_of
 from fzero.graph.loop._scan import Loop, LoopSlice, NotScannable, function_of, loop_of
 
-__all__ = ["needed_by", "renumbered", "sends_first", "track_at", "with_loops", "without_asides"]
+__all__ = ["loop_arguments", "move_sends_first", "rank_schedule_at", "renumbered", "with_loops", "without_asides"]
 
 
-# A rank of a pipeline in a trace: what its turn is made of, before it becomes a loop.
+# A traced iteration of a pipeline's rank, before it becomes a loop.
 #
-# What was run for its shapes alone goes. In each backward pass, what leads to the gradient that is sent comes first.
+# Regions that ran only for their shapes are removed. In each backward pass, the operations that lead to the gradient
+# that is sent come first.
 
 
 def without_asides(graph: Graph) -> None:
-    """Remove what was run for its shapes alone."""
+    """Remove the regions that ran only for their shapes."""
     while True:
         nodes = list(graph.nodes)
         begin = next((i for i, n in enumerate(nodes) if n.target is ASIDE), None)
@@ -35,24 +36,24 @@ def without_asides(graph: Graph) -> None:
                 graph.erase_node(n)
 
 
-def track_at(start: Node) -> RankSchedule | None:
-    """Return the track of a turn that is one of a pipeline's."""
-    node = _needs(start)
+def rank_schedule_at(start: Node) -> RankSchedule | None:
+    """Return the schedule of the pipeline's rank that an iteration belongs to; None for other loops."""
+    node = _needs_marker(start)
     return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
 
 
-def needed_by(start: Node) -> list[Node]:
-    """List what a pipeline's loop is given whether its turns read it or not."""
-    node = _needs(start)
+def loop_arguments(start: Node) -> list[Node]:
+    """List the nodes that are arguments of a pipeline's loop, whether or not its iterations read them."""
+    node = _needs_marker(start)
     return [] if node is None else list(node.args[2])  # pyright: ignore[reportArgumentType]
 
 
-def _needs(start: Node) -> Node | None:
+def _needs_marker(start: Node) -> Node | None:
     return next((n for n in start.users if n.target is NEEDS), None)
 
 
-def sends_first(start: Node) -> None:
-    """In each backward pass of a pipeline's turn, move what leads to the gradient that is sent in front of the rest."""
+def move_sends_first(start: Node) -> None:
+    """Move the operations that lead to each gradient that is sent to the front of its backward pass."""
     nodes = list(start.graph.nodes)
     nodes = nodes[nodes.index(start) :]
     for i, begin in enumerate(nodes):
@@ -62,19 +63,19 @@ def sends_first(start: Node) -> None:
         sent = next((n for n in nodes[i + 1 : stop] if n.target is SENT), None)
         if sent is None:
             continue
-        leading = {sent}
+        ancestors = {sent}
         for n in reversed(nodes[i + 1 : stop]):
-            if n in leading:
-                leading.update(n.all_input_nodes)
-        at = begin
+            if n in ancestors:
+                ancestors.update(n.all_input_nodes)
+        last = begin
         for n in nodes[i + 1 : stop]:
-            if n in leading:
-                at.append(n)
-                at = n
+            if n in ancestors:
+                last.append(n)
+                last = n
 
 
 def renumbered(graph: Graph) -> Graph:
-    """Copy a graph with names by what is left in it: the same on all ranks of a pipeline, whose stages differ."""
+    """Copy a graph and name its nodes anew, so that names are the same on all ranks of a pipeline."""
     out, copies = Graph(), dict[Node, Node]()
     for n in graph.nodes:
         args, kwargs = (map_arg(x, copies.__getitem__) for x in (n.args, n.kwargs))  # pyright: ignore
@@ -83,29 +84,29 @@ def renumbered(graph: Graph) -> Graph:
     return out
 
 
-# Loops in a trace: the operations of `fzero.graph.loop._scan` say where they are; here they become nodes.
+# Loops in a trace, which the operations of `fzero.graph.loop._scan` mark, become nodes.
 #
-# 1. The body of a loop is what was traced from its `turn` on, up to the last operation that refers to it.
-# 2. Its forward pass was traced twice. If they differ, the turns depend on one another, and there is no loop.
-# 3. The body becomes a graph of its own, whose arguments are what it uses of the rest.
-# 4. A node that runs the loop takes its place, behind sums that begin as -0.0: added to any number it gives the number.
+# 1. The body of a loop begins at its `turn` and ends at the last operation that refers to the loop.
+# 2. Its forward pass was traced twice. If the two differ, iterations depend on one another, and there is no loop.
+# 3. The body becomes a graph of its own, whose arguments are the outside values that it reads.
+# 4. A node that runs the loop replaces the body. The sums start as -0.0, which changes no number that is added to it.
 #
-# A rank of a pipeline is a loop, too, whose turns are cut in phases (`_rank_schedule`). Its forward pass is traced
-# once: a model in a pipeline is a function of its arguments alone.
+# A rank of a pipeline is a loop, too. Its iterations are split into phases (`_rank_schedule`), and its forward pass is
+# traced once: a model in a pipeline depends on its arguments alone.
 
 
 TURN, PART, BEFORE, AFTER, ROWS, AGAIN, COMPARED = [op._opoverload for op in _scan.OPERATIONS]
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """The nodes of a traced turn.
+class _TracedIteration:
+    """The nodes of a traced iteration.
 
     Attributes:
-        start: the node of its number.
-        nodes: all its nodes, in order.
-        parts: the nodes that cut parts.
-        sums: pairs of a sum before and after.
+        start: the node that returns the iteration's number.
+        nodes: all nodes of the iteration, in order.
+        parts: the nodes that slice tensors.
+        sums: pairs of a sum before and after the iteration.
         rows: the nodes whose values become rows.
     """
 
@@ -117,33 +118,34 @@ class _Turn:
 
     @property
     def marks(self) -> set[Node]:
-        """All nodes that compute nothing."""
+        """The nodes that mark the loop and compute nothing."""
         needs = [n for n in self.start.users if n.target is NEEDS]
         return {self.start, *needs, *self.parts, *self.rows, *[n for pair in self.sums for n in pair]}
 
 
 def with_loops(graph: Graph) -> Graph:
-    """Put nodes that run loops in the places of traced turns.
+    """Replace traced iterations by nodes that run loops.
 
     Args:
         graph: a traced graph, which is changed.
 
     Raises:
-        NotScannable: if a turn hands on a value that is no sum and no row, or if the next one would run something else.
+        NotScannable: if an iteration returns a value that is neither a sum nor a row, or if the next iteration would
+            run other operations.
     """
     without_asides(graph)
     for start in [n for n in graph.nodes if n.target is TURN]:
-        if track_at(start) is None:
-            _compare(graph, _turn_of(start))
+        if rank_schedule_at(start) is None:
+            _compare(graph, _iteration_of(start))
         else:
-            sends_first(start)
-        _hoist(graph, _turn_of(start))
-        _replace(graph, _turn_of(start))
-    tracked = any(loop.track for n in graph.nodes if (loop := loop_of(n)))
-    return renumbered(graph) if tracked else reordered(graph, graph.nodes)
+            move_sends_first(start)
+        _hoist(graph, _iteration_of(start))
+        _replace(graph, _iteration_of(start))
+    has_pipeline = any(loop.track for n in graph.nodes if (loop := loop_of(n)))
+    return renumbered(graph) if has_pipeline else reordered(graph, graph.nodes)
 
 
-def _turn_of(start: Node) -> _Turn:
+def _iteration_of(start: Node) -> _TracedIteration:
     befores = [n for n in start.users if n.target is BEFORE]
     after = {_before_of(n): n for n in start.graph.nodes if n.target is AFTER}
     position = {n: i for i, n in enumerate(start.graph.nodes)}
@@ -152,110 +154,112 @@ def _turn_of(start: Node) -> _Turn:
     nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
     parts = [n for n in start.users if n.target is PART]
-    return _Turn(start, nodes[position[start] : stop + 1], parts, sums, rows)
+    return _TracedIteration(start, nodes[position[start] : stop + 1], parts, sums, rows)
 
 
 def _before_of(after: Node) -> Node:
-    """Return the sum before of a sum after, which may be given a view of it."""
+    """Return the `sum_before` that belongs to a `sum_after`, whose argument may be a view of it."""
     node: Any = after.args[1]
     while node.target is not BEFORE:
         node = node.all_input_nodes[0]
     return node
 
 
-def _compare(graph: Graph, turn: _Turn) -> None:
-    """Check that the forward pass ran alike a second time, and remove the second."""
-    again = next((n for n in turn.start.users if n.target is AGAIN), None)
+def _compare(graph: Graph, iteration: _TracedIteration) -> None:
+    """Check that the second run of the forward pass computes the same as the first, and remove it."""
+    again = next((n for n in iteration.start.users if n.target is AGAIN), None)
     end = next((n for n in again.users if n.target is COMPARED), None) if again is not None else None
     if again is None or end is None:
-        raise NotScannable("the step drops the loss, by which two micro-batches are compared")
-    nodes = list(graph.nodes)
-    behind = nodes[nodes.index(again) + 1 : nodes.index(end)]
-    x, _, results, others = end.args
-    second, own = _leading_to(others, behind), _of_the_turn(turn)
-    theirs = {*second, end}
-    same: dict[Node, Node] = {again: turn.start}  # for each node, the one that stands for all that compute the same
+        raise NotScannable("the step drops the loss, which is needed to compare two micro-batches")
+    all_nodes = list(graph.nodes)
+    nodes_again = all_nodes[all_nodes.index(again) + 1 : all_nodes.index(end)]
+    x, _, results, second_results = end.args
+    second, varying = _ancestors_among(second_results, nodes_again), _varying_nodes(iteration)
+    removable = {*second, end}
+    same: dict[Node, Node] = {again: iteration.start}  # for each node, the representative of its equals
     first: dict[Any, Node] = {}
-    for n in turn.nodes[1:]:
-        same[n] = _alike(n, same) or first.setdefault(described(n, same), n)
+    for n in iteration.nodes[1:]:
+        same[n] = _passed_value(n, same) or first.setdefault(described(n, same), n)
     for n in second:
-        found = _alike(n, same) or first.get(described(n, same))
-        kept = any(a in own for a in n.all_input_nodes)  # what the first micro-batch has left behind
-        if found is None or kept or any(u not in theirs for u in n.users):
+        match = _passed_value(n, same) or first.get(described(n, same))
+        depends_on_first = any(a in varying for a in n.all_input_nodes)  # state that the first micro-batch left behind
+        if match is None or depends_on_first or any(u not in removable for u in n.users):
             where = line_of(n) or str(n.target)
-            raise NotScannable(f"the second micro-batch computes something else than the first at {where}")
-        same[n] = found
-    pairs: Any = zip(results, others, strict=True)  # pyright: ignore[reportArgumentType]
-    if any(same.get(a, a) is not same.get(b, b) or b in own for a, b in pairs):
-        raise NotScannable("the second micro-batch returns something else than the first")
+            raise NotScannable(f"the second micro-batch computes something other than the first at {where}")
+        same[n] = match
+    pairs: Any = zip(results, second_results, strict=True)  # pyright: ignore[reportArgumentType]
+    if any(same.get(a, a) is not same.get(b, b) or b in varying for a, b in pairs):
+        raise NotScannable("the second micro-batch returns something other than the first")
     end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
     graph.erase_node(end)
-    for n in reversed(behind):  # random draws that nothing needs among them
+    for n in reversed(nodes_again):  # unused random draws among them
         if not n.users:
             graph.erase_node(n)
     graph.erase_node(again)
 
 
-def _of_the_turn(turn: _Turn) -> set[Node]:
-    """Find those nodes of a turn that depend on which turn it is: on its number, its parts, its random numbers."""
-    found = {turn.start}
-    for n in turn.nodes[1:]:
-        if is_random(n) or any(a in found for a in n.all_input_nodes):
-            found.add(n)
-    return found - {turn.start}
+def _varying_nodes(iteration: _TracedIteration) -> set[Node]:
+    """Return the nodes that differ by iteration: they depend on its number, its slices or its random numbers."""
+    varying = {iteration.start}
+    for n in iteration.nodes[1:]:
+        if is_random(n) or any(a in varying for a in n.all_input_nodes):
+            varying.add(n)
+    return varying - {iteration.start}
 
 
-def _leading_to(results: Any, nodes: list[Node]) -> list[Node]:
-    """List those of some nodes that results depend on."""
-    found = set(results)
+def _ancestors_among(results: Any, nodes: list[Node]) -> list[Node]:
+    """List the given nodes that the results depend on."""
+    ancestors = set(results)
     for n in reversed(nodes):
-        if n in found:
-            found.update(n.all_input_nodes)
-    return [n for n in nodes if n in found]
+        if n in ancestors:
+            ancestors.update(n.all_input_nodes)
+    return [n for n in nodes if n in ancestors]
 
 
-def _alike(node: Node, same: dict[Node, Node]) -> Node | None:
-    """Return the value that a node passes on as it is, if that is all it does."""
+def _passed_value(node: Node, same: dict[Node, Node]) -> Node | None:
+    """Return the value that a node returns unchanged; None if the node computes something."""
     source = node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
     return same.get(source, source) if isinstance(source, Node) else None
 
 
-def _hoist(graph: Graph, turn: _Turn) -> None:
-    """Move what parts are cut of in front of a turn, and check that nothing else of it is used by others."""
-    inside, out = set(turn.nodes), {*[after for _, after in turn.sums], *turn.rows}
-    wanted = set[Any]([n.args[0] for n in turn.parts])
-    for n in reversed(turn.nodes):
-        if n not in out and any(u not in inside for u in n.users):
-            raise NotScannable(f"a turn hands on what {line_of(n) or 'an operation'} computes")
-        if n in wanted:
-            wanted.update(n.all_input_nodes)
-    for n in turn.nodes:
-        if n in wanted:
-            turn.start.prepend(n)
+def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
+    """Move the tensors that are sliced in front of the iteration; check that outside nodes use only its outputs."""
+    members, outputs = set(iteration.nodes), {*[after for _, after in iteration.sums], *iteration.rows}
+    hoisted = set[Any]([n.args[0] for n in iteration.parts])
+    for n in reversed(iteration.nodes):
+        if n not in outputs and any(u not in members for u in n.users):
+            raise NotScannable(
+                f"the value of {line_of(n) or 'an operation'} leaves the loop, and is neither a sum nor a row"
+            )
+        if n in hoisted:
+            hoisted.update(n.all_input_nodes)
+    for n in iteration.nodes:
+        if n in hoisted:
+            iteration.start.prepend(n)
 
 
-def _replace(graph: Graph, turn: _Turn) -> None:
-    """Put a node that runs the turn as a loop in its place."""
-    turns = int(turn.start.args[0])  # pyright: ignore[reportArgumentType]
-    body, rest = _body(turn)
-    parts = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in turn.parts])  # pyright: ignore[reportArgumentType]
-    with graph.inserting_before(turn.start):
-        begun = [_begun(graph, before.meta["val"]) for before, _ in turn.sums]
-        sources = [n.args[0] for n in turn.parts]
-        node = graph.call_function(function_of(), (*sources, *begun, *rest))
-        results = [begin.meta["val"] for begin in begun] + [n.meta["val"] for n in turn.rows]
-        loop = Loop(body, turns, parts, len(turn.sums), track=track_at(turn.start))
-        node.meta = {**turn.start.meta, "val": tuple(results), "loop": loop}
-        for i, n in enumerate([*[after for _, after in turn.sums], *turn.rows]):
+def _replace(graph: Graph, iteration: _TracedIteration) -> None:
+    """Replace an iteration by a node that runs it as a loop."""
+    count = int(iteration.start.args[0])  # pyright: ignore[reportArgumentType]
+    body, rest = _body(iteration)
+    parts = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in iteration.parts])  # pyright: ignore[reportArgumentType]
+    with graph.inserting_before(iteration.start):
+        initial = [_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
+        sources = [n.args[0] for n in iteration.parts]
+        node = graph.call_function(function_of(), (*sources, *initial, *rest))
+        results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
+        loop = Loop(body, count, parts, len(iteration.sums), track=rank_schedule_at(iteration.start))
+        node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
+        for i, n in enumerate([*[after for _, after in iteration.sums], *iteration.rows]):
             item = graph.call_function(operator.getitem, (node, i))
             item.meta = {"val": results[i]}
             n.replace_all_uses_with(item)
-    for n in reversed(turn.nodes):
+    for n in reversed(iteration.nodes):
         graph.erase_node(n)
 
 
-def _begun(graph: Graph, like: Any) -> Node:
-    """Make a sum as it begins: -0.0, which any number keeps its value when it is added to."""
+def _initial_sum(graph: Graph, like: Any) -> Node:
+    """Make the initial value of a sum: -0.0, since adding it changes no number."""
     order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), d))
     shape = [int(like.shape[d]) for d in order]
     options = {"dtype": like.dtype, "layout": like.layout, "device": like.device, "pin_memory": False}
@@ -270,27 +274,27 @@ def _begun(graph: Graph, like: Any) -> Node:
 
 
 def _argument(body: Graph, node: Node) -> Node:
-    """Make an argument of the body that stands for a node outside it."""
+    """Add an argument to the body that stands for a node outside it."""
     argument = body.placeholder(node.name)
     argument.meta = {"label": node.name, "block": node.meta.get("block", ""), "val": node.meta["val"]}
     return argument
 
 
-def _body(turn: _Turn) -> tuple[Graph, list[Node]]:
-    """Make the graph of one turn, and list what it is given beside the turn's number, the parts and the sums."""
+def _body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
+    """Make the graph of one iteration; list its arguments besides the iteration's number, the slices and the sums."""
     body, copies, rest = Graph(), dict[Node, Node](), list[Node]()
-    for n in [turn.start, *turn.parts, *[before for before, _ in turn.sums]]:
+    for n in [iteration.start, *iteration.parts, *[before for before, _ in iteration.sums]]:
         copies[n] = _argument(body, n)
-    marks, inside = turn.marks, {*turn.nodes}
-    left = [n for n in turn.nodes if n not in marks]
-    results: list[Any] = [n.args[0] for n in [*[after for _, after in turn.sums], *turn.rows]]
-    for a in [*needed_by(turn.start), *[a for n in left for a in n.all_input_nodes], *results]:
-        if a not in copies and a not in inside:
+    marks, members = iteration.marks, {*iteration.nodes}
+    operations = [n for n in iteration.nodes if n not in marks]
+    results: list[Any] = [n.args[0] for n in [*[after for _, after in iteration.sums], *iteration.rows]]
+    for a in [*loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
+        if a not in copies and a not in members:
             copies[a] = _argument(body, a)
             rest.append(a)
-    for n in left:
+    for n in operations:
         copies[n] = body.node_copy(n, copies.__getitem__)
     body.output(tuple([copies[n] for n in results]))
-    # torch keeps a wait that nothing reads, and so its collective: a module's last stage calls its embedding
+    # torch keeps an unread wait, and so its collective, such as the gather of the embedding on a last stage
     body.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
     return body, rest

@@ -1,4 +1,4 @@
-"""Live ranges: when each storage of a scheduled graph is allocated and freed, and what lies in it."""
+"""Live ranges: when each storage of a scheduled graph is allocated and freed, and what it holds."""
 
 import itertools
 import operator
@@ -36,28 +36,28 @@ from fzero.graph._ir import (
 )
 from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
 from fzero.graph._storages import Storages, storages, storages_in
-from fzero.graph.loop._memory import most_in_phases
+from fzero.graph.loop._memory import peak_by_phase
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import regions
 from fzero.graph.run._groups import cut
 
 __all__ = [
-    "A_TURN",
+    "ITERATION",
     "KINDS",
     "Range",
     "is_loop",
+    "iteration_ranges",
     "live_bytes",
     "live_in",
     "live_ranges",
     "most_in_a_turn",
     "never_stored",
     "peak_bytes",
-    "ranges_of_a_turn",
     "reduces",
     "workspace_bytes",
 ]
 
-# Fused: the values that a compiler computes within a loop over others, and never stores.
+# Fused values: a compiler computes them within the loop that reads them, and never stores them.
 
 
 REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
@@ -70,36 +70,38 @@ def is_loop(node: Node) -> bool:
 
 
 def reduces(node: Node) -> bool:
-    """Return whether a node sums a tensor, or the like: a loop over its elements."""
+    """Return whether a node reduces a tensor, as by a sum: a loop over its elements."""
     return name_of(node) in REDUCTIONS
 
 
 def never_stored(order: Sequence[Node]) -> set[Node]:
-    """List the values that `mark_fused` marked and that take no memory in an order.
+    """Return the values that `mark_fused` marked and that take no memory in an order.
 
-    All that reads such a value is compiled with it, and between the two stand loops alone. What a sum or a matrix
-    product comes in between of is stored.
+    All readers of such a value are compiled with it, and only loops stand between. If a reduction or a matrix product
+    stands between a value and a reader, the value is stored.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
     """
     if not any(FUSED in n.meta for n in order):
         return set()
-    found: set[Node] = set()
+    unstored: set[Node] = set()
     for group in cut(order):
-        run: dict[Node, int] = {}  # the loops that may be one have equal numbers
+        loop_id: dict[Node, int] = {}  # loops that a compiler may fuse have equal numbers
         count = 0
         for n in group:
             count += not is_loop(n) and not reduces(n)
-            run[n] = count
+            loop_id[n] = count
             count += reduces(n)
-        found |= {n for n in group if FUSED in n.meta and all(run.get(u) == run[n] for u in users_through_views(n))}
-    return found
+        unstored |= {
+            n for n in group if FUSED in n.meta and all(loop_id.get(u) == loop_id[n] for u in users_through_views(n))
+        }
+    return unstored
 
 
-# Memory that kernels take for themselves while they run, as far as it is known.
+# Workspaces: memory that kernels allocate while they run, as far as it is known.
 #
-# Reductions that first copy an operand of another dtype into the one that they compute in.
+# These reductions first copy an operand into the dtype in which they compute, if it has another.
 CASTING = {
     aten.mean,
     aten.sum,
@@ -113,45 +115,45 @@ CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 
 def workspace_bytes(node: Node) -> int:
-    """Return what an operation allocates beside its results, in bytes; 0 where nothing is known.
+    """Return the bytes that an operation allocates besides its results; 0 if they are not known.
 
-    Known are a CPU's convolutions, its reductions in another dtype than the operand's, and what it computes element by
-    element of several dtypes, unless that is compiled. Measured on torch 2.13; what is left out: docs/plan.md.
+    They are known for three kinds of operation on a CPU: convolutions, reductions in another dtype than the operand's,
+    and uncompiled elementwise operations on several dtypes. Measured on torch 2.13; docs/plan.md lists the rest.
     """
     if is_pointwise(node):
         return 0 if COMPILED in node.meta else _promoted_bytes(node)
     reduction = getattr(node.target, "overloadpacket", None)
     if reduction not in CASTING and reduction not in CONVOLUTIONS:
         return 0
-    given = values_of_args(node)
-    if not given or any(x.device.type != "cpu" for x in given):
+    operands = values_of_args(node)
+    if not operands or any(x.device.type != "cpu" for x in operands):
         return 0
     if node.target is aten.convolution.default:
-        return max(nbytes(*given[:2]), nbytes(*values(node)))
+        return max(nbytes(*operands[:2]), nbytes(*values(node)))
     if node.target is aten.convolution_backward.default:
-        grad, x, _ = given[:3]
-        wants_input: Any = node.args[-1]
-        return nbytes(grad) + (nbytes(x) if wants_input[0] else 0)
-    return _cast_bytes(reduction, given[0], values(node)[0].dtype) if reduction in CASTING else 0
+        grad, x, _ = operands[:3]
+        mask: Any = node.args[-1]
+        return nbytes(grad) + (nbytes(x) if mask[0] else 0)
+    return _cast_bytes(reduction, operands[0], values(node)[0].dtype) if reduction in CASTING else 0
 
 
 def _promoted_bytes(node: Node) -> int:
-    """Return the bytes of operands in the dtype that they are computed in with others of a wider one."""
-    given = [x for x in values_of_args(node) if x.is_floating_point() and x.dim()]
-    if len({x.dtype for x in given}) < 2 or any(x.device.type != "cpu" for x in given):
+    """Return the bytes of the copies of an operation's narrower operands in the promoted dtype."""
+    operands = [x for x in values_of_args(node) if x.is_floating_point() and x.dim()]
+    if len({x.dtype for x in operands}) < 2 or any(x.device.type != "cpu" for x in operands):
         return 0
-    wide = reduce(torch.promote_types, [x.dtype for x in given])
-    return sum([x.numel() * wide.itemsize for x in given if x.dtype is not wide])
+    wide = reduce(torch.promote_types, [x.dtype for x in operands])
+    return sum([x.numel() * wide.itemsize for x in operands if x.dtype is not wide])
 
 
 def _cast_bytes(reduction: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a reduction's operand in the dtype that it is reduced in; 0 where that is its own."""
+    """Return the bytes of a reduction's operand in the dtype of the sum; 0 if the operand has this dtype."""
     if reduction is aten.mean and dtype.itemsize == 2:
         dtype = torch.float32
     return 0 if dtype is x.dtype else x.numel() * dtype.itemsize
 
 
-A_TURN = "a turn of the loop"  # the label of what a loop's body holds
+ITERATION = "one iteration of the loop"  # the label of the range that stands for a loop's body
 IN_FLIGHT = "other micro-batches in flight"
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
@@ -160,13 +162,13 @@ class Range(NamedTuple):
     """A storage, while it is alive.
 
     Attributes:
-        start: the position of the node that allocates it; -1 for an argument.
-        stop: the position of the last node that needs it; the number of nodes for arguments and results.
-        bytes: its size.
-        kind: one of `KINDS`. "gradients" are gradients of parameters, whole or reduced; "buffers" what collectives
-            are given, and the update's own values.
-        label: an argument's name, a gathered unit's, or the source line that computed it.
-        space: the memory that it takes: "device" or "host".
+        start: the position of the node that allocates the storage; -1 for an argument.
+        stop: the position of the storage's last use; the number of nodes for arguments and results.
+        bytes: the size of the storage in bytes.
+        kind: one of `KINDS`. "gradients" are gradients of parameters, full or sharded. "buffers" are the operands of
+            collectives, and intermediate values of the update.
+        label: the name of the argument or of the gathered unit, or the source line that computed the value.
+        space: the memory that the storage lies in: "device" or "host".
     """
 
     start: int
@@ -178,178 +180,184 @@ class Range(NamedTuple):
 
 
 def live_ranges(graph: Graph) -> list[Range]:
-    """Find when each storage of a graph is alive, if values are freed after their last use.
+    """Return when each storage of a graph is alive, if values are freed after their last use.
 
-    The executor "fx" does just that. A collective keeps its operands until it is waited for. Arguments belong to
-    the caller, and so live throughout.
+    The executor "fx" frees them so. A collective keeps its operands until its wait. Arguments belong to the caller and
+    are alive throughout.
     """
     lent, kinds = storages(graph), _kinds(graph)
-    unnamed = _unnamed(list(graph.nodes), lent)
-    beside = Counter([s for n in graph.nodes if is_input(n) for s in lent.of[n]])
-    named = [
-        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, beside[lent.of[node][0]] - 1))
+    unlabeled = _unlabeled_ranges(list(graph.nodes), lent)
+    leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in lent.of[n]])
+    labeled = [
+        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[lent.of[node][0]] - 1))
         if is_input(node)
         else r._replace(kind=kinds[node], label=_label(node))
-        for node, r in zip(lent.born, unnamed, strict=False)
+        for node, r in zip(lent.born, unlabeled, strict=False)
     ]
-    return unnamed[len(named) :] + named
+    return unlabeled[len(labeled) :] + labeled
 
 
 def live_in(order: Sequence[Node], lent: Storages | None = None) -> list[int]:
-    """Count the device's bytes that are alive while each node runs: of `live_ranges`, which also says what they are.
+    """Return the device's live bytes while each node runs: those of `live_ranges`, without kinds and labels.
 
     Args:
         order: the nodes of a graph, in an order in which they can run.
-        lent: the graph's storages, if they are known.
+        lent: the graph's storages; computed if None.
     """
-    ranges = _unnamed(order, storages_in(order) if lent is None else lent)
+    ranges = _unlabeled_ranges(order, storages_in(order) if lent is None else lent)
     return live_bytes([r for r in ranges if r.space == "device"], len(order))
 
 
-def _unnamed(order: Sequence[Node], lent: Storages) -> list[Range]:
-    """Find the ranges of `live_ranges`, storages first, without what takes longest: to say what lies there."""
+def _unlabeled_ranges(order: Sequence[Node], lent: Storages) -> list[Range]:
+    """Return the ranges of `live_ranges`, storages first, without kinds and labels, which take longest to find."""
     position = {n: i for i, n in enumerate(order)}
-    later = _waits_again(order)
-    stops = _last_uses(position, later, lent)
+    repeated_waits = _repeated_waits(order)
+    stops = _last_uses(position, repeated_waits, lent)
     starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in lent.born]
     for node in order:
         if loop := loop_of(node):
-            for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last turn has counted them
+            for s in lent.of[node][len(lent.of[node]) - loop.carried :]:  # the last iteration has counted them
                 starts[s] += 1
     fused = never_stored(order)
     sizes = [0 if n in fused else size for n, size in zip(lent.born, lent.size, strict=True)]
-    own = [
+    ranges = [
         Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in lent.on_host else "device")
         for start, stop, size, n in zip(starts, stops, sizes, lent.born, strict=True)
     ]
-    return own + _copies(position, later)
+    return ranges + _extra_ranges(position, repeated_waits)
 
 
-def _last_uses(position: Mapping[Node, int], later: Set[Node], lent: Storages) -> list[int]:
-    """Find for each storage the place of the last node that needs it; the number of nodes for results."""
-    stop = [position[n] for n in lent.born]
+def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], lent: Storages) -> list[int]:
+    """Return the position of each storage's last use; the number of nodes for results."""
+    stops = [position[n] for n in lent.born]
     for node, i in position.items():
-        # the parts that a view cuts a value in lie in one storage
-        held = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
-        for source in () if node in later else _sources(node):  # it holds what the collective was given
-            held += [] if is_carried(source) else lent.read_by(collective_of(source))
-        for s in held:
-            stop[s] = i if node.op != "output" else len(position)
-    return stop
+        # all parts of a view lie in one storage
+        used = [s for a in node.all_input_nodes for s in (lent.of[a][:1] if is_view(a) else lent.of[a])]
+        for source in (
+            () if node in repeated_waits else _completions(node)
+        ):  # a collective holds its operands until its wait
+            used += [] if is_carried(source) else lent.read_by(collective_of(source))
+        for s in used:
+            stops[s] = i if node.op != "output" else len(position)
+    return stops
 
 
 def _last_uses_of(position: Mapping[Node, int], lent: Storages) -> list[int]:
-    return _last_uses(position, _waits_again(position), lent)
+    return _last_uses(position, _repeated_waits(position), lent)
 
 
-def _copies(position: Mapping[Node, int], later: Set[Node]) -> list[Range]:
-    """Find the memory that is held beside values: in loops, by kernels as they work, and by reduce_scatters.
+def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> list[Range]:
+    """Return ranges for memory besides values: of loops' bodies, of kernels' workspaces and of reduce_scatters.
 
-    The latter are those of fzero's own on gloo (`collectives/gloo.py`). Of n ranks' parts the own one lies in the
-    operand, and one that arrives becomes the result.
+    The reduce_scatters are fzero's own on gloo (`collectives/gloo.py`). Each receives the parts of n - 1 ranks, and
+    one of these becomes the result.
     """
-    found = []
+    ranges = []
     for node, i in position.items():
         if loop := loop_of(node):
-            found.append(Range(i, i, most_in_a_turn(loop), "activations", A_TURN))
+            ranges.append(Range(i, i, most_in_a_turn(loop), "activations", ITERATION))
         if extra := workspace_bytes(node):
-            found.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
-        if node in later:
+            ranges.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
+        if node in repeated_waits:
             continue
-        for source in _sources(node):
-            found += _on_the_way(source, i if is_wait(node) else len(position), position)
-        if is_wait(node) and _is_messages(awaited(node)):
+        for source in _completions(node):
+            ranges += _pending_ranges(source, i if is_wait(node) else len(position), position)
+        if is_wait(node) and _is_gloo_reduce_scatter(awaited(node)):
             x = values(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
-                found.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))  # in float32 the sum, and a row
-    return found
+                # in float32: the sum, and one rank's part
+                ranges.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))
+    return ranges
 
 
-def _waits_again(order: Iterable[Node]) -> set[Node]:
-    """List the waits for what an earlier wait has ended, as `recompute` makes them: nothing more is held."""
+def _repeated_waits(order: Iterable[Node]) -> set[Node]:
+    """Return the waits whose collective an earlier wait has ended, as `recompute` makes them: they hold no operands."""
     seen: set[tuple[Node, object]] = set()
-    found: set[Node] = set()
+    repeated: set[Node] = set()
     for node in order:
         if is_wait(node):
             source = node.all_input_nodes[0]
             key = (collective_of(source), source.args[1] if source.target is operator.getitem else None)
-            (found.add(node) if key in seen else seen.add(key))
-    return found
+            (repeated.add(node) if key in seen else seen.add(key))
+    return repeated
 
 
-def _sources(node: Node) -> list[Node]:
-    """List what a node ends: what a wait waits for, and reductions that a turn leaves on their way."""
+def _completions(node: Node) -> list[Node]:
+    """List the collectives that end at a node: a wait's own, and at the output the reductions carried on."""
     if is_wait(node):
         return node.all_input_nodes
     return [a for a in node.all_input_nodes if is_reduction(collective_of(a))] if node.op == "output" else []
 
 
-def _on_the_way(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
-    """Find what a collective, or an item of it, holds beside its result until it has arrived."""
-    begun = source.meta.get("carried", source)
-    held, label = 0, "the ranks' parts"
-    if _is_messages(begun):
-        held += max(full_bytes(begun) - 2 * nbytes(*values(begun)), 0)
-    if is_carried(source):  # its operand is another turn's
-        held, label = held + full_bytes(begun), "a reduction of the turn before"
-    start = position[source if is_carried(source) else collective_of(source)]
-    return [Range(start, stop, held, "buffers", label)] if held else []
+def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
+    """Return the memory that a collective, or an item of it, holds besides its result until its wait."""
+    start = source.meta.get("carried", source)
+    size, label = 0, "the ranks' parts"
+    if _is_gloo_reduce_scatter(start):
+        size += max(full_bytes(start) - 2 * nbytes(*values(start)), 0)
+    if is_carried(source):  # the iteration before allocated its operand
+        size, label = size + full_bytes(start), "a reduction of the iteration before"
+    begin = position[source if is_carried(source) else collective_of(source)]
+    return [Range(begin, stop, size, "buffers", label)] if size else []
 
 
-def _is_messages(source: Node) -> bool:
-    """Return whether a collective, or an item of it, is a reduce_scatter of fzero's own."""
+def _is_gloo_reduce_scatter(source: Node) -> bool:
+    """Return whether a collective, or an item of it, is fzero's own reduce_scatter on gloo."""
     start = collective_of(source)
     return is_collective(start) and wire(start) == "reduce_scatter" and values(source)[0].device.type == "cpu"
 
 
-def ranges_of_a_turn(loop: Loop) -> list[Range]:
-    """Find when each storage of a loop's body is alive, but for those that it is given.
+def iteration_ranges(loop: Loop) -> list[Range]:
+    """Return when each storage of a loop's body is alive, without the body's arguments.
 
-    The number of the turn is its own; a row lives until the turn's end, when it is copied to where it belongs. What
-    other micro-batches of a pipeline hold during a phase is a range of its own.
+    The iteration's number counts, although it is an argument. The values of rows live until the iteration's end, when
+    they are copied into the rows. Memory that other micro-batches of a pipeline hold during a phase is a range of its
+    own.
     """
-    found = _within(loop, live_ranges(loop.body))
-    return found if loop.track is None else found + _in_flight(loop, found)
+    ranges = _clipped_to_iteration(loop, live_ranges(loop.body))
+    return ranges if loop.track is None else ranges + _other_micro_batches(loop, ranges)
 
 
-def _in_flight(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
-    """Find what other turns than this one hold during each phase of a pipeline's turn."""
+def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges for the memory that other iterations hold during each phase of a pipeline's iteration."""
     nodes = list(loop.body.nodes)
-    live, most, found = live_bytes(ranges, len(nodes)), most_in_phases(loop, _last_uses_of), []
+    live, peaks, added = live_bytes(ranges, len(nodes)), peak_by_phase(loop, _last_uses_of), []
     for phase, region in regions(nodes).items():
-        others = most.get(phase, 0) - max([live[i] for i in region], default=0)
-        if others > 0:
-            found.append(Range(region[0], region[-1], others, "activations", IN_FLIGHT))
-    return found
+        size = peaks.get(phase, 0) - max([live[i] for i in region], default=0)
+        if size > 0:
+            added.append(Range(region[0], region[-1], size, "activations", IN_FLIGHT))
+    return added
 
 
-def _within(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
-    """Return those of a body's ranges that a turn begins, and ends at the latest when it ends."""
+def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
+    """Return the ranges that begin in an iteration, and end them with the iteration at the latest."""
     end = len(loop.body.nodes) - 1
     number = next(iter(loop.body.nodes))
-    own = [Range(0, end, nbytes(*values(number)), "inputs", "the number of the turn")] if number.users else []
-    return own + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
+    number_range = [Range(0, end, nbytes(*values(number)), "inputs", "the iteration's number")] if number.users else []
+    return number_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 
 
 def most_in_a_turn(loop: Loop) -> int:
-    """Return the most bytes that a turn of a loop holds at any time beside what it is given.
+    """Return the peak memory of a loop's iteration in bytes, without its arguments.
 
-    Of a pipeline's loop it is what all turns in flight hold.
+    For a pipeline's loop the memory of all iterations in flight counts.
     """
     if loop.track is not None:
-        return max(most_in_phases(loop, _last_uses_of).values())
-    if loop.body not in _TURNS:
+        return max(peak_by_phase(loop, _last_uses_of).values())
+    if loop.body not in _PEAKS:
         order = list(loop.body.nodes)
-        _TURNS[loop.body] = max(live_bytes(_within(loop, _unnamed(order, storages_in(order))), len(order)))
-    return _TURNS[loop.body]
+        _PEAKS[loop.body] = max(
+            live_bytes(_clipped_to_iteration(loop, _unlabeled_ranges(order, storages_in(order))), len(order))
+        )
+    return _PEAKS[loop.body]
 
 
-_TURNS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
-"""What was found of a body, which several schedules of a graph have in common: no pass changes a graph that it made."""
+_PEAKS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+"""A cache by body, which several schedules of a graph share: a pass never changes a graph after returning it."""
 
 
 def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
-    """Add up the bytes that are alive while each of a graph's nodes runs."""
+    """Return the live bytes while each of a graph's nodes runs."""
     change = [0] * (nodes + 1)
     for r in ranges:
         change[max(r.start, 0)] += r.bytes
@@ -358,14 +366,14 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 
 def peak_bytes(graph: Graph) -> int:
-    """Return the most bytes of the device that are alive at any time of a graph, its arguments included."""
+    """Return a graph's peak memory on the device in bytes, arguments included."""
     return max(live_in(list(graph.nodes)))
 
 
-def _argument(node: Node, others: int) -> str:
-    """Name an argument, and how many others lie beside it in its storage."""
+def _argument(node: Node, count: int) -> str:
+    """Return an argument's label, with the number of other arguments that share its storage."""
     label = node.meta.get("label", node.name)
-    return f"{label} and {others} beside it" if others else label
+    return f"{label} and {count} beside it" if count else label
 
 
 def _label(node: Node) -> str:
@@ -373,13 +381,13 @@ def _label(node: Node) -> str:
 
 
 def _kinds(graph: Graph) -> dict[Node, str]:
-    """Say what each node computes, from how it is connected to collectives and to work."""
+    """Return the kind of each node's value, from how the node is connected to collectives and to work."""
     kinds: dict[Node, str] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    after: set[Node] = set()  # whatever follows a reduction
+    after_reduction: set[Node] = set()  # all nodes that depend on a reduction
     for n in nodes:
-        if is_reduction(n) or any(a in after for a in n.all_input_nodes):
-            after.add(n)
+        if is_reduction(n) or any(a in after_reduction for a in n.all_input_nodes):
+            after_reduction.add(n)
     feeds_work: set[Node] = set()
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
@@ -391,17 +399,19 @@ def _kinds(graph: Graph) -> dict[Node, str]:
             kinds[n] = "gathered"
         elif is_reduction(n) or n in sums or any(u in sums for u in users):
             kinds[n] = "gradients"
-        elif n in after and n not in feeds_work:
+        elif n in after_reduction and n not in feeds_work:
             kinds[n] = "buffers"
         elif users and all(is_reduction(u) for u in users_through_views(n)):
             kinds[n] = "packed"
-        elif users and n not in feeds_work and all(kinds.get(u) == "packed" or _passes_on(u, kinds) for u in users):
+        elif (
+            users and n not in feeds_work and all(kinds.get(u) == "packed" or _keeps_gradients(u, kinds) for u in users)
+        ):
             kinds[n] = "gradients"
         else:
             kinds[n] = "buffers" if n.target is COPY else "activations"
     return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
 
 
-def _passes_on(user: Node, kinds: dict[Node, str]) -> bool:
-    """Return whether a user of gradients only lays them out, scales or sums them."""
+def _keeps_gradients(user: Node, kinds: dict[Node, str]) -> bool:
+    """Return whether a user of gradients is linear and returns gradients: it scales, sums or reshapes them."""
     return is_linear(user) and kinds.get(user) == "gradients"

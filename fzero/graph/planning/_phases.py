@@ -1,4 +1,4 @@
-"""Which operations are the forward pass, which the backward pass, and which the update."""
+"""Divide a step's operations into forward pass, backward pass and update."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,35 +14,35 @@ PHASES = ("forward", "backward", "update")
 
 
 def phases(graph: Graph) -> dict[Node, str]:
-    """Say of each operation of a graph, and of its loops' bodies, which pass it runs in.
+    """Return the pass of each operation of a graph and of its loops' bodies.
 
-    The forward pass ends where the first operation of the backward pass is. What runs after that and feeds none is the
-    update, also between gradients. What is computed again for the backward pass is part of it. The forward pass of the
-    next micro-batch is told by its products.
+    The forward pass ends before the first operation of the backward pass. Later operations that no operation of the
+    backward pass needs are the update, also between gradients. Recomputed operations belong to the backward pass. The
+    forward pass of the next micro-batch is recognised by its matrix products.
     """
     nodes = [n for n in graph.nodes if n.op != "output"]
-    of = _phases(nodes)
+    phase_of = _phases(nodes)
     for node in nodes:
         if loop := loop_of(node):
-            of |= phases(loop.body)
-    return of
+            phase_of |= phases(loop.body)
+    return phase_of
 
 
 def _phases(nodes: Sequence[Node]) -> dict[Node, str]:
-    marked = {n for n in nodes if is_backward(n) or _has_gradients(n)}
-    if not marked:
+    backward = {n for n in nodes if is_backward(n) or _has_gradients(n)}
+    if not backward:
         return dict.fromkeys(nodes, "forward")
-    first = next(i for i, n in enumerate(nodes) if n in marked)
-    marked |= {n for n in nodes[first:] if is_reduction(n) and n.meta.get("unit", "") != "(metric)"}
-    needed = _ancestors(nodes, marked)
-    of, now = {}, "backward"
+    first = next(i for i, n in enumerate(nodes) if n in backward)
+    backward |= {n for n in nodes[first:] if is_reduction(n) and n.meta.get("unit", "") != "(metric)"}
+    ancestors = _ancestors(nodes, backward)
+    phase_of, phase = {}, "backward"
     for i, n in reversed(list(enumerate(nodes))):
-        if n in marked:
-            now = "backward"
-        elif n in needed and flops(n):  # that of the next micro-batch
-            now = "forward"
-        of[n] = "forward" if i < first else now if n in needed else "update"
-    return of
+        if n in backward:
+            phase = "backward"
+        elif n in ancestors and flops(n):  # the forward pass of the next micro-batch
+            phase = "forward"
+        phase_of[n] = "forward" if i < first else phase if n in ancestors else "update"
+    return phase_of
 
 
 def _has_gradients(node: Node) -> bool:
@@ -50,10 +50,10 @@ def _has_gradients(node: Node) -> bool:
     return loop is not None and any(is_backward(n) for n in loop.body.nodes)
 
 
-def _ancestors(nodes: Sequence[Node], of: Iterable[Node]) -> set[Node]:
-    """Return nodes, and all that they need."""
-    found = set(of)
+def _ancestors(nodes: Sequence[Node], seeds: Iterable[Node]) -> set[Node]:
+    """Return some nodes and all nodes that they depend on."""
+    ancestors = set(seeds)
     for n in reversed(nodes):
-        if n in found:
-            found.update(n.all_input_nodes)
-    return found
+        if n in ancestors:
+            ancestors.update(n.all_input_nodes)
+    return ancestors

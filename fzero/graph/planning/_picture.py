@@ -1,4 +1,4 @@
-"""A plan as a picture: live bytes over the step, its passes and its collectives."""
+"""Draw a plan: live bytes over the step, its passes and its collectives."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-LETTERS = 120  # beside one another over the step
+LETTERS = 120  # that fit side by side over the width of the figure
 MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
 
 
 def draw(plan: "Plan") -> Any:
-    """Draw a plan as a figure of matplotlib; what lies on the host is below, with the copies that go there and back."""
+    """Draw a plan as a matplotlib figure; host memory is drawn below, with the copies to the host and back."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -34,10 +34,10 @@ def draw(plan: "Plan") -> Any:
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
-        room = round(LETTERS * (stop - start) / len(plan.operations))
-        if room >= max(map(len, name.split())):
+        letters = round(LETTERS * (stop - start) / len(plan.operations))
+        if letters >= max(map(len, name.split())):
             rows[0].text(
-                (start + stop) / 2, 1.13 * top, textwrap.fill(name, room), ha="center", va="center", fontsize=9
+                (start + stop) / 2, 1.13 * top, textwrap.fill(name, letters), ha="center", va="center", fontsize=9
             )
     rows[-1].set(xlabel="operation", xlim=(0, max(len(plan.operations) - 1, 1)))
     on_host = f", {size(plan.peak_of('host'))} on the host" if offloads else ""
@@ -46,17 +46,23 @@ def draw(plan: "Plan") -> Any:
 
 
 def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str, int]]) -> None:
-    """Draw the live bytes of a memory by kind, and above them what moves."""
+    """Draw the live bytes of a memory by kind, and the collectives or copies above them."""
     kinds = [k for k in KINDS if any(r.kind == k and r.space == space for r in plan.ranges)]
-    colors = [f"C{KINDS.index(k)}" for k in kinds]  # a kind has one in both memories
+    colors = [f"C{KINDS.index(k)}" for k in kinds]  # a kind has the same color in both memories
     live = [[x / 1e6 for x in plan.live_of(k, space)] for k in kinds]
     axes.stackplot(range(len(plan.operations)), live, labels=kinds, colors=colors, step="post")
-    top, at = plan.peak_of(space) / 1e6, list(marks)
+    top, moves = plan.peak_of(space) / 1e6, list(marks)
     for kind, marker in MARKERS.items():
-        found = [position for name, position in at if name == kind]
-        if found:
+        xs = [position for name, position in moves if name == kind]
+        if xs:
             axes.plot(
-                found, [1.05 * top] * len(found), marker, color="black", markersize=4, label=kind, linestyle="none"
+                xs,
+                [1.05 * top] * len(xs),
+                marker,
+                color="black",
+                markersize=4,
+                label=kind,
+                linestyle="none",
             )
     axes.axhline(top, color="black", linewidth=0.8, linestyle="--")
     axes.set(ylabel="live, MB" if space == "device" else "on the host, MB", ylim=(0, 1.2 * top or 1))
@@ -64,17 +70,17 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
 
 
 def spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
-    """Yield where a pass begins and ends; updates between gradients belong to the backward pass."""
+    """Yield the start, stop and name of each pass; updates between gradients belong to the backward pass."""
     names = [o.phase if o.times == 1 else f"{o.phase}, {o.times} times" for o in plan.operations]
     last = {name: i for i, name in enumerate(names)}
-    shown, with_updates = "", set[str]()
+    current, with_updates = "", set[str]()
     for i, name in enumerate(names):
-        early = name.startswith("update") and shown.startswith("backward") and i < last[shown]
-        with_updates |= {shown} if early else set()
-        shown = shown if early else name
-        names[i] = shown
-    at = 0
+        is_interleaved = name.startswith("update") and current.startswith("backward") and i < last[current]
+        with_updates |= {current} if is_interleaved else set()
+        current = current if is_interleaved else name
+        names[i] = current
+    start = 0
     for name, group in groupby(names):
         count = len(list(group))
-        yield at, at + count, f"{name}, and updates" if name in with_updates else name
-        at += count
+        yield start, start + count, f"{name}, and updates" if name in with_updates else name
+        start += count

@@ -1,4 +1,4 @@
-"""plan: what a step will do, known before it runs: its order, live bytes, collectives."""
+"""The plan of a step: its operations in order, live bytes and collectives, known before the step runs."""
 
 import dataclasses
 import json
@@ -17,87 +17,89 @@ from fzero._torch import line_of
 from fzero.graph._ir import axis_of, elements, flops, is_collective, is_input, nbytes, values, wire
 from fzero.graph._ops import name_of, title_of
 from fzero.graph._storages import is_move
-from fzero.graph.loop._memory import Sent, sent_by
+from fzero.graph.loop._memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _picture, _text
 from fzero.graph.planning._cost import Device, seconds
-from fzero.graph.planning._liveness import A_TURN, KINDS, Range, live_bytes, live_ranges, ranges_of_a_turn
+from fzero.graph.planning._liveness import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import phases
 from fzero.sharding import default_units
 
 __all__ = [
     "Collective",
-    "Listed",
+    "ListedOperation",
     "Operation",
     "Plan",
     "Rejected",
     "Settings",
     "Transfer",
     "layers",
-    "listed",
-    "listed_ranges",
+    "operations_of",
+    "plan_ranges",
 ]
 
-# Which layer a user's collective belongs to: found by the parameters that its values meet.
+# The layer that a user's collective belongs to, found by the parameters that its values meet.
 
 
 METRIC = "(metric)"
 
 
-def layers(graph: Graph, given: Mapping[Node, str] | None = None) -> dict[Node, str]:
-    """Name the layer of each collective that moves values of one, such as tokens to experts; in loops' bodies, too.
+def layers(graph: Graph, loop_weights: Mapping[Node, str] | None = None) -> dict[Node, str]:
+    """Return the layer of each collective that moves a layer's values, in loops' bodies, too.
 
-    It is the layer of the nearest operation, before or after the collective, that applies a parameter: rows go straight
-    to their experts, and come straight from them. So do activations of layers that are cut along "tp". Of no layer are
-    a metric and a loss, which are numbers and no matrices.
+    It is the layer of the nearest operation, before or after the collective, that applies a parameter. Tokens go
+    straight to their experts and come straight from them, and so do activations of layers that are split along "tp". A
+    metric and a loss belong to no layer: they are numbers, not matrices.
 
     Args:
-        graph: a scheduled graph.
-        given: of a loop's body the arguments that hold parameters, and their units.
+        graph: a scheduled graph, or the body of a loop.
+        loop_weights: for a body, its arguments that hold parameters, and their units.
     """
-    weights, applied = _weights(graph, given or {})
-    found: dict[Node, str] = {}
+    weights, applied = _weights(graph, loop_weights or {})
+    names: dict[Node, str] = {}
     for n in graph.nodes:
         if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
             name = _nearest(n, applied)
-            found |= {n: name} if name else {}
+            names |= {n: name} if name else {}
         elif loop := loop_of(n):
-            _, *inside = [m for m in loop.body.nodes if is_input(m)]  # the first is the number of the turn
-            held = {m: weights[a] for m, a in zip(inside, n.args, strict=False) if isinstance(a, Node) and a in weights}
-            found |= layers(loop.body, held)
-    return found
+            _, *arguments = [m for m in loop.body.nodes if is_input(m)]  # the first is the iteration's number
+            body_weights = {
+                m: weights[a] for m, a in zip(arguments, n.args, strict=False) if isinstance(a, Node) and a in weights
+            }
+            names |= layers(loop.body, body_weights)
+    return names
 
 
 def _moves_values(node: Node) -> bool:
-    """Return whether a collective moves rows: an exchange does, and what is a matrix or more."""
+    """Return whether a collective moves rows: it is an exchange, or its value has two dimensions or more."""
     return "all_to_all" in str(node.target) or values(node)[0].dim() >= 2
 
 
-def _weights(graph: Graph, given: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
-    """Find what holds parameters and nothing else, and what applies them to something; with their units."""
-    weights, applied = dict(given), dict[Node, str]()
+def _weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
+    """Return the unit of each node that holds only parameters, and of each node that applies a parameter to a value."""
+    weights, applied = dict(known_weights), dict[Node, str]()
     for n in graph.nodes:
         inputs = n.all_input_nodes
-        held = [weights[a] for a in inputs if a in weights]
+        units = [weights[a] for a in inputs if a in weights]
         if is_input(n):
             weights |= _parameter(n)
-        elif held and len(held) == len(inputs):
-            unit = n.meta.get("unit", METRIC)  # a gather has one, and each part of a bucket its own
-            weights[n] = held[0] if unit == METRIC else unit
-        elif held:
-            applied[n] = held[0]
+        elif units and len(units) == len(inputs):
+            unit = n.meta.get("unit", METRIC)  # a gather has a unit, and each part of a bucket has its own
+            weights[n] = units[0] if unit == METRIC else unit
+        elif units:
+            applied[n] = units[0]
     return weights, applied
 
 
 def _parameter(node: Node) -> dict[Node, str]:
-    named = re.search(r"(leaf|unit) '(.+)'", node.meta.get("label", ""))
-    if node.meta.get("kind") != "parameters" or named is None:
+    match = re.search(r"(leaf|unit) '(.+)'", node.meta.get("label", ""))
+    if node.meta.get("kind") != "parameters" or match is None:
         return {}
-    return {node: default_units(named[2], node.meta["val"]) if named[1] == "leaf" else named[2]}
+    return {node: default_units(match[2], node.meta["val"]) if match[1] == "leaf" else match[2]}
 
 
 def _nearest(node: Node, applied: Mapping[Node, str]) -> str:
-    """Go from a node to those before and after it, and on in both directions, until one applies a parameter."""
+    """Search outward from a node in both directions; return the unit of the first node that applies a parameter."""
     before, after, seen = [node], [node], {node}
     while before or after:
         before = [m for n in before for m in n.all_input_nodes if m not in seen]
@@ -109,56 +111,56 @@ def _nearest(node: Node, applied: Mapping[Node, str]) -> str:
     return ""
 
 
-# A scheduled graph as a plan lists it: the operations of a loop's body follow the loop, once, as one of its turns.
+# A scheduled graph as a plan lists it: the operations of a loop's body follow the loop, once, as one iteration.
 
 
-class Listed(NamedTuple):
-    """An operation in a plan, and how often it runs."""
+class ListedOperation(NamedTuple):
+    """An operation in a plan, and the number of times that it runs."""
 
     node: Node
     times: int
 
 
-def listed(graph: Graph) -> list[Listed]:
-    """List a graph's operations, arguments included, and behind each loop those of its body."""
-    found = []
+def operations_of(graph: Graph) -> list[ListedOperation]:
+    """List a graph's operations, arguments included; those of a loop's body follow the loop."""
+    operations = []
     for node in graph.nodes:
         if node.op == "output":
             continue
-        found.append(Listed(node, 1))
+        operations.append(ListedOperation(node, 1))
         if loop := loop_of(node):
-            found += [Listed(n, loop.turns) for n in loop.body.nodes if n.op == "call_function"]
-    return found
+            operations += [ListedOperation(n, loop.turns) for n in loop.body.nodes if n.op == "call_function"]
+    return operations
 
 
-def listed_ranges(graph: Graph) -> list[Range]:
-    """Find when each storage is alive, by the positions of the operations that `listed` lists."""
-    first: list[int] = []  # of each node, its position in the list, and that of the last operation of its body
+def plan_ranges(graph: Graph) -> list[Range]:
+    """Return when each storage is alive, in positions of `operations_of`."""
+    first: list[int] = []  # each node's position in the list; `last` is the position of its body's last operation
     last: list[int] = []
-    inside: list[Range] = []
+    inner: list[Range] = []
     for node in graph.nodes:
-        at, loop = last[-1] + 1 if last else 0, loop_of(node)
-        turn = [] if loop is None else _ranges_in(loop)
-        first.append(at)
-        last.append(at + (0 if loop is None else _length(loop)))
-        inside += [r._replace(start=at + r.start, stop=at + r.stop) for r in turn]
+        position, loop = last[-1] + 1 if last else 0, loop_of(node)
+        body_ranges = [] if loop is None else _body_ranges(loop)
+        first.append(position)
+        last.append(position + (0 if loop is None else _body_length(loop)))
+        inner += [r._replace(start=position + r.start, stop=position + r.stop) for r in body_ranges]
     last.append(last[-1] + 1)
-    around = [r for r in live_ranges(graph) if r.label != A_TURN]
-    return inside + [r._replace(start=first[r.start] if r.start >= 0 else -1, stop=last[r.stop]) for r in around]
+    outer = [r for r in live_ranges(graph) if r.label != ITERATION]
+    return inner + [r._replace(start=first[r.start] if r.start >= 0 else -1, stop=last[r.stop]) for r in outer]
 
 
-def _length(loop: Loop) -> int:
+def _body_length(loop: Loop) -> int:
     return sum(n.op == "call_function" for n in loop.body.nodes)
 
 
-def _ranges_in(loop: Loop) -> list[Range]:
-    """Find when each storage of a turn is alive, counted from the loop's own position."""
-    before, most = sum(is_input(n) for n in loop.body.nodes) - 1, _length(loop)
+def _body_ranges(loop: Loop) -> list[Range]:
+    """Return when each storage of an iteration is alive, in positions relative to the loop's own."""
+    arguments, length = sum(is_input(n) for n in loop.body.nodes) - 1, _body_length(loop)
 
     def place(i: int) -> int:
-        return min(max(i - before, 0), most)
+        return min(max(i - arguments, 0), length)
 
-    return [r._replace(start=place(r.start), stop=place(r.stop)) for r in ranges_of_a_turn(loop)]
+    return [r._replace(start=place(r.start), stop=place(r.stop)) for r in iteration_ranges(loop)]
 
 
 SPACES = ("device", "host")
@@ -168,11 +170,11 @@ class Operation(NamedTuple):
     """One operation of a plan.
 
     Attributes:
-        name: of its value in the graph, "mm_3".
-        target: the function, "aten.mm.default"; of an argument its name.
-        line: the source line that it was traced from.
-        flops: how many floating-point operations it takes.
-        times: how often it runs: more than once in a loop over micro-batches.
+        name: the name of its value in the graph, such as "mm_3".
+        target: the function, such as "aten.mm.default"; for an argument, the argument's name.
+        line: the source line that the operation was traced from.
+        flops: the number of floating-point operations of one run.
+        times: the number of runs: more than one in a loop over micro-batches.
         phase: "forward", "backward" or "update".
     """
 
@@ -186,7 +188,7 @@ class Operation(NamedTuple):
     @property
     def operation(self) -> str:
         """The old name of `target`, until version 0.3."""
-        warnings.warn("an operation's operation is its target", DeprecationWarning, stacklevel=2)
+        warnings.warn("Operation.operation is deprecated: use Operation.target", DeprecationWarning, stacklevel=2)
         return self.target
 
 
@@ -194,7 +196,7 @@ Settings = Mapping[str, bool | int | float | str]  # the arguments of the passes
 
 
 class Rejected(NamedTuple):
-    """A schedule that was not kept: its settings, its peak, and what the cost model says of it."""
+    """A schedule that was not chosen: its settings, its peak memory in bytes, and its seconds by the cost model."""
 
     settings: Settings
     peak_bytes: int
@@ -205,15 +207,15 @@ class Collective(NamedTuple):
     """One collective of a plan.
 
     Attributes:
-        position: of the operation that starts it.
+        position: the position of the operation that starts it.
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        unit: whose parameters or gradients it moves; units of one bucket joined by " + ". Of one of yours that
-            moves rows, as tokens to experts and activations along "tp", the unit of the parameters that they meet;
-            "(metric)" for others.
-        elements: of the full buffer, an all_reduce's counted twice.
-        bytes: of those elements.
-        times: how often it runs: more than once in a loop over micro-batches.
-        axis: of the mesh, or several joined by commas; "" where the group of ranks has another name.
+        unit: the unit whose parameters or gradients it moves; units of one bucket are joined by " + ". If the user's
+            collective moves rows, such as tokens to experts or activations along "tp", it is the unit of the
+            parameters that the rows meet. Other collectives of the user have "(metric)".
+        elements: the number of elements of the full buffer, counted twice for an all_reduce.
+        bytes: the bytes of these elements.
+        times: the number of runs: more than one in a loop over micro-batches.
+        axis: the mesh axis, or several joined by commas; "" if the process group belongs to no axis.
     """
 
     position: int
@@ -226,13 +228,13 @@ class Collective(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A copy from one memory to the other.
+    """A copy between the device's and the host's memory.
 
     Attributes:
-        position: of the operation.
+        position: the position of the operation.
         kind: "to_host" or "to_device".
-        bytes: that it copies.
-        times: how often it runs: more than once in a loop over micro-batches.
+        bytes: the number of bytes that one run copies.
+        times: the number of runs: more than one in a loop over micro-batches.
     """
 
     position: int
@@ -243,21 +245,21 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of one step, by the live ranges of its values.
+    """The schedule of one step, with the live ranges of its values.
 
-    What a step holds beside them it cannot see: the workspaces of kernels, what a communication library copies. See
-    docs/plan.md for measured sizes.
+    A plan does not see the memory that a step holds besides its values: most workspaces of kernels, and copies that a
+    communication library makes. See docs/plan.md for measured sizes.
 
     Attributes:
-        name: of the step.
-        operations: in order.
+        name: the name of the step.
+        operations: the operations, in order.
         ranges: the storages, each with the positions between which it is alive, its size, kind and label.
-        collectives: in order.
-        settings: the arguments of the passes that made this schedule.
-        seconds: what the cost model says; good to compare schedules, not to predict a machine.
-        rejected: the schedules that were not kept.
+        collectives: the collectives, in order.
+        settings: the arguments of the passes that gave this schedule.
+        seconds: the step's seconds by the cost model; good to compare schedules, not to predict a machine.
+        rejected: the schedules that were not chosen.
         transfers: the copies from the device to the host and back, in order.
-        messages: what the rank sends to others of its pipeline.
+        messages: the messages that the rank sends to other ranks of its pipeline.
     """
 
     name: str
@@ -268,26 +270,26 @@ class Plan:
     seconds: float
     rejected: tuple[Rejected, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    messages: tuple[Sent, ...] = ()
+    messages: tuple[SentMessage, ...] = ()
 
     @property
     def steps(self) -> tuple[Operation, ...]:
         """The old name of `operations`, until version 0.3."""
-        warnings.warn("a plan's steps are its operations", DeprecationWarning, stacklevel=2)
+        warnings.warn("Plan.steps is deprecated: use Plan.operations", DeprecationWarning, stacklevel=2)
         return self.operations
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes of the device alive while each operation runs, arguments included."""
+        """Live bytes on the device while each operation runs, arguments included."""
         return self.live_in("device")
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the device that are alive at any time, arguments included: `peak_of("device")`."""
+        """Peak memory on the device in bytes, arguments included: `peak_of("device")`."""
         return max(self.live, default=0)
 
     def live_in(self, space: str) -> list[int]:
-        """Bytes of a memory, "device" or "host", alive while each operation runs, arguments included.
+        """Return the live bytes in a memory, "device" or "host", while each operation runs, arguments included.
 
         Raises:
             ValueError: if `space` is neither.
@@ -297,7 +299,7 @@ class Plan:
         return live_bytes([r for r in self.ranges if r.space == space], len(self.operations))
 
     def peak_of(self, space: str) -> int:
-        """Return the most bytes of a memory, "device" or "host", that are alive at any time, arguments included.
+        """Return the peak memory in bytes, of the "device" or the "host", arguments included.
 
         Raises:
             ValueError: if `space` is neither.
@@ -306,7 +308,7 @@ class Plan:
 
     @property
     def peak_at(self) -> int:
-        """The position of the operation during which the peak is first reached."""
+        """The position of the first operation at which live memory is at its peak."""
         return self.live.index(self.peak_bytes) if self.live else 0
 
     @property
@@ -316,7 +318,7 @@ class Plan:
 
     @property
     def added_bytes(self) -> int:
-        """The most that the step holds at any time beside its arguments."""
+        """Peak memory on the device in bytes, without the arguments."""
         return self.peak_bytes - self.argument_bytes
 
     @property
@@ -325,14 +327,18 @@ class Plan:
         return sum(o.flops * o.times for o in self.operations)
 
     def alive(self, position: int) -> list[Range]:
-        """List the storages, of both memories, that are alive while an operation runs, the largest first."""
+        """List the storages, on device and host, that are alive while an operation runs, the largest first."""
         return sorted((r for r in self.ranges if r.start <= position <= r.stop), key=lambda r: (-r.bytes, r.start))
 
     def live_of(self, kind: str, space: str = "device") -> list[int]:
-        """Bytes of one kind in a memory alive while each operation runs: "parameters", "gathered", "gradients", ...
+        """Return the live bytes of one kind while each operation runs.
+
+        Args:
+            kind: one of "parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers".
+            space: the memory: "device" or "host".
 
         Raises:
-            ValueError: if `kind` is none.
+            ValueError: if `kind` is none of these.
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
@@ -345,14 +351,14 @@ class Plan:
         return _text.summary(self)
 
     def details(self) -> str:
-        """Say all that is known: what is alive at the peak, by leaf and line, each collective, rejected schedules."""
+        """Return all details as text: live values at the peak by leaf and line, each collective, rejected schedules."""
         return _text.details(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw live bytes over the step, by kind, with its passes and collectives, into an image file (matplotlib).
+        """Draw live bytes over the step, by kind, with passes and collectives, into an image file (needs matplotlib).
 
         Args:
-            path: of the file: its ending says the format, such as ".png" or ".svg".
+            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
         """
         _picture.draw(self).savefig(path, dpi=120)
 
@@ -360,7 +366,7 @@ class Plan:
         return shown(_text.summary(self), "live bytes over the step", lambda: _picture.draw(self))
 
     def to_json(self) -> str:
-        """Write the plan as JSON: its fields, and peak_bytes, peak_at, argument_bytes and live."""
+        """Return the plan as JSON: its fields, peak_bytes, peak_at, argument_bytes, flops, live and host_peak_bytes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["settings"] = _finite(self.settings)
         fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
@@ -382,41 +388,45 @@ def plan_of(
     """Make the plan of a scheduled graph.
 
     Args:
-        graph: the step, scheduled.
-        name: of the step.
-        settings: of its schedule.
-        rejected: the other schedules.
-        device: whose seconds it tells; by default that which its values lie on.
+        graph: the scheduled step.
+        name: the name of the step.
+        settings: the settings of the schedule.
+        rejected: the schedules that were not chosen.
+        device: the device whose seconds to estimate; by default a common one of the kind that the values lie on.
         groups: the axes of each process group, by its name.
     """
-    found, of = listed(graph), phases(graph)
-    named = layers(graph)
+    ops, phase_of = operations_of(graph), phases(graph)
+    layer_of = layers(graph)
     return Plan(
         name,
-        tuple([_operation(n, times, of[n]) for n, times in found]),
-        tuple(listed_ranges(graph)),
-        tuple([_collective(i, *found[i], named, groups) for i, (n, _) in enumerate(found) if is_collective(n)]),
+        tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
+        tuple(plan_ranges(graph)),
+        tuple([_collective(i, *ops[i], layer_of, groups) for i, (n, _) in enumerate(ops) if is_collective(n)]),
         settings,
         seconds(graph, device),
         tuple(rejected),
-        tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(found) if is_move(n)]),
-        tuple([m for i, (n, _) in enumerate(found) if (loop := loop_of(n)) and loop.track for m in sent_by(loop, i)]),
+        tuple([Transfer(i, name_of(n), nbytes(*values(n)), times) for i, (n, times) in enumerate(ops) if is_move(n)]),
+        tuple(
+            [m for i, (n, _) in enumerate(ops) if (loop := loop_of(n)) and loop.track for m in sent_messages(loop, i)]
+        ),
     )
 
 
 def _operation(node: Node, times: int, phase: str) -> Operation:
     loop = loop_of(node)
     target = (
-        title_of(node) if loop is None else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.turns} turns"
+        title_of(node)
+        if loop is None
+        else f"a {'loop' if loop.track is None else 'pipeline'} of {loop.turns} iterations"
     )
     return Operation(node.name, target, line_of(node), flops(node), times, phase)
 
 
 def _collective(
-    position: int, node: Node, times: int, named: Mapping[Node, str], groups: Mapping[str, str] | None
+    position: int, node: Node, times: int, layer_of: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> Collective:
     n, width = elements(node), values(node)[0].element_size()
-    layer = named.get(node) or node.meta.get("unit", "")
+    layer = layer_of.get(node) or node.meta.get("unit", "")
     return Collective(position, wire(node), layer, n, n * width, times, axis_of(node, groups))
 
 

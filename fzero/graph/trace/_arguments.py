@@ -1,4 +1,4 @@
-"""The arguments of one call of a jitted step, taken apart, and the key that its trace is cached by."""
+"""Flatten the arguments of a call of a jitted step, and compute the key that its trace is cached by."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,22 @@ from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
 __all__ = ["Arguments", "Key", "LeafPlace", "arguments_of", "blocks_of", "changed", "key_of", "places_of"]
 
-# The arguments of one call of a jitted step, taken apart.
-#
-# `(args, kwargs)` is flattened as a tree. Its tensors are what the graph takes, each object once, however many leaves
-# it is (tied weights); every other leaf, and the structure, is part of the trace. Each leaf knows its place, by which
-# errors and the plan name it. With other tensors in place of the distinct ones, `rebuild` makes the call again: so it
-# is traced on stand-ins.
+# `(args, kwargs)` is flattened as a tree. The graph takes its distinct tensors: tied weights are one tensor in several
+# leaves. The trace contains the structure and every other leaf. Each leaf has a place, by which errors and the plan
+# name it. `rebuild` returns the call's arguments with other tensors, such as stand-ins, in place of the distinct ones.
 
 
-PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may do other things with the same operations
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # subclasses may redefine operations
 
 
 class LeafPlace(NamedTuple):
-    """Where a leaf stands in a call, or in a result.
+    """The place of a leaf in a call, or in a result.
 
     Attributes:
         path: in a call "0.3.w" for leaf "w" of argument 3 by position, "1.lr.w" for leaf "w" of argument lr by keyword;
-            in a result the leaf's own.
-        unit: the unit that the leaf is a shard of, or "".
-        space: the memory that it lies in: "device" or "host".
+            in a result the leaf's path.
+        unit: the unit whose shard the leaf is, or "".
+        space: the memory that the leaf lies in: "device" or "host".
     """
 
     path: str
@@ -40,7 +37,7 @@ class LeafPlace(NamedTuple):
 
     @property
     def position(self) -> int | None:
-        """The position of the argument; None for one by keyword."""
+        """The position of the argument; None for a keyword argument."""
         kind, _, rest = self.path.partition(".")
         return int(rest.partition(".")[0]) if kind == "0" else None
 
@@ -55,13 +52,13 @@ class LeafPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, taken apart.
+    """The flattened arguments of a call.
 
     Attributes:
         leaves: the leaves of `(args, kwargs)`.
-        structure: of `(args, kwargs)`.
+        structure: the structure of `(args, kwargs)`.
         where: the position of each distinct tensor among the leaves.
-        index: for each leaf its number among the distinct tensors; None for what is no tensor.
+        index: for each leaf its number among the distinct tensors; None for a leaf that is no tensor.
     """
 
     leaves: list[Any]
@@ -76,7 +73,7 @@ class Arguments:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Those of the distinct tensors that lie side by side: as `step.init` lays the leaves of a unit."""
+        """The distinct tensors that lie side by side in memory, as `step.init` places the leaves of a unit."""
         return buffers_of(self.tensors)
 
     @cached_property
@@ -86,7 +83,7 @@ class Arguments:
 
     @cached_property
     def places(self) -> list[LeafPlace]:
-        """The place of each distinct tensor: that of its first leaf."""
+        """The place of each distinct tensor's first leaf."""
         return [self.leaf_places[i] for i in self.where]
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -98,47 +95,47 @@ class Arguments:
         """Check that no tensor requires grad.
 
         Raises:
-            ValueError: if one does. The message names it.
+            ValueError: if a tensor does. The message names it.
         """
         for place, x in zip(self.places, self.tensors, strict=True):
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"fzero.jit: {place} requires grad, and a jitted step's results have no autograd graph: "
-                    "take gradients inside the step (fzero.value_and_grad) and pass tensors detached"
+                    "take gradients inside the step (fzero.value_and_grad) and pass detached tensors"
                 )
 
     def check_plain(self) -> None:
-        """Check that every tensor is no more than a tensor.
+        """Check that every tensor is a plain `torch.Tensor` or `nn.Parameter`.
 
         Raises:
-            TypeError: if one is of a class of its own. The message names it.
+            TypeError: if a tensor is of another class. The message names it.
         """
         if {type(x) for x in self.tensors} <= PLAIN:
             return
         place, x = next((p, x) for p, x in zip(self.places, self.tensors, strict=True) if type(x) not in PLAIN)
         raise TypeError(
-            f"fzero.jit: {place} is a {type(x).__name__}, and a graph knows plain tensors only: take it apart outside "
-            "the step, or register a class of your own for it as a pytree node"
+            f"fzero.jit: {place} is a {type(x).__name__}, and a graph holds plain tensors only: unpack it outside the "
+            "step, or wrap its tensors in a class that is registered as a pytree node"
         )
 
     def check_real(self) -> None:
         """Check that every tensor has memory.
 
         Raises:
-            ValueError: if one is on the meta device. The message names it.
+            ValueError: if a tensor is on the meta device. The message names it.
         """
         for place, x in zip(self.places, self.tensors, strict=True):
             if x.is_meta:
                 raise ValueError(
-                    f"{place} is on the meta device, without memory: such a step can be planned (fzero.plan), not run"
+                    f"{place} is on the meta device and has no memory: the step can be planned (fzero.plan), not run"
                 )
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Take the arguments of a call apart.
+    """Flatten the arguments of a call.
 
     Raises:
-        DonatedError: if one was donated.
+        DonatedError: if an argument was donated to an earlier call.
     """
     leaves, structure = tree.flatten((args, kwargs))
     where: list[int] = []
@@ -157,56 +154,57 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def places_of(values: Any) -> list[LeafPlace]:
     """List the place of each leaf of a tree."""
-    found = []
+    places = []
     for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
         if isinstance(x, PerRank):
             paths = tree.flatten_with_paths(x.value)[0]
-            found += [LeafPlace(f"{path}.{inner}".strip("."), "") for inner in paths]
+            places += [LeafPlace(f"{path}.{inner}".strip("."), "") for inner in paths]
         elif isinstance(x, Shard):
             for space, part in zip(spaces(x), x.parts, strict=True):
-                found += [LeafPlace(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
+                places += [LeafPlace(path, x.spec.unit, space)] * len(tree.flatten(part)[0])
         elif not isinstance(x, Slot):
-            found.append(LeafPlace(path, ""))
-    return found
+            places.append(LeafPlace(path, ""))
+    return places
 
 
 def blocks_of(places: Sequence[LeafPlace], parameters: Collection[int | None]) -> list[str]:
-    """List for each leaf the number of the repeated block that it belongs to, or "".
+    """List the number of the repeated block that each leaf belongs to; "" for leaves of no block.
 
-    A box belongs to its unit's. Another leaf belongs to that of the parameter whose path its own ends with. So the
-    moment "1.0.mu.blocks.3.w" is of block 3, and "1.0.mu.w" of none: 1 and 0 are places in a chain of optimizers.
+    The leaves of a box belong to its unit's block. The path of another leaf may end with the path of a parameter; then
+    the leaf belongs to that parameter's block. So the moment "1.0.mu.blocks.3.w" belongs to block 3, and "1.0.mu.w" to
+    none: 1 and 0 are positions in a chain of optimizers.
 
     Args:
-        places: of the leaves.
-        parameters: the positions of the arguments that hold parameters; if none is known, any argument may.
+        places: the places of the leaves.
+        parameters: the positions of the arguments that hold parameters; if empty, any argument may hold them.
     """
     keys = [place.path.split(".")[2:] for place in places]
-    whole = {
-        tuple(mine)
-        for place, mine in zip(places, keys, strict=True)
-        if place.position in parameters or (mine and not parameters)
+    parameter_keys = {
+        tuple(key)
+        for place, key in zip(places, keys, strict=True)
+        if place.position in parameters or (key and not parameters)
     }
-    found = []
-    for place, mine in zip(places, keys, strict=True):
-        ends = [mine[i:] for i in range(len(mine), -1, -1)]
-        path = next((end[:-1] for end in ends if tuple(end) in whole), [])
+    blocks = []
+    for place, key in zip(places, keys, strict=True):
+        suffixes = [key[i:] for i in range(len(key), -1, -1)]
+        path = next((suffix[:-1] for suffix in suffixes if tuple(suffix) in parameter_keys), [])
         path = place.unit.split(".") if place.unit else path
-        found.append(next((key for key in reversed(path) if key.isdigit()), ""))
-    return found
+        blocks.append(next((k for k in reversed(path) if k.isdigit()), ""))
+    return blocks
 
 
-# What a trace is cached by, and what distinguishes two calls that need a trace each.
+# The key that a trace is cached by, and the difference between two calls that need separate traces.
 
 
 class Key(NamedTuple):
-    """What one trace depends on: calls with equal keys share it.
+    """The key of a trace: calls with equal keys share the trace.
 
     Attributes:
-        structure: of the arguments.
-        index: which leaves are which distinct tensor; None for other leaves.
-        tensors: of each distinct tensor its shape, dtype, strides, device and whether it requires grad.
-        buffers: which of them lie side by side.
-        values: of each other leaf its type and value.
+        structure: the structure of the arguments.
+        index: for each leaf its number among the distinct tensors; None for other leaves.
+        tensors: the shape, dtype, strides, device and requires_grad of each distinct tensor.
+        buffers: the distinct tensors that lie side by side in memory.
+        values: the type and value of each other leaf.
         settings: torch's settings on which a trace depends: default dtype, grad mode and autocast.
     """
 
@@ -222,11 +220,11 @@ def key_of(arguments: Arguments) -> Key:
     """Return the key of a call.
 
     Raises:
-        TypeError: if an argument that is no tensor has no hash. The message names it.
+        TypeError: if an argument is neither a tensor nor hashable. The message names it.
     """
     tensors = tuple([(x.shape, x.dtype, x.stride(), x.device, x.requires_grad) for x in arguments.tensors])
-    others = [x for x, number in zip(arguments.leaves, arguments.index, strict=True) if number is None]
-    values = tuple([(type(x), x.hex() if isinstance(x, float) else x) for x in others])  # -0.0 == 0.0, and nan != nan
+    rest = [x for x, number in zip(arguments.leaves, arguments.index, strict=True) if number is None]
+    values = tuple([(type(x), x.hex() if isinstance(x, float) else x) for x in rest])  # -0.0 == 0.0, and nan != nan
     key = Key(arguments.structure, tuple(arguments.index), tensors, arguments.buffers, values, _settings())
     try:
         hash(key)
@@ -247,41 +245,41 @@ def _settings() -> tuple[Any, ...]:
 
 
 def changed(old: Key, arguments: Arguments) -> str:
-    """Say in one line what distinguishes a call from an earlier one."""
+    """Return one line that says how a call differs from an earlier one."""
     new = key_of(arguments)
     if old.structure != new.structure or len(old.index) != len(new.index):
         return "the arguments have another structure"
     if old.settings != new.settings:
         return "torch's default dtype, grad mode or autocast was switched"
-    for place, before, now in zip(arguments.leaf_places, _leaves(old), _leaves(new), strict=True):
-        if before.what != now.what:
-            return f"{place} was {before.what} and is {now.what}"
-        if before != now:
-            return f"{place} was {before.what}{before.more} and is {now.what}{now.more}"
+    for place, before, after in zip(arguments.leaf_places, _leaves(old), _leaves(new), strict=True):
+        if before.text != after.text:
+            return f"{place} was {before.text} and is {after.text}"
+        if before != after:
+            return f"{place} was {before.text}{before.details} and is {after.text}{after.details}"
     places = zip(arguments.leaf_places, old.index, new.index, strict=True)
     if old.index == new.index:
-        return "the leaves of a unit lay side by side in memory, and do no longer, or the other way round"
-    return next(f"{place} is tied to another tensor than before" for place, before, now in places if before != now)
+        return "the leaves of a unit lie side by side in memory in one call, and not in the other"
+    return next(f"{place} is tied to another tensor than before" for place, before, after in places if before != after)
 
 
-class _LeafInWords(NamedTuple):
-    """A leaf in words: what it is, and what else a trace depends on."""
+class _LeafText(NamedTuple):
+    """A description of a leaf: its dtype and shape, or its value; and further details that a trace depends on."""
 
-    what: str
-    more: str = ""
+    text: str
+    details: str = ""
 
 
-def _leaves(key: Key) -> list[_LeafInWords]:
-    values, found, seen = iter(key.values), [], set()
+def _leaves(key: Key) -> list[_LeafText]:
+    values, texts, known_numbers = iter(key.values), [], set()
     for number in key.index:
         if number is None:
             kind, value = next(values)
-            found.append(_LeafInWords(repr(float.fromhex(value) if kind is float else value)))
+            texts.append(_LeafText(repr(float.fromhex(value) if kind is float else value)))
             continue
         shape, dtype, strides, device, requires_grad = key.tensors[number]
-        more = f", strides {list(strides)}, on {device}{', requires grad' if requires_grad else ''}"
-        found.append(
-            _LeafInWords(f"{dtype} {list(shape)}", more + (", tied to another leaf" if number in seen else ""))
+        details = f", strides {list(strides)}, on {device}{', requires grad' if requires_grad else ''}"
+        texts.append(
+            _LeafText(f"{dtype} {list(shape)}", details + (", tied to another leaf" if number in known_numbers else ""))
         )
-        seen.add(number)
-    return found
+        known_numbers.add(number)
+    return texts

@@ -1,4 +1,4 @@
-"""Which arguments may be donated, and which result is written into which of them."""
+"""Check donated arguments, and match each with a result that may be written into it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ __all__ = ["check_separate", "pairs"]
 
 
 def check_separate(arguments: Arguments, donated: Sequence[int], captured: Sequence[Any]) -> None:
-    """Check that what is written into a donated tensor changes no other tensor.
+    """Check that a write into a donated tensor changes no other tensor.
 
     Args:
-        arguments: of the call.
+        arguments: the arguments of the call.
         donated: the numbers of the donated tensors.
-        captured: what the step holds on to beside its arguments.
+        captured: the tensors and other values that the step captures.
 
     Raises:
         ValueError: if a donated tensor was made under inference mode, or shares memory with another argument or a
             captured tensor. Also if a view, its base, `.detach()`, `.numpy()` or an autograd graph of it lives
-            elsewhere. The message names it.
+            elsewhere. The message names the tensor.
     """
     tensors = [*arguments.tensors, *[x for x in captured if isinstance(x, torch.Tensor)]]
     if not torch.is_inference_mode_enabled():
@@ -43,7 +43,7 @@ def _check_writable(arguments: Arguments, donated: Sequence[int]) -> None:
 
 def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
     """Check that no argument and no captured tensor overlaps with a donated one."""
-    chosen = set(donated)
+    donated_numbers = set(donated)
     spans = []
     for i, x in enumerate(tensors):
         if x.numel():
@@ -52,79 +52,79 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
     spans.sort()
     reach, owner = 0, 0
     for start, stop, i in spans:
-        if start < reach and (i in chosen or owner in chosen):
-            a, b = [_named(arguments, k) for k in sorted((owner, i))]
+        if start < reach and (i in donated_numbers or owner in donated_numbers):
+            a, b = [_name_of(arguments, k) for k in sorted((owner, i))]
             raise ValueError(
-                f"{a} and {b} share memory, and one is donated to fzero.jit: what is written into one would change "
-                "the other. Clone one, or jit with donate=()"
+                f"{a} and {b} share memory, and one is donated to fzero.jit: a write into one would change the other. "
+                "Clone one, or jit with donate=()"
             )
         if stop > reach:
             reach, owner = stop, i
 
 
-def _named(arguments: Arguments, number: int) -> str:
+def _name_of(arguments: Arguments, number: int) -> str:
     places = arguments.places
     return str(places[number]) if number < len(places) else "a tensor that the step captures"
 
 
 def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> None:
-    """Check that no tensor beside those of the call holds on to the memory of a donated one."""
-    held = holders([arguments.tensors[i] for i in donated])
-    if max(held) <= 1:
+    """Check that only the call's tensors and the captured ones refer to the memory of a donated tensor."""
+    references = holders([arguments.tensors[i] for i in donated])
+    if max(references) <= 1:
         return
-    given = Counter([storage_id(x) for x in tensors])
-    for i, n in zip(donated, held, strict=True):
-        if n > given[storage_id(arguments.tensors[i])]:
+    known_references = Counter([storage_id(x) for x in tensors])
+    for i, n in zip(donated, references, strict=True):
+        if n > known_references[storage_id(arguments.tensors[i])]:
             raise ValueError(
-                f"{arguments.places[i]} shares its memory with something that is no argument (a view of it, what "
-                "it is a view of, its .detach() or .numpy(), an autograd graph, a leaf that lay beside it; perhaps a "
-                "variable that a loop left), and it is donated to fzero.jit: that would see the new values. Let it go "
-                "(del) or clone it before the call, or jit with donate=()"
+                f"{arguments.places[i]} is donated to fzero.jit and shares its memory with something that is no "
+                "argument: a view or its base, a .detach() or .numpy(), an autograd graph or a leaf beside it, perhaps "
+                "a variable that a loop left over. It would see the new values: delete it (del) or replace it by a "
+                "clone before the call, or jit with donate=()"
             )
 
 
 def pairs(arguments: Arguments, positions: Sequence[int], out: Any, leaves: Sequence[Any]) -> dict[int, int]:
     """Match results with the donated tensors that they may be written into.
 
-    A result goes where the argument at its own position has the same path, shape and dtype. The others go to any
-    donated tensor of their shape and dtype.
+    A result is written into the tensor with its path in the argument at its own position, if shape and dtype agree.
+    Other results are written into any free donated tensor of their shape and dtype.
 
     Args:
-        arguments: of the call.
-        positions: of the donated arguments.
+        arguments: the arguments of the call.
+        positions: the positions of the donated arguments.
         out: the results.
-        leaves: their leaves.
+        leaves: the leaves of the results.
 
     Returns:
-        A mapping from the number of a result's leaf to that of a distinct tensor.
+        A mapping from the number of a result's leaf to the number of a distinct tensor.
     """
     tensors = arguments.tensors
     free = {i for i, p in enumerate(arguments.places) if p.position in positions and _dense(tensors[i])}
-    by_path: dict[tuple[str, str], int] = {}  # of a shard in two pieces, each by its memory, too
+    by_path: dict[tuple[str, str], int] = {}  # and by space, for shards in two pieces
     for place, i in zip(arguments.leaf_places, arguments.index, strict=True):
         if i is not None and i in free:
             by_path[place.path.split(".", 1)[1], place.space] = i
     results = places_of(out)
     single = not isinstance(out, tuple)
-    into: dict[int, int] = {}
-    taken: dict[int, int] = {}  # tensor -> id of the value that it takes
+    matches: dict[int, int] = {}
+    occupied: dict[int, int] = {}  # tensor -> id of the value that is written into it
     for k, (place, x) in enumerate(zip(results, leaves, strict=True)):
         i = by_path.get((("0." + place.path).rstrip(".") if single else place.path, place.space))
-        if i is not None and _fits(x, tensors[i]) and taken.setdefault(i, id(x)) == id(x):
-            into[k] = i
-    values = {id(leaves[k]) for k in into}
+        if i is not None and _fits(x, tensors[i]) and occupied.setdefault(i, id(x)) == id(x):
+            matches[k] = i
+    values = {id(leaves[k]) for k in matches}
     for k, x in enumerate(leaves):
-        if k not in into and id(x) not in values:
-            alike = [i for i in sorted(free - taken.keys()) if arguments.places[i].space == results[k].space]
-            i = next((i for i in alike if _fits(x, tensors[i])), None)
+        if k not in matches and id(x) not in values:
+            candidates = [i for i in sorted(free - occupied.keys()) if arguments.places[i].space == results[k].space]
+            i = next((i for i in candidates if _fits(x, tensors[i])), None)
             if i is not None:
-                into[k], taken[i] = i, id(x)
-    return into
+                matches[k], occupied[i] = i, id(x)
+    return matches
 
 
 def _fits(x: Any, y: torch.Tensor) -> bool:
-    alike = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
-    return alike and (y.device.type == "meta" or x.device == y.device)
+    has_same_form = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
+    return has_same_form and (y.device.type == "meta" or x.device == y.device)
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -134,7 +134,7 @@ def _extent(x: torch.Tensor) -> int:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Return whether a tensor can be written into: no two elements share memory, as an expanded one's do."""
+    """Return whether a tensor can be written into: no two elements share memory, as in an expanded tensor."""
     reach = 1
     for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
         if stride < reach:

@@ -200,7 +200,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"x is torch.int64 \[2, 3, 6\]: expected a fl",
     ),
-    "jitter without a key": (lambda: moe.jitter(X, torch.ones(2)), TypeError, r"expected a key"),
+    "jitter without a key": (lambda: moe.jitter(X, torch.ones(2)), TypeError, r"expected an int64 tensor of shape"),
     "grouped matrices": (
         lambda: moe.grouped_mm(torch.ones(2, 3), torch.ones(2, 4, 5), ENDS),
         ValueError,

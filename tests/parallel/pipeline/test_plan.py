@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.graph._ir import is_gather, is_wait, start_of
 from fzero.graph._ops import is_random
-from fzero.graph.loop._memory import track_seconds
+from fzero.graph.loop._memory import pipeline_seconds
 from fzero.graph.loop._rank_schedule import Phase, phases_of
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, examples
@@ -81,9 +81,9 @@ def test_a_collective_that_nothing_reads_is_left_out():
 
 def test_the_cost_model_knows_bubbles():
     """A phase that takes a second: four micro-batches on two ranks take five times three."""
-    seconds = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
+    seconds = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
     assert seconds == pytest.approx(3 * (4 + 2 - 1))
-    slow = track_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
+    slow = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
     assert slow == pytest.approx(15 + 2 * 0.5)  # there and back
     assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
 
@@ -108,7 +108,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
     state = step.init(loss.stack(params_of(4), mesh), OPT)
     plans = [fzero.plan(step, *state, mesh.split(batch_of(8), "dp"), world_size={"dp": n}) for n in (1, 64)]
     assert plans[1].argument_bytes < plans[0].argument_bytes
-    assert any(o.target == "a pipeline of 4 turns" for o in plans[0].operations)
+    assert any(o.target == "a pipeline of 4 iterations" for o in plans[0].operations)
 
 
 def loops_of(name: str, rank: int, **options: Any) -> Any:
@@ -136,9 +136,9 @@ def test_phases_are_given_what_earlier_ones_have_left(name, rank):
     held: set[Any] = set()
     for part in parts:
         part.graph.lint()
-        assert {x for x in part.given if isinstance(x, Residual)} <= held
-        held |= {x for x in part.made if isinstance(x, Residual)}
-        assert len(part.given) == sum(n.op == "placeholder" for n in part.graph.nodes)
+        assert {x for x in part.inputs if isinstance(x, Residual)} <= held
+        held |= {x for x in part.outputs if isinstance(x, Residual)}
+        assert len(part.inputs) == sum(n.op == "placeholder" for n in part.graph.nodes)
     # each sum is written once a turn
     writes = [n.args[0].name for part in parts for n in part.graph.nodes if "copy_" in str(n.target)]
     assert len(writes) == len(set(writes)) > 0
@@ -174,7 +174,7 @@ def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage
     assert all(gathered[Phase("F", s)] for s in loop.track.stages)
     assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
     names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
-    assert not names & {x.name for part in parts for x in part.made if isinstance(x, Residual)}
+    assert not names & {x.name for part in parts for x in part.outputs if isinstance(x, Residual)}
 
 
 def test_what_a_stage_sends_back_comes_before_its_weights_gradients():
@@ -188,7 +188,7 @@ def held(parts: Any) -> list[torch.Tensor]:
     """What waits for the backward pass, of each micro-batch in flight."""
     from fzero.graph._ir import results, values
 
-    made = [(what, n) for part in parts for what, n in zip(part.made, results(part.graph), strict=True)]
+    made = [(what, n) for part in parts for what, n in zip(part.outputs, results(part.graph), strict=True)]
     return [values(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
