@@ -54,7 +54,7 @@ MUTANTS = [
         Fault(
             "Inductor is given what overwrites",
             "entry_of",
-            (never("A.backend == 'inductor-whole'"), elsewhere("_traced", never("A.backend == 'inductor-whole'"))),
+            (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
             ON_GLOO,
         ),
         Fault("a donated slot prints as if alive", "Entry._give_up_boxes", becomes("A | B | C", "A | C")),
@@ -92,7 +92,7 @@ MUTANTS = [
     *File("graph/_pass_manager.py", PIPELINE).faults(
         Fault("marks are lost", "_described", dropped("A in B.meta"), FUSED),
         Fault("a loop takes its room twice", "_room_in", bare("A - B(C)"), LOOPS),
-        Fault("a knob takes what is no number", "_Takes.checked", always("float(A) >= 0"), JIT),
+        Fault("a knob takes what is no number", "_Domain.checked", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
             "leaves are gathered into before they are donated",
@@ -125,7 +125,7 @@ MUTANTS = [
         Fault("the schedule makes casts at once", "roles", never("A in B.meta")),
         Fault("updates wait for the end", "listed", skipped("A(B, C)", at="1 of 4"), GRAPH),
         Fault("overwrite under a gather", "readers_of_overwritten", never("A(B)", at="3 of 4"), GRAPH),
-        Fault("more in flight than asked", "_landing", never("len(A) > B.C"), GRAPH),
+        Fault("more in flight than asked", "_due_waits", never("len(A) > B.C"), GRAPH),
         Fault(
             "leaves arrive while the old ones are read",
             "readers_of_overwritten",
@@ -178,7 +178,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/passes/_schedule.py", GRAPH).faults(
-        Fault("prefetch one more", "asked_ahead", constant(1, 2, at="3 of 3")),
+        Fault("prefetch one more", "next_gathers", constant(1, 2, at="3 of 3")),
         Fault("the graph's own order never stays", "Orders.leanest", never("max(A) < max(B)")),
         Fault("gathers start ahead without room", "where_it_fits", becomes("A[B - 1] + C", "A[B - 1]")),
         Fault("what starts ahead is forgotten", "where_it_fits", skipped("A[B:C] = [D + E for D in A[B:C]]")),
@@ -333,7 +333,9 @@ MUTANTS = [
     ),
     *File("graph/_storages.py", OWN_PART).faults(
         Fault(
-            "arguments side by side count twice", "storages_in", becomes("A(B, C, D[C], given)", "A(B, C, D[C], {})")
+            "arguments side by side count twice",
+            "storages_in",
+            becomes("A(B, C, D[C], input_storages)", "A(B, C, D[C], {})"),
         ),
     ),
     *File("_torch/modules.py", BUFFERS).faults(
@@ -454,7 +456,11 @@ MUTANTS = [
         Fault(
             "a rank goes on without a trace alone", "AnyLength._find", never("A is not None and A.distributed"), ON_GLOO
         ),
-        Fault("lengths that decide otherwise are samples", "_found", becomes("[A for A in B if C(A.length)]", "[*B]")),
+        Fault(
+            "lengths that decide otherwise are samples",
+            "_formula_and_lengths",
+            becomes("[A for A in B if C(A.length)]", "[*B]"),
+        ),
         Fault("a name that follows the length is kept", "_Traced.structure", dropped("A.B", at="4 of 4")),
     ),
     *File("_torch/decisions.py", DECISIONS).faults(

@@ -109,7 +109,7 @@ MUTANTS = [
         Fault("a pipeline takes its work's time", "track_seconds", becomes("A.makespan", "A.busy[0]")),
     ),
     *File("graph/passes/_schedule.py", PLAN).faults(
-        Fault("a gather starts in another pass", "asked_ahead", never("A.target is B")),
+        Fault("a gather starts in another pass", "next_gathers", never("A.target is B")),
     ),
     *File("graph/passes/_regather.py", PLAN).faults(
         Fault("a unit stays between two passes", "_lets_go", never("A.passes[B] != A.passes[C]")),

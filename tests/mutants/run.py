@@ -42,7 +42,7 @@ MUTANTS = [
     *File("graph/run/_backends.py", COMPILE).faults(
         Fault("a step waits for an import", "_Auto._load", dropped("not A()")),
         Fault("a step waits for all segments", "_Auto._load", dropped("time.monotonic() < A")),
-        Fault("a step changes over before all is loaded", "_Auto._change_over", never("self.left", at="2 of 2")),
+        Fault("a step changes over before all is loaded", "_Auto._change_over", never("self.pending", at="2 of 2")),
         Fault("a rank changes over alone", "_Auto._change_over", becomes("all", "any"), ON_GLOO),
         Fault("a rank does not ask the others", "_Auto._change_over", never("A and self.B.distributed"), ON_GLOO),
         Fault("auto proves nothing", "_Auto._load", becomes("A(code, B)", "B(code)")),
@@ -58,11 +58,14 @@ MUTANTS = [
         Fault("a scaled step is a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),
     *File("graph/run/_compile.py", COMPILE).faults(
-        Fault("two compile a segment at once", "_taken", constant(False, True)),
+        Fault("two compile a segment at once", "_segment_lock", constant(False, True)),
         Fault(
             "what another compiles is left out",
             "compile_all",
-            (never("len(A) == len(B)"), becomes("left = busy", "left = busy if len(busy) < len(left) else []")),
+            (
+                never("len(A) == len(B)"),
+                becomes("pending = busy", "pending = busy if len(busy) < len(pending) else []"),
+            ),
         ),
         Fault("a wait is silent where there is no terminal", "progress", bare("B(A, C, D)")),
         Fault("what is quick is told", "_with_a_line", becomes("A.start()", "console.print(text)")),
@@ -89,7 +92,7 @@ MUTANTS = [
         Fault("a proof draws", "prove", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")),
         Fault("a proof blames the compiler", "prove", always("A(code) is not None")),
         Fault("garbage is no fault", "prove", skipped("A(code, B)")),
-        Fault("a logarithm of zero is a fault", "_prove_finite", becomes("~A(B) & A(C)", "~A(B)")),
+        Fault("a logarithm of zero is a fault", "_check_finite", becomes("~A(B) & A(C)", "~A(B)")),
         Fault("a rank falls back alone", "all_refusals", always("A is None or not A.distributed"), ON_GLOO),
         Fault("strict is not asked", "tell", never("strict")),
     ),

@@ -169,7 +169,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 
 def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
-    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.made)
+    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
         runs([torch.zeros(3, 3)])
     prove(code, runs)
@@ -181,7 +181,7 @@ def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.made))
+    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.outputs))
     assert torch.equal(torch.rand(3), expected)
 
 
