@@ -161,8 +161,8 @@ def agree(
     common = [key for key in offers if all(key in x for x in offers_by_rank) and _is_agreed(key, replies)]
     if not common:
         raise RuntimeError(
-            f"fzero.jit: {name}: every schedule has the collectives in another order on each rank. Please report this; "
-            "prefetch=0 and in_flight=0 may help"
+            f"fzero.jit: {name}: no schedule starts its collectives in the same order on all ranks. Please report "
+            "this; prefetch=0 and in_flight=0 may help"
         )
     return {key: [max([x[key][i] for x in offers_by_rank]) for i in (0, 1)] for key in common}
 
@@ -195,8 +195,8 @@ def _raise_first_difference(descriptions: list[dict[str, list[str]]], name: str)
                 if a != b:
                     stages = f" of its stages ({part})" if part else ""
                     raise RuntimeError(
-                        f"fzero.jit: {name} is not the same step on all ranks. Operation {i}{stages} is on rank "
-                        f"{other} {a}, and on rank {rank} {b}. All ranks must trace the same code with the same "
+                        f"fzero.jit: {name} is not the same step on all ranks. Operation {i}{stages} is {a} on "
+                        f"rank {other}, but {b} on rank {rank}. All ranks must trace the same code with the same "
                         "shapes. Only data may differ by rank (mesh.local, axis_index), never a branch or a number in "
                         "Python"
                         f"{see('a-hang')}"

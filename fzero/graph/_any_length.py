@@ -67,7 +67,7 @@ class Formula:
     numbers: _Numbers
 
     def at(self, length: int) -> Graph:
-        """Return the graph at a length. A value is the same stand-in at all lengths if its storage is."""
+        """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
         return _rewritten(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
@@ -115,7 +115,7 @@ def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
         args = repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
         storages = [memory.setdefault(storage_id(x), len(memory)) for x in values(n)]
         forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(values(n), storages, strict=True)])
-        return n.name, _target(n, memory), args, forms, _notes(n)
+        return n.name, _target(n, memory), args, forms, _metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
 
@@ -127,7 +127,7 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
     return loop.turns, loop.parts, loop.sums, loop.carried, loop.track, _structure(loop.body, memory)
 
 
-def _notes(node: Node) -> Hashable:
+def _metadata(node: Node) -> Hashable:
     """Describe the metadata of a node that the plan and the executors read, besides its value."""
     carried = node.meta.get("carried")
     shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in values(carried)])
@@ -191,7 +191,7 @@ log = logging.getLogger("fzero.jit")
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedCall:
     """A traced call, and its length."""
 
     length: int
@@ -218,7 +218,7 @@ class AnyLength:
         is_known: whether the search for a formula has ended, with or without one.
     """
 
-    traced: list[_Traced] = field(default_factory=list)
+    traced: list[_TracedCall] = field(default_factory=list)
     formula: Formula | None = None
     sample_entry: Entry | None = None
     holds: Callable[[int], bool] = field(default=lambda length: False)
@@ -239,7 +239,7 @@ class AnyLength:
         """
         if self.is_known or length in [call.length for call in self.traced]:
             return
-        self.traced.append(_Traced(length, key, entry))
+        self.traced.append(_TracedCall(length, key, entry))
         if len(self.traced) >= SAMPLES:
             self._find(options, arguments)
 
@@ -296,7 +296,7 @@ class AnyLength:
 
 
 def _formula_and_lengths(
-    alike: Sequence[_Traced], options: JitOptions, arguments: Arguments
+    alike: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
 ) -> tuple[Formula, Callable[[int], bool], Entry] | None:
     """Return a formula, a function that says whether it holds for a length, and an entry of one length.
 
@@ -306,7 +306,9 @@ def _formula_and_lengths(
     Raises:
         FixedSizeError: if there is no formula.
     """
-    sample = next((x for x in reversed(alike) if x.length > 1), None)  # another length may take another branch
+    sample = next(
+        (x for x in reversed(alike) if x.length > 1), None
+    )  # the latest: all earlier ones may take another branch
     if len(alike) < SAMPLES or sample is None:
         return None
     holds = _decisions(options, sample, next(x for x in alike if x is not sample), arguments)
@@ -324,7 +326,7 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula(traced: Sequence[_Traced]) -> Formula:
+def _formula(traced: Sequence[_TracedCall]) -> Formula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
@@ -346,7 +348,9 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _decisions(options: JitOptions, sample: _Traced, other: _Traced, arguments: Arguments) -> Callable[[int], bool]:
+def _decisions(
+    options: JitOptions, sample: _TracedCall, other: _TracedCall, arguments: Arguments
+) -> Callable[[int], bool]:
     """Record the decisions that one rank's step takes by the length.
 
     Args:

@@ -113,7 +113,7 @@ def jit(
     if not isinstance(dynamic, bool):
         raise ValueError(f"dynamic={dynamic!r}: expected True or False")
     if strict and backend == "auto":
-        raise ValueError('strict=True: backend="auto" compiles while the step runs, and never ends it; use "inductor"')
+        raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else checked_folder(dump)
     return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict, dynamic=dynamic)
@@ -209,14 +209,14 @@ class Jitted:
         """Run the step.
 
         Args:
-            *args: the step's arguments. Donated ones are gone afterwards.
-            **kwargs: likewise; never donated.
+            *args: the step's arguments. Donated arguments must not be used afterwards.
+            **kwargs: the step's arguments by name; they are never donated.
 
         Returns:
             The step's results, as new tensors.
 
         Raises:
-            DonatedError: if an argument was donated to an earlier call. The message names it.
+            DonatedError: if an argument was donated to an earlier call. The message names the argument.
             RuntimeError: while tracing, if the step reads a tensor's value in Python, or writes into a tensor that it
                 did not make, or if the ranks trace different steps. The message names the line.
             ValueError: if a donated argument shares memory with another tensor, or an argument requires grad. The
@@ -245,8 +245,8 @@ class Jitted:
         """Plan a call with these arguments without running it.
 
         Args:
-            *args: the step's arguments, real or without memory (meta tensors).
-            **kwargs: likewise.
+            *args: the step's arguments, real or meta tensors.
+            **kwargs: the step's arguments by name, likewise.
 
         Returns:
             A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.

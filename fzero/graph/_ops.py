@@ -99,10 +99,10 @@ OPERATIONS: dict[str, OperationTraits] = {
     "contiguous": CHEAP | COPIES,
     "_unsafe_view": VIEW,
     "_reshape_alias": VIEW,
-    # from one memory to the other
+    # moves between device and host
     "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
     "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
-    # cut and joined
+    # slicing and concatenation
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,
     "slice": BY_RANK,
@@ -115,7 +115,7 @@ OPERATIONS: dict[str, OperationTraits] = {
     "diagonal_copy": CHEAP,
     "tril": CHEAP,
     "triu": CHEAP,
-    # looked up
+    # look-ups
     "index": CHEAP,
     "gather": CHEAP,
     "embedding": CHEAP,

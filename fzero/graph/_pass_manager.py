@@ -69,8 +69,8 @@ class Choice(NamedTuple):
 
     def settings(self) -> Settings:
         """Return the settings that a plan shows, by name. `across_turns` and `recast` are shown only if True."""
-        quiet = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
-        return {k: v for k, v in self._asdict().items() if k not in quiet}
+        hidden = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
+        return {k: v for k, v in self._asdict().items() if k not in hidden}
 
 
 class PassContext(NamedTuple):

@@ -30,12 +30,12 @@ class SpaceError(RuntimeError):
 
 
 def is_move(node: Node) -> bool:
-    """Return whether a node copies a tensor from one memory to the other."""
+    """Return whether a node copies a tensor between device and host memory."""
     return node.target in (DOWN, UP, on_its_way)
 
 
 def moves(graph: Graph) -> bool:
-    """Return whether a graph copies values from one memory to the other."""
+    """Return whether a graph copies values between device and host memory."""
     return any(is_move(n) for n in graph.nodes)
 
 
@@ -123,7 +123,7 @@ class Storages(NamedTuple):
 
 
 def storages(graph: Graph) -> Storages:
-    """Find the storage of every value: views share their base's, and a wait its collective's."""
+    """Find the storage of every value. A view shares its base's storage, and a wait its collective's."""
     return storages_in(graph.nodes)
 
 

@@ -120,7 +120,7 @@ MUTANTS = [
         Fault("new states wait for the last gradient", "roles", skipped("A |= B(C, D, A)")),
         Fault("whatever waits is made late", "_waiting", dropped("A(B, C)")),
         Fault("what is made of arguments is kept", "_grows", dropped("A not in late")),
-        Fault("numbers join what is apart", "_joined", dropped("any(A.dim() for A in B(C))")),
+        Fault("numbers join what is apart", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("what is done waits for the others", "_append", skipped("A += [] if B else C(D, E, F)")),
         Fault("the schedule makes casts at once", "roles", never("A in B.meta")),
         Fault("updates wait for the end", "listed", skipped("A(B, C)", at="1 of 4"), GRAPH),
@@ -253,13 +253,13 @@ MUTANTS = [
         ),
         Fault(
             "one reduction too many is on its way",
-            "_carry_on",
+            "_carry_reductions",
             becomes("zip(A, B, strict=False)", "zip(A[-len(B):], B, strict=False)"),
         ),
         Fault("gradients with other readers are carried", "_chain", bare("len(A) == 1")),
         Fault(
             "what the last turn leaves is dropped",
-            "_wait_behind",
+            "_wait_after",
             skipped("A.replace_all_uses_with(B, delete_user_cb=C)"),
             ON_GLOO,
         ),
@@ -290,11 +290,11 @@ MUTANTS = [
         Fault("bodies are not compared", "signatures", dropped("*A(B.C, D)"), LOOPS),
     ),
     *File("graph/passes/_donate.py", GRAPH).faults(
-        Fault("hand on what is about to be overwritten", "donate.safe", always("not A & set(B.C[D])")),
+        Fault("hand on what is about to be overwritten", "donate.copy_if_donated", always("not A & set(B.C[D])")),
         Fault("hand out overwritten memory", "donate", bare("{*B, *A}")),
     ),
     *File("graph/passes/_regather.py", GRAPH).faults(
-        Fault("count a unit at each use", "_lets_go", always("A not in B")),
+        Fault("count a unit at each use", "_exceeds_reuse", always("A not in B")),
     ),
     *File("graph/passes/_bucket.py", GRAPH).faults(
         Fault("buckets across groups", "_alike", dropped("A.args[1:] == B.args[1:]")),
@@ -461,7 +461,7 @@ MUTANTS = [
             "_formula_and_lengths",
             becomes("[A for A in B if C(A.length)]", "[*B]"),
         ),
-        Fault("a name that follows the length is kept", "_Traced.structure", dropped("A.B", at="4 of 4")),
+        Fault("a name that follows the length is kept", "_TracedCall.structure", dropped("A.B", at="4 of 4")),
     ),
     *File("_torch/decisions.py", DECISIONS).faults(
         Fault("rounded sizes are polynomials", "_Operations._check", (swapped("or", "and"), bare("not A"))),

@@ -49,11 +49,11 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     for node in graph.nodes:
         loop = loop_of(node)
         if loop and loop.track is None:  # a pipeline's iterations are split into phases
-            _carry_on(node, loop, in_flight)
+            _carry_reductions(node, loop, in_flight)
     return graph
 
 
-def _carry_on(node: Node, loop: Loop, in_flight: int) -> None:
+def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     """Leave a loop's last reductions in flight between iterations, and wait for the final ones after the loop."""
     body = copied(loop.body)
     items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
@@ -78,7 +78,7 @@ def _carry_on(node: Node, loop: Loop, in_flight: int) -> None:
     behind = [*items.values()][-1].next
     with node.graph.inserting_before(behind):
         for i, (chain, total) in enumerate(zip(moved, totals, strict=True)):
-            _wait_behind(node, first + i, chain, total)
+            _wait_after(node, first + i, chain, total)
 
 
 def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
@@ -93,15 +93,15 @@ def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     """Follow a reduced gradient into its sum; None if it is used otherwise."""
     inputs = [n for n in body.nodes if is_input(n)]
     sums = inputs[loop.places_of_sums.start : loop.places_of_sums.stop]
-    way, node = list[Node](), source
+    path, node = list[Node](), source
     while len(node.users) == 1:
         node = next(iter(node.users))
-        way.append(node)
+        path.append(node)
         if node.target is COPY:
             break
-    if len(way) < 3 or way[-1].target is not COPY:
+    if len(path) < 3 or path[-1].target is not COPY:
         return None
-    wait, *views, add, write = way
+    wait, *views, add, write = path
     total = write.args[0]
     plain = is_wait(wait) and all(is_view(n) or name_of(n) == "_to_copy" for n in views)
     adds = add.target is aten.add.Tensor and add.args[0] is total and not add.kwargs
@@ -127,7 +127,7 @@ def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
     output.args = ((*results(body), chain.source),)
 
 
-def _wait_behind(node: Node, at: int, chain: _Chain, total: Node) -> None:
+def _wait_after(node: Node, at: int, chain: _Chain, total: Node) -> None:
     """Wait after a loop for a reduction of its last iteration, and add the result to the sum."""
     graph = node.graph
     item = graph.call_function(operator.getitem, (node, at))

@@ -30,7 +30,7 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
     into = dict(pairs)
     donated_storages = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
 
-    def safe(value: Node) -> Node:
+    def copy_if_donated(value: Node) -> Node:
         """Copy a value that lies in a donated argument."""
         if not donated_storages & set(lent.of[value]):
             return value
@@ -43,7 +43,7 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
             if not isinstance(value, Node):
                 continue
             target = inputs[into[i]] if i in into else None
-            outputs[i] = value if value is target else safe(value)
+            outputs[i] = value if value is target else copy_if_donated(value)
         for i, j in pairs:
             if outputs[i] is not inputs[j]:
                 write = graph.call_function(COPY, (inputs[j], outputs[i]))

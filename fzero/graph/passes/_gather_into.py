@@ -25,10 +25,10 @@ def gather_into(graph: Graph) -> Graph:
     Returns:
         A graph with the same results.
     """
-    if not any(_arrives(n) for n in graph.nodes):
+    if not any(_can_gather_into(n) for n in graph.nodes):
         return graph
     graph = copied(graph)
-    for gather in [n for n in graph.nodes if _arrives(n)]:
+    for gather in [n for n in graph.nodes if _can_gather_into(n)]:
         writes = _writes(gather)
         leaves = [w.all_input_nodes[0] for w in writes]
         with graph.inserting_before(gather):
@@ -69,7 +69,7 @@ def _writes(gather: Node) -> list[Node]:
     return users if good and values(gather)[0].dim() == 1 else []
 
 
-def _arrives(node: Node) -> bool:
+def _can_gather_into(node: Node) -> bool:
     """Return whether a node gathers a unit that can be gathered directly into arguments."""
     return node.target is c10d.all_gather_into_tensor.default and bool(_writes(node))
 

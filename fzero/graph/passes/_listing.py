@@ -94,10 +94,10 @@ def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> s
         users = [u for u in n.users if u not in found]  # the output has no count, so its operands never wait
         if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
             found.add(n)
-    return {n for part in _joined(nodes, found) if _grows(part, late) for n in part}
+    return {n for part in _connected_parts(nodes, found) if _grows(part, late) for n in part}
 
 
-def _joined(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
+def _connected_parts(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
     """Divide nodes into parts that share no values except 0-d ones."""
     part: dict[Node, set[Node]] = {}
     for n in nodes:
@@ -346,12 +346,12 @@ def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
         state.missing[n] -= 1
         if not state.missing[n]:
             ready.append(n)
-    ready += [] if waiting or is_input(node) else _met(rules, state, node)
+    ready += [] if waiting or is_input(node) else _ready_after(rules, state, node)
     # the last runs first: writes before other nodes, since a write frees its source
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _met(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+def _ready_after(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     """List the early nodes whose arguments have all run now that this late node has; they may free its value."""
     found = [u for u in node.users if u in rules.roles.early and u not in state.members and not state.missing[u]]
     return [u for u in found if all(a in state.members for a in u.all_input_nodes)]

@@ -3,7 +3,7 @@
 from torch.fx import Graph, Node
 
 from fzero.graph._ir import CASTS, LATE, SCALINGS, collectives_before, copied, nbytes, values
-from fzero.graph.passes._uses import again, family
+from fzero.graph.passes._uses import duplicate, family
 
 __all__ = ["recast"]
 
@@ -38,7 +38,7 @@ def recast(graph: Graph, least: int = LEAST) -> Graph:
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
         if not later or len(later) == len(users) or any(u.op == "output" for u in users):
             continue
-        for copy in again(graph, sources, views, later, index):
+        for copy in duplicate(graph, sources, views, later, index):
             copy.meta[LATE] = True
     return graph
 

@@ -12,7 +12,7 @@ from fzero.graph._ir import COPY, copied, feeding_work, is_cheap, is_collective,
 from fzero.graph._ops import is_view, leaves_memory_as_it_is
 from fzero.graph._storages import is_move
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.passes._uses import clusters, duplicate, family
 
 __all__ = ["recompute"]
 
@@ -50,7 +50,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
                 at = index[cluster[0]]
                 if cluster[0] in work and all(_at_hand(x, at, index, DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
-                    for n in again(graph, sources, views, cluster, index):
+                    for n in duplicate(graph, sources, views, cluster, index):
                         index[n] = at
     graph.eliminate_dead_code()
     return graph

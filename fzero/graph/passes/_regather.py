@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fzero.graph._ir import copied, is_input, nbytes, parameter_gathers, values
 from fzero.graph._storages import UP
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.passes._uses import clusters, duplicate, family
 
 __all__ = ["regather"]
 
@@ -45,25 +45,25 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
             uses[wait] = []
     order = _order_of_uses(uses, index)
     for wait in waits:
-        apart = functools.partial(_lets_go, order, max_reuse_bytes, wait)
+        apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
         for cluster in clusters(uses[wait], apart)[1:]:
-            again(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
-    _bring_up_anew(graph)
+            duplicate(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
+    _reload_from_host(graph)
     graph.eliminate_dead_code()
     return graph
 
 
-def _bring_up_anew(graph: Graph) -> None:
+def _reload_from_host(graph: Graph) -> None:
     """Copy a shard on the host to the device again for each of its gathers, so that the copy is freed in between."""
     index, seen = {n: i for i, n in enumerate(graph.nodes)}, set()
     for gather in parameter_gathers(graph):
-        chain = _brought_up(gather, index)
+        chain = _host_chain(gather, index)
         if seen.intersection(chain):
-            again(graph, chain, chain[-1:], [gather], index)
+            duplicate(graph, chain, chain[-1:], [gather], index)
         seen.update(chain)
 
 
-def _brought_up(gather: Node, index: Mapping[Node, int]) -> list[Node]:
+def _host_chain(gather: Node, index: Mapping[Node, int]) -> list[Node]:
     """List, in order, the nodes that bring a gather's operand from the host; none if the shard lies on the device."""
     nodes: set[Node] = set()
     todo = gather.all_input_nodes
@@ -97,7 +97,7 @@ def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int
     return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, passes)
 
 
-def _lets_go(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
+def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
     """Return whether more than `max_reuse_bytes` of other units are used between two uses, `a` and `b`, of a unit.
 
     Between two passes of a pipeline other iterations run, which use units of their own.

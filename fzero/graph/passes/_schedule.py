@@ -77,22 +77,22 @@ def where_it_fits(
         for g in gathers:
             first.setdefault(g, position[before])
     for g, earliest in first.items():
-        size, until = nbytes(*values(g), *values_of_args(g)), _begins(g, order, position)
+        size, until = nbytes(*values(g), *values_of_args(g)), _start_of_packing(g, order, position)
         start = until
         while start > earliest and live[start - 1] + size <= limit:
             start -= 1
-        start = next((i for i in range(start, until) if _meets(order[i - 1]) or _meets(order[i])), until)
+        start = next((i for i in range(start, until) if _communicates(order[i - 1]) or _communicates(order[i])), until)
         if start < until:
             live[start:until] = [x + size for x in live[start:until]]
             found.setdefault(order[start], []).append(g)
     return found
 
 
-def _meets(node: Node) -> bool:
+def _communicates(node: Node) -> bool:
     return is_wait(node) or is_collective(node)
 
 
-def _begins(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
+def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
     """Return the position of the first operation that packs a gather's operand."""
     at, needed = position[gather], {gather}
     while order[at] in needed:

@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ops import is_view
 
-__all__ = ["again", "clusters", "family"]
+__all__ = ["clusters", "duplicate", "family"]
 
 
 def family(value: Node) -> tuple[list[Node], list[Node]]:
@@ -31,7 +31,7 @@ def clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[
     return groups
 
 
-def again(
+def duplicate(
     graph: Graph, sources: Sequence[Node], views: Sequence[Node], cluster: Sequence[Node], index: Mapping[Node, int]
 ) -> list[Node]:
     """Compute a value again for some of its uses.

@@ -76,7 +76,7 @@ class _Auto:
         if self.fast is None:
             self.calls += 1
             self._load()
-            self._change_over()
+            self._switch()
         return self.slow(args) if self.fast is None else self.fast(args)
 
     def _load(self) -> None:
@@ -93,7 +93,7 @@ class _Auto:
                 self.loaded[code.name] = outcome
             self.pending.remove(code)
 
-    def _change_over(self) -> None:
+    def _switch(self) -> None:
         """Switch to compiled code if all ranks can. They compare at each of the first 32 calls, then at every 32nd."""
         refusals = self.refusals
         if self.mesh is not None and self.mesh.distributed:
@@ -133,7 +133,7 @@ class Demand(NamedTuple):
 
     @property
     def agreement_mesh(self) -> Mesh | None:
-        """The mesh whose ranks agree on what runs compiled."""
+        """The mesh whose ranks agree on the segments that run compiled."""
         return None if self.alone else self.mesh
 
 

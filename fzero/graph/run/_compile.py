@@ -81,7 +81,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
 
 def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
     segments = f"{total} segment{'s' * (total != 1)}"
-    text = f'fzero.jit compiles {segments} before the first step, once on a machine; backend="auto" does not wait'
+    text = f'fzero.jit compiles {segments} before the first step, once per machine; backend="auto" does not wait'
     timer = threading.Timer(NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
@@ -147,22 +147,22 @@ def note_compiled(code: Code) -> None:
         _file(code, "done").touch()
 
 
-def compile_all(codes: Sequence[Code], one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
+def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
     """Compile segments: the longest first, and segments that other processes are compiling last.
 
     Args:
         codes: distinct segments.
-        one: compiles one segment.
+        compile_one: compiles one segment.
 
     Yields:
-        Each segment with the result of `one`, as soon as it is compiled.
+        Each segment with the result of `compile_one`, as soon as it is compiled.
     """
     pending = sorted(codes, key=lambda code: -len(code.graph.nodes))
     while pending:
         busy = []
         for code in pending:
             with _segment_lock(code, 0.0) as is_locked:
-                results = [one(code)] if is_locked else []
+                results = [compile_one(code)] if is_locked else []
             if not results:
                 busy.append(code)
             else:
@@ -170,7 +170,7 @@ def compile_all(codes: Sequence[Code], one: Callable[[Code], T]) -> Iterator[tup
         if len(busy) == len(pending):  # other processes are compiling all the pending segments: wait for one
             code, *busy = busy
             with _segment_lock(code, PATIENCE):
-                result = one(code)
+                result = compile_one(code)
             yield code, result
         pending = busy
 

@@ -71,8 +71,8 @@ def _check_not_written(graph: Graph, odd: Sequence[int]) -> None:
     written: set[Node] = {source_of(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
     if any(inputs[i] in written for i in odd):
         raise RuntimeError(
-            "fzero.jit: an argument that the step writes into does not lie as when it was traced; please report this. "
-            'backend="fx" runs without a compiler'
+            "fzero.jit: the memory layout of an argument that the step writes into differs from the traced layout; "
+            'please report this. backend="fx" runs without a compiler'
         )
 
 

@@ -80,7 +80,7 @@ def prove(code: Code, runs: Runs) -> None:
             return  # the operations themselves fail on zeros, so nothing can be checked
     for i, (x, like) in enumerate(zip(outputs, code.outputs, strict=True)):
         if _form(x) != _form(like) or not have_equal_strides(x, like):
-            reason = f"result {i} of its compiled code is {_shown(x)}; traced was {_shown(like)}"
+            reason = f"result {i} of its compiled code is {_shown(x)}, but was traced as {_shown(like)}"
             raise CompileError(described(code.graph, code.location), reason)
     if not all(bool(_finite(x).all()) for x in outputs):
         _check_finite(code, outputs)
@@ -98,7 +98,7 @@ def _check_finite(code: Code, outputs: Sequence[torch.Tensor]) -> None:
     expected = _uncompiled(code)
     for i, (x, y) in enumerate(zip(outputs, expected or outputs, strict=True)):
         if bool((~_finite(x) & _finite(y)).any()):
-            reason = f"result {i} of its compiled code is not finite; that of the operations one by one is"
+            reason = f"result {i} of its compiled code is not finite, but that of the uncompiled operations is"
             raise CompileError(described(code.graph, code.location), reason)
 
 

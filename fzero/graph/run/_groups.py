@@ -130,7 +130,7 @@ def _move_to_readers(groups: list[list[Node]], home: dict[Node, int], small: Abs
         written = {storage_id(x) for n in groups[i] if n.target is COPY for x in values(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
-            if not users or any(home.get(u) != j for u in users) or not _may_wait(node, written, j, home):
+            if not users or any(home.get(u) != j for u in users) or not _may_run_later(node, written, j, home):
                 continue
             groups[i].remove(node)
             groups[j].insert(0, node)
@@ -152,7 +152,7 @@ def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> l
     return found[::-1]
 
 
-def _may_wait(node: Node, written: AbstractSet[int], later: int, home: Mapping[Node, int]) -> bool:
+def _may_run_later(node: Node, written: AbstractSet[int], later: int, home: Mapping[Node, int]) -> bool:
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(values(node)) != 1:
         return False
@@ -293,7 +293,7 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
 
 
 def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
-    """List the aliases that must exist as values: operands of what runs alone, and results of the graph."""
+    """List the aliases that must exist as values: operands of groups that run alone, and results of the graph."""
     found: set[Node] = set()
     stack = [a for group in groups if runs_alone(group[0]) for a in group[0].all_input_nodes]
     stack += results

@@ -128,7 +128,7 @@ def _sizes(s: Sequence[int], t: Sequence[int]) -> Iterator[tuple[int, tuple[int,
 
 
 def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mesh: Mesh | None) -> dict[str, Runs]:
-    """Make functions of the segments that one code serves at all lengths. Missing code is compiled.
+    """Return functions of the segments whose code serves several lengths. Compile missing code.
 
     Args:
         codes: the distinct segments of a step at one length.
@@ -147,7 +147,7 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     templates = {code.name: template for code in codes if (template := lengths.template_of(code, length))}
     todo = {t.name: t for t in templates.values() if lengths.runs_of(t) is None}
 
-    def one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
+    def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
         try:
             runs, holds = compile_template(todo[code.name])
             prove(code, bound(runs, length))
@@ -159,7 +159,7 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     cold = [code for code in missing if not is_compiled(code)]
     workers = start(cold, helpers(cold), templates=todo)
     try:
-        outcomes = {code.name: outcome for code, outcome in progress(compile_all(missing, one), len(missing))}
+        outcomes = {code.name: outcome for code, outcome in progress(compile_all(missing, compile_one), len(missing))}
     finally:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
