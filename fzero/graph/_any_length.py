@@ -170,9 +170,9 @@ def _rewritten(graph: Graph, arguments: Iterator[int], replacements: Mapping[int
         n.meta.pop("flops", None)
         if "val" in n.meta:
             val = n.meta["val"]
-            many = isinstance(val, list | tuple)
+            is_sequence = isinstance(val, list | tuple)
             n.meta["val"] = (
-                type(val)([replacements.get(id(x), x) for x in val]) if many else replacements.get(id(val), val)
+                type(val)([replacements.get(id(x), x) for x in val]) if is_sequence else replacements.get(id(val), val)
             )
         before = whole_numbers((n.args, n.kwargs))
         now = [next(arguments) for _ in before]

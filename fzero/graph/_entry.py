@@ -248,8 +248,8 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
     """Return labels of each distinct tensor for the plan: its path, kind, block and space."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
     for p, x in enumerate(args if step.params else ()):
-        rank_own = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
-        kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
+        has_per_rank = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
+        kinds[p] = "parameters" if p in step.params else "inputs" if has_per_rank else "optimizer state"
     places = arguments.places
     return [
         {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place, x)
@@ -270,11 +270,11 @@ def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
 def _written(traced: Traced, into: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
-    same = {i for k, i in into.items() if _viewed(out[k]) is inputs[i]}  # the input has the result's shape
+    same = {i for k, i in into.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
     return [i for i in donated if i not in same]
 
 
-def _viewed(node: Any) -> Any:
+def _view_base(node: Any) -> Any:
     """Return the value that a node views with all its elements. A simulation of ranks traces such views."""
     while node is not None and name_of(node) in ("view", "alias", "detach"):
         node = node.args[0]

@@ -41,8 +41,8 @@ def early_move(graph: Graph) -> Graph:
         with graph.inserting_before(node):
             for view in reversed(views):
                 x = _call(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
-            below, number = _call(graph, node, DOWN, (x,)), moved[factor]
-            operands = (below, number) if first else (number, below)
+            host_copy, number = _call(graph, node, DOWN, (x,)), moved[factor]
+            operands = (host_copy, number) if first else (number, host_copy)
             node.replace_all_uses_with(_call(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()
     return graph

@@ -33,9 +33,9 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         assert loop is not None
         units = _units(loop)
         size = {w: nbytes(*values(w)) for w in units}
-        stay = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
-        if stay:
-            _move(graph, node, loop, stay)
+        hoisted = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
+        if hoisted:
+            _move(graph, node, loop, hoisted)
     return graph
 
 
@@ -54,8 +54,8 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
     same: dict[Node, Node] = {}  # for each constant node, the first node of the same value
     first: dict[Any, Node] = {}
     for n in loop.body.nodes:
-        fixed = lays_out(n) or is_gather(n) or is_wait(n)
-        if any(a in changing for a in n.all_input_nodes) or not (fixed or is_input(n)):
+        is_constant = lays_out(n) or is_gather(n) or is_wait(n)
+        if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:
             same[n] = n if is_input(n) else first.setdefault(described(n, same), n)

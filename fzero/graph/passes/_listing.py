@@ -74,8 +74,8 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in movable:
-            light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
-            if light or n not in feeds_work or all(u in late for u in n.users):
+            is_light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
+            if is_light or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     return late
 

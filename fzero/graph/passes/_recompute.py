@@ -18,7 +18,7 @@ __all__ = ["recompute"]
 
 LEAST = 1 << 14  # bytes; recomputing a smaller value does not pay
 APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
-ELSEWHERE = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two passes
+BETWEEN_PASSES = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two passes
 DEPTH = 4  # the longest chain of operations to recompute
 
 
@@ -40,7 +40,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     """
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    bytes_before = [0, *itertools.accumulate(_bytes_made(n) for n in graph.nodes)]
+    bytes_before = [0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)]
     work = feeding_work(graph)
     # in reverse, so that the operands of a recomputed value see their new later use
     for node in reversed(list(graph.nodes)):
@@ -48,7 +48,7 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
             views, users = family(result)
             for cluster in _late_uses(result, users, least, index, bytes_before):
                 at = index[cluster[0]]
-                if cluster[0] in work and all(_at_hand(x, at, index, DEPTH) for x in node.all_input_nodes):
+                if cluster[0] in work and all(_is_live(x, at, index, DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
                     for n in duplicate(graph, sources, views, cluster, index):
                         index[n] = at
@@ -78,9 +78,9 @@ def _late_uses(
     return clusters(sorted(users, key=index.__getitem__), apart)[1:]
 
 
-def _bytes_made(node: Node) -> int:
+def _output_bytes(node: Node) -> int:
     if node.target is BEGINS:
-        return ELSEWHERE
+        return BETWEEN_PASSES
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
 
 
@@ -98,7 +98,7 @@ def _results(node: Node) -> Sequence[Node]:
     return [u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor)]
 
 
-def _at_hand(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
+def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
     """Return whether a value is live at a position: an argument, a value with later uses, or one to recompute."""
     while is_view(node):
         node = node.all_input_nodes[0]
@@ -106,4 +106,4 @@ def _at_hand(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool
         return True
     if any(index.get(user, at) >= at for result in _results(node) or [node] for user in family(result)[1]):
         return True
-    return depth > 0 and _repeats(node) and all(_at_hand(x, at, index, depth - 1) for x in node.all_input_nodes)
+    return depth > 0 and _repeats(node) and all(_is_live(x, at, index, depth - 1) for x in node.all_input_nodes)

@@ -104,12 +104,12 @@ def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b
     """
     if order.passes[a] != order.passes[b]:
         return True
-    between, held = {wait}, 0
+    between, size = {wait}, 0
     for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):
         other = order.waits[at]
         if other not in between:
             between.add(other)
-            held += nbytes(*values(other))
-            if held > max_reuse_bytes:
+            size += nbytes(*values(other))
+            if size > max_reuse_bytes:
                 return True
     return False

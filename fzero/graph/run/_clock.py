@@ -36,22 +36,22 @@ class TimedOperation(NamedTuple):
     seconds: float
 
 
-_NOTES: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("notes", default=None)
+_RECORDER: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
 def clocked(note: Callable[[TimedOperation], None]) -> Iterator[None]:
     """Call `note` with each operation of the graphs that run within the context, and its time."""
-    token = _NOTES.set(note)
+    token = _RECORDER.set(note)
     try:
         yield
     finally:
-        _NOTES.reset(token)
+        _RECORDER.reset(token)
 
 
 def current_recorder() -> Callable[[TimedOperation], None] | None:
     """Return the function that records operations, or None."""
-    return _NOTES.get()
+    return _RECORDER.get()
 
 
 def timed(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:

@@ -93,7 +93,7 @@ def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
 
 Runs = Callable[[list[Any]], Sequence[Any]]  # from a list of arguments, which it empties, to results
 
-MOST = 6  # how many operations and lines an error lists
+MAX_LISTED = 6  # how many operations and lines an error lists
 
 PATIENCE = 600.0  # seconds to wait for a segment that another process compiles, before compiling it here
 
@@ -240,7 +240,7 @@ def described(graph: Graph, location: str) -> str:
 
 
 def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:MOST]) + ", ..." * (len(texts) > MOST)
+    return ", ".join(texts[:MAX_LISTED]) + ", ..." * (len(texts) > MAX_LISTED)
 
 
 def first_line(error: BaseException) -> str:

@@ -85,42 +85,44 @@ def cut(nodes: Iterable[Node]) -> list[list[Node]]:
     """
     groups: list[list[Node]] = []
     places: list[int] = []  # the positions of the scalar groups; there is one before each compiled group
-    home: dict[Node, int] = {}
+    group_of: dict[Node, int] = {}
     nodes = list(nodes)
     small, host = scalars(nodes), on_host(nodes)
-    block, fresh, space = "", True, False
+    block, begins_group, space = "", True, False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            home[n] = home[n.all_input_nodes[0]]
-            groups[home[n]].append(n)
+            group_of[n] = group_of[n.all_input_nodes[0]]
+            groups[group_of[n]].append(n)
             continue
         if runs_alone(n):
-            home[n] = len(groups)
+            group_of[n] = len(groups)
             groups.append([n])
-            fresh = True
+            begins_group = True
             continue
-        if n in small and (place := _place_of_scalar(n, groups, places, home, fresh)) is not None:
-            home[n] = place
+        if n in small and (place := _place_of_scalar(n, groups, places, group_of, begins_group)) is not None:
+            group_of[n] = place
             groups[place].append(n)
             continue
         argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
-        if (argument_block and argument_block != block) or (groups and not fresh and _overwrites_unseen(n, groups[-1])):
-            block, fresh = argument_block, True
+        if (argument_block and argument_block != block) or (
+            groups and not begins_group and _overwrites_unseen(n, groups[-1])
+        ):
+            block, begins_group = argument_block, True
         if space != (n in host):
-            space, fresh = n in host, True
-        if fresh:
+            space, begins_group = n in host, True
+        if begins_group:
             _begin_scalars(groups, places)
             groups.append([])
-        home[n] = len(groups) - 1
+        group_of[n] = len(groups) - 1
         groups[-1].append(n)
-        fresh = False
-    _move_to_readers(groups, home, small)
+        begins_group = False
+    _move_to_readers(groups, group_of, small)
     return [group for group in groups if group]
 
 
-def _move_to_readers(groups: list[list[Node]], home: dict[Node, int], small: AbstractSet[Node]) -> None:
+def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], small: AbstractSet[Node]) -> None:
     """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
 
     So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
@@ -130,11 +132,11 @@ def _move_to_readers(groups: list[list[Node]], home: dict[Node, int], small: Abs
         written = {storage_id(x) for n in groups[i] if n.target is COPY for x in values(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
-            if not users or any(home.get(u) != j for u in users) or not _may_run_later(node, written, j, home):
+            if not users or any(group_of.get(u) != j for u in users) or not _may_run_later(node, written, j, group_of):
                 continue
             groups[i].remove(node)
             groups[j].insert(0, node)
-            home[node] = j
+            group_of[node] = j
 
 
 def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> list[tuple[int, int]]:
@@ -152,7 +154,7 @@ def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> l
     return found[::-1]
 
 
-def _may_run_later(node: Node, written: AbstractSet[int], later: int, home: Mapping[Node, int]) -> bool:
+def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: Mapping[Node, int]) -> bool:
     """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(values(node)) != 1:
         return False
@@ -162,24 +164,24 @@ def _may_run_later(node: Node, written: AbstractSet[int], later: int, home: Mapp
     ends = [
         a
         for a in inputs
-        if not is_input(a) and all(home.get(u, later) == later or u is node for u in users_through_views(a))
+        if not is_input(a) and all(group_of.get(u, later) == later or u is node for u in users_through_views(a))
     ]
     return nbytes(*[x for a in ends for x in values(a)]) <= nbytes(*values(node))
 
 
 def _place_of_scalar(
-    node: Node, groups: list[list[Node]], places: list[int], home: dict[Node, int], fresh: bool
+    node: Node, groups: list[list[Node]], places: list[int], group_of: dict[Node, int], begins_group: bool
 ) -> int | None:
     """Return the position of the scalar group for a scalar; None if the scalar needs the unfinished group.
 
     It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A write
     goes to the last scalar group, since all readers of the overwritten value must come before.
     """
-    needed = max([home.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
-    is_open = not fresh and bool(groups)
+    needed = max([group_of.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+    is_open = not begins_group and bool(groups)
     if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
         return None
-    if fresh and (node.target is COPY or not places or places[-1] < needed):
+    if begins_group and (node.target is COPY or not places or places[-1] < needed):
         _begin_scalars(groups, places)
     return places[-1] if node.target is COPY else places[bisect_left(places, needed)]
 
@@ -307,15 +309,15 @@ def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> s
 
 def exports(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
     """List for each group the values that later groups or the caller need."""
-    home = {n: i for i, group in enumerate(groups) for n in group}
+    group_of = {n: i for i, group in enumerate(groups) for n in group}
     found: list[dict[Node, None]] = [{} for _ in groups]
     for i, group in enumerate(groups):
         for x in sources(operands(group)):
-            if x in home and home[x] != i:
-                found[home[x]][x] = None
+            if x in group_of and group_of[x] != i:
+                found[group_of[x]][x] = None
     for x in sources(results):
-        if x in home:
-            found[home[x]][x] = None
+        if x in group_of:
+            found[group_of[x]][x] = None
     return [list(e) for e in found]
 
 
