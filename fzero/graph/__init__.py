@@ -1,4 +1,4 @@
-"""The graph of a whole step: it is traced, passes order it, a plan counts it, and an executor runs it."""
+"""The graph of a full step: tracing records it, passes order it, a plan counts its bytes, and a backend runs it."""
 
 from fzero.graph import loop
 from fzero.graph._collector import paused_collector

@@ -22,19 +22,19 @@ __all__ = ["agree", "agreed", "of_all_ranks", "order", "signatures"]
 def signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe what a graph computes and communicates, node by node.
 
-    Movement of data and constants are left out: to cut its own shard out of the parameters, and to pad it, is what each
-    rank does differently. So are the names of process groups, of which `groups` tells the axis.
+    Data movement and constants are left out, since each rank slices and pads a shard of its own. The name of a process
+    group is replaced by its axes, which `groups` maps it to.
     """
-    found = []
+    lines = []
     for n in graph.nodes:
         loop = loop_of(n)
-        if loop and loop.track:  # what its ranks run differs: see `of_own_stages`
-            found.append(f"a pipeline of {loop.turns} micro-batches by {loop.track.schedule.rows}")
+        if loop and loop.track:  # its ranks run different stages: see `of_own_stages`
+            lines.append(f"a pipeline of {loop.turns} micro-batches by {loop.track.schedule.rows}")
         elif loop:
-            found += [f"{loop.turns} times", *signatures(loop.body, groups)]
+            lines += [f"{loop.turns} times", *signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
-            found.append(_signature(n, groups or {}))
-    return found
+            lines.append(_signature(n, groups or {}))
+    return lines
 
 
 def _signature(node: Node, groups: Mapping[str, str]) -> str:
@@ -50,16 +50,17 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
 
 
 def _permuted(x: Any, received: Any, sent: Any, group: Any) -> list[Any]:
-    """Describe an all_to_all: in a permutation of ranks each has its own part, and may send or receive nothing."""
+    """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
     if len({*received, *sent}) <= 1 and sum(sent):
         return [_Shown(shown(x)), received, sent, group]
     return [_Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in values(x)])), group]
 
 
 def order(graph: Graph) -> str:
-    """Return what tells in which order a scheduled graph starts its collectives, for ranks that traced the same.
+    """Return a digest of the order in which a scheduled graph starts its collectives.
 
-    A pipeline's loop is one of them: its ranks wait for one another there.
+    Ranks that traced the same graph compare it. A pipeline's loop counts as a collective: its ranks wait for one
+    another there.
     """
     names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]
     names += [n.name for part in list(shared_graphs(graph))[1:] for n in part.nodes if is_collective(n)]
@@ -67,17 +68,17 @@ def order(graph: Graph) -> str:
 
 
 def of_own_stages(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
-    """Describe what this rank's stages of pipelines compute, which other ranks along the pipeline's axis do not."""
+    """Describe what this rank's pipeline stages compute. Other ranks along the pipeline's axis run other stages."""
     return [line for body in _stages(graph) for line in signatures(body, groups)]
 
 
 def order_of_own_stages(graph: Graph) -> str:
-    """Return what tells in which order this rank's stages start their collectives."""
+    """Return a digest of the order in which this rank's stages start their collectives."""
     return _hashed([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
 
 
 def place_in_pipelines(graph: Graph) -> str:
-    """Return what tells which ranks have the same stages: the places along the axes of pipelines."""
+    """Return this rank's places along the axes of pipelines: ranks with equal places have the same stages."""
     loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.track]
     return " ".join([f"{loop.track.binding.axis}={loop.track.binding.rank}" for loop in loops if loop.track])
 
@@ -88,7 +89,7 @@ def _is_pipeline(node: Node) -> bool:
 
 
 def _stages(graph: Graph) -> list[Graph]:
-    """List the bodies of pipelines' loops."""
+    """List the loop bodies of pipelines."""
     return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.track]
 
 
@@ -103,98 +104,100 @@ class _Shown(str):
         return str(self)
 
 
-def agreed(graph: Graph, asked: str, found: list[Candidate], mesh: Mesh | None, name: str) -> list[Candidate]:
-    """Compare a trace with the other ranks', and rate each schedule by the rank that it suits least.
+def agreed(graph: Graph, request: str, schedules: list[Candidate], mesh: Mesh | None, name: str) -> list[Candidate]:
+    """Compare a trace with those of the other ranks, and rate each schedule by its worst rank.
 
     Args:
         graph: the traced graph.
-        asked: what the user asked of jit.
-        found: this rank's schedules.
-        mesh: of the step; only the ranks of a distributed one need to agree.
-        name: of the step.
+        request: the settings of `fzero.jit`, as text.
+        schedules: this rank's candidates.
+        mesh: the step's mesh; only the ranks of a distributed mesh need to agree.
+        name: the step's name.
 
     Returns:
-        The schedules that all ranks have, with the largest of all ranks' peaks and seconds.
+        The schedules that all ranks have, each with the largest peak and the most seconds of any rank.
 
     Raises:
         RuntimeError: as `agree` does.
     """
     if mesh is None or not mesh.distributed:
-        return found
-    mine = {f"{c.settings} {order(c.graph)}": c for c in found}
-    said = {key: (c.peak_bytes, c.seconds, order_of_own_stages(c.graph)) for key, c in mine.items()}
-    largest = agree(graph, asked, said, mesh, name)
-    return [mine[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
+        return schedules
+    schedule_of = {f"{c.settings} {order(c.graph)}": c for c in schedules}
+    offers = {key: (c.peak_bytes, c.seconds, order_of_own_stages(c.graph)) for key, c in schedule_of.items()}
+    largest = agree(graph, request, offers, mesh, name)
+    return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
 
 def agree(
-    graph: Graph, asked: str, offers: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
+    graph: Graph, request: str, offers: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
-    """Compare a traced graph with the other ranks', and their schedules.
+    """Compare a traced graph and its schedules with those of the other ranks.
 
-    That goes through the store of the process group (`gather_texts`): the other ranks may run, and not trace.
+    The ranks communicate through the process group's store (`gather_texts`), since another rank may run, not trace.
 
     Args:
         graph: the traced graph.
-        asked: what the user asked of jit.
-        offers: of each candidate its peak, its seconds, and the order of its own stages' collectives, by its settings
-            and order. Ranks may offer different ones: peaks differ by rank.
+        request: the settings of `fzero.jit`, as text.
+        offers: each candidate's peak, seconds and order of its own stages' collectives, by its settings and order.
+            Ranks may offer different candidates, since peaks differ by rank.
         mesh: a distributed mesh.
-        name: of the step.
+        name: the step's name.
 
     Returns:
-        The largest of all ranks' peaks and seconds, of the candidates that all ranks offer.
+        For each candidate that all ranks offer, the largest peak and the most seconds of any rank.
 
     Raises:
-        RuntimeError: on all ranks, if the graphs differ, naming the first node that does; if a rank does not trace; or
-            if they have no candidate in common.
+        RuntimeError: on all ranks, if the graphs differ, if a rank does not trace, or if the ranks have no candidate
+            in common. The message names the first node that differs.
     """
     groups, place = mesh.groups(), place_in_pipelines(graph)
-    mine = {"": [asked, *signatures(graph, groups)], place or "no pipeline": of_own_stages(graph, groups)}
-    digests = {part: _hashed(lines) for part, lines in mine.items()}
-    said = of_all_ranks([digests, offers], mesh, name)
-    known: dict[str, str] = {}
-    if any(known.setdefault(part, digest) != digest for theirs, _ in said for part, digest in theirs.items()):
-        _raise_first_difference(of_all_ranks(mine, mesh, name), name)
-    everyones = [theirs for _, theirs in said]
-    common = [key for key in offers if all(key in theirs for theirs in everyones) and _is_agreed(key, said)]
+    descriptions = {"": [request, *signatures(graph, groups)], place or "no pipeline": of_own_stages(graph, groups)}
+    digests = {part: _hashed(lines) for part, lines in descriptions.items()}
+    replies = of_all_ranks([digests, offers], mesh, name)
+    first: dict[str, str] = {}
+    if any(first.setdefault(part, digest) != digest for digests, _ in replies for part, digest in digests.items()):
+        _raise_first_difference(of_all_ranks(descriptions, mesh, name), name)
+    offers_by_rank = [rank_offers for _, rank_offers in replies]
+    common = [key for key in offers if all(key in x for x in offers_by_rank) and _is_agreed(key, replies)]
     if not common:
         raise RuntimeError(
-            f"fzero.jit: {name}: every schedule has the collectives in another order on each rank. Please report it; "
-            "prefetch=0 and in_flight=0 may help"
+            f"fzero.jit: {name}: no schedule starts its collectives in the same order on all ranks. Please report "
+            "this; prefetch=0 and in_flight=0 may help"
         )
-    return {key: [max([theirs[key][i] for theirs in everyones]) for i in (0, 1)] for key in common}
+    return {key: [max([x[key][i] for x in offers_by_rank]) for i in (0, 1)] for key in common}
 
 
-def _is_agreed(key: str, said: Sequence[Any]) -> bool:
-    """Return whether ranks that have the same stages start the collectives of these in one order."""
+def _is_agreed(key: str, replies: Sequence[Any]) -> bool:
+    """Return whether ranks with the same stages start the collectives of these stages in the same order."""
     orders: dict[str, str] = {}
-    return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in said)
+    return all(orders.setdefault(max(parts), offers[key][2]) == offers[key][2] for parts, offers in replies)
 
 
-def of_all_ranks(mine: Any, mesh: Mesh, name: str) -> list[Any]:
-    """Give what JSON can hold to all ranks, and get all ranks', in rank order."""
+def of_all_ranks(value: Any, mesh: Mesh, name: str) -> list[Any]:
+    """Send a JSON value to all ranks, and return the values of all ranks in rank order."""
     try:
-        return [json.loads(text) for text in gather_texts(json.dumps(mine), mesh, f"jit/{name}")]
+        return [json.loads(text) for text in gather_texts(json.dumps(value), mesh, f"jit/{name}")]
     except MissingRank as error:
         raise RuntimeError(
-            f"fzero.jit: rank {mesh.rank} traces {name}, and rank {error.rank} did not within {error.seconds:g} s: "
-            "its arguments kept their shapes, or it does not call the step. Ranks make the same calls with equal "
-            f"shapes{see('a-hang')}"
+            f"fzero.jit: rank {mesh.rank} traces {name}, but rank {error.rank} did not within {error.seconds:g} s: "
+            "its arguments kept their shapes, or it does not call the step. All ranks must make the same calls with "
+            f"equal shapes{see('a-hang')}"
         ) from error
 
 
-def _raise_first_difference(everyones: list[dict[str, list[str]]], name: str) -> None:
+def _raise_first_difference(descriptions: list[dict[str, list[str]]], name: str) -> None:
     """Raise for the first operation that differs between ranks that should run the same."""
-    first: dict[str, tuple[int, list[str]]] = {}  # of each part, a rank that has it, and its lines
-    for rank, parts in enumerate(everyones):
+    first: dict[str, tuple[int, list[str]]] = {}  # for each part, a rank that has it, and the lines of that rank
+    for rank, parts in enumerate(descriptions):
         for part, lines in parts.items():
-            other, theirs = first.setdefault(part, (rank, lines))
-            for i, (a, b) in enumerate(zip([*theirs, "the end"], [*lines, "the end"], strict=False)):
+            other, first_lines = first.setdefault(part, (rank, lines))
+            for i, (a, b) in enumerate(zip([*first_lines, "the end"], [*lines, "the end"], strict=False)):
                 if a != b:
-                    where = f" of its stages ({part})" if part else ""
+                    stages = f" of its stages ({part})" if part else ""
                     raise RuntimeError(
-                        f"fzero.jit: {name} is not the same step on all ranks. Operation {i}{where} is on rank {other} "
-                        f"{a}, and on rank {rank} {b}. Ranks trace the same code with the same shapes; what differs by "
-                        f"rank is data (mesh.local, axis_index), never a branch or a number in Python{see('a-hang')}"
+                        f"fzero.jit: {name} is not the same step on all ranks. Operation {i}{stages} is {a} on "
+                        f"rank {other}, but {b} on rank {rank}. All ranks must trace the same code with the same "
+                        "shapes. Only data may differ by rank (mesh.local, axis_index), never a branch or a number in "
+                        "Python"
+                        f"{see('a-hang')}"
                     )

@@ -1,9 +1,9 @@
-"""Calls of lengths that were not traced: from the fourth length of a batch on, a step's graph follows from three.
+"""Graphs for batch lengths that were not traced: the graphs of three lengths determine those of all others.
 
-A trace is most of what another length costs. But at another length Python may take another branch, and a size may
-follow from the length otherwise. So the step is run once more, on stand-ins whose length is a symbol, to see what it
-decides by the length (`fzero._torch.decisions`). Its sizes must be polynomials of degree 2 at the most, which three
-lengths determine. A length for which a decision has another outcome is traced.
+Tracing is most of the cost of a new length. But a new length may take another branch in Python, or its sizes may
+depend on the length in another way. So the step runs once more, on stand-ins with a symbolic length, to record which
+decisions depend on the length (`fzero._torch.decisions`). Sizes must be polynomials of the length of degree at most 2,
+which three lengths determine. A length that changes the outcome of a decision is traced.
 """
 
 import logging
@@ -32,21 +32,21 @@ from fzero.ranks import Mesh
 
 __all__ = ["SAMPLES", "AnyLength", "Formula", "differ_in_sizes", "formula_of", "structure_of"]
 
-# Formula: a scheduled graph for all lengths of a batch, made of the graphs of some.
+# Formula: a scheduled graph for all batch lengths, derived from the graphs of a few.
 #
-# Graphs that are alike but for whole numbers make one graph, whose numbers are polynomials of the length.
+# Graphs that differ only in integers become one graph, whose integers are polynomials of the length.
 
 
-SAMPLES = 3  # that a polynomial of degree 2 follows from
+SAMPLES = 3  # three points determine a polynomial of degree 2
 
 
 class _Numbers(NamedTuple):
-    """The whole numbers of a graph and of the bodies of its loops.
+    """The integers of a graph and of its loop bodies.
 
     Attributes:
-        arguments: those in the arguments of its nodes.
-        forms: of each value its shape, strides and offset.
-        memory: the bytes of each storage, in the order in which values lie in them first.
+        arguments: the integers in the arguments of nodes.
+        forms: the shape, strides and offset of each value.
+        memory: the bytes of each storage, in the order of the storages' first values.
     """
 
     arguments: tuple[Any, ...]
@@ -59,38 +59,38 @@ class Formula:
     """A scheduled graph for all lengths.
 
     Attributes:
-        graph: the graph at one of them.
-        numbers: polynomials in place of its numbers.
+        graph: the graph at one length.
+        numbers: polynomials in place of the graph's integers.
     """
 
     graph: Graph
     numbers: _Numbers
 
     def at(self, length: int) -> Graph:
-        """Return the graph at a length. Values in memory that does not depend on it are the same stand-ins."""
+        """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
         return _rewritten(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
-        """Return the values that another length changes, by the name of their object in the graph."""
-        forms, kept = _at(self.numbers.forms, length), [storage_id(x) for x in values_in(self.graph)]
-        sizes = dict(zip(dict.fromkeys(kept), _at(self.numbers.memory, length), strict=True))
-        each = list(zip(values_in(self.graph), kept, forms, strict=True))
+        """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
+        forms, storage_ids = _at(self.numbers.forms, length), [storage_id(x) for x in values_in(self.graph)]
+        sizes = dict(zip(dict.fromkeys(storage_ids), _at(self.numbers.memory, length), strict=True))
+        each = list(zip(values_in(self.graph), storage_ids, forms, strict=True))
         changed = {k for x, k, form in each if form != _form(x) or sizes[k] != x.untyped_storage().nbytes()}
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
         return {id(x): stand_in_at(x, storages[k], form) for x, k, form in each if k in changed}
 
 
 def formula_of(graphs: Sequence[tuple[int, Graph]]) -> Formula | None:
-    """Make the formula of graphs of one structure, at three lengths or more; None if a number is no polynomial."""
+    """Fit a formula to graphs of one structure at three lengths or more; None if an integer is no polynomial."""
     assert len(graphs) >= SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
-    found = [
+    fits = [
         fit_all([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
         for field in zip(*numbers, strict=True)
     ]
-    if any(x is None for x in found):
+    if any(x is None for x in fits):
         return None
-    arguments, forms, memory = [iter(x or ()) for x in found]
+    arguments, forms, memory = [iter(x or ()) for x in fits]
     shaped = tuple([tuple([next(forms) for _ in form]) for form in numbers[0].forms])
     return Formula(graphs[0][1], _Numbers(tuple(arguments), shaped, tuple(memory)))
 
@@ -104,7 +104,7 @@ def _at(field: Sequence[Any], length: int) -> list[Any]:
 
 
 def structure_of(graph: Graph) -> Hashable:
-    """Describe a graph but for the whole numbers in it."""
+    """Describe a graph without its integers."""
     return _structure(graph, {})
 
 
@@ -112,10 +112,10 @@ def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
     number = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
-        given = repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
-        kept = [memory.setdefault(storage_id(x), len(memory)) for x in values(n)]
-        forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(values(n), kept, strict=True)])
-        return n.name, _target(n, memory), given, forms, _notes(n)
+        args = repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
+        storages = [memory.setdefault(storage_id(x), len(memory)) for x in values(n)]
+        forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(values(n), storages, strict=True)])
+        return n.name, _target(n, memory), args, forms, _metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
 
@@ -127,19 +127,19 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
     return loop.turns, loop.parts, loop.sums, loop.carried, loop.track, _structure(loop.body, memory)
 
 
-def _notes(node: Node) -> Hashable:
-    """Describe what the plan and the executors read of a node beside its value."""
+def _metadata(node: Node) -> Hashable:
+    """Describe the metadata of a node that the plan and the executors read, besides its value."""
     carried = node.meta.get("carried")
     shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in values(carried)])
     names = ("unit", "label", "kind", "block", "space", "own_part", LATE, FUSED, COMPILED)
     return tuple([node.meta.get(name) for name in names]), shapes
 
 
-# ---------------------------------------------------------------- its numbers, always in one order
+# ---------------------------------------------------------------- the integers of a graph, always in one order
 
 
 def nodes_in(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes of a graph, and after each loop's those of its body."""
+    """Yield the nodes of a graph; the nodes of a loop's body follow the loop's node."""
     for n in graph.nodes:
         yield n
         if loop := loop_of(n):
@@ -147,50 +147,52 @@ def nodes_in(graph: Graph) -> Iterator[Node]:
 
 
 def values_in(graph: Graph) -> Iterator[torch.Tensor]:
-    """Yield the values of these nodes."""
+    """Yield the values of `nodes_in`."""
     for n in nodes_in(graph):
         yield from values(n)
 
 
 def _numbers(graph: Graph) -> _Numbers:
-    found = list(values_in(graph))
+    tensors = list(values_in(graph))
     arguments = [i for n in nodes_in(graph) for i in whole_numbers((n.args, n.kwargs))]
-    memory = {storage_id(x): x.untyped_storage().nbytes() for x in found}
-    return _Numbers(tuple(arguments), tuple([_form(x) for x in found]), tuple(memory.values()))
+    memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
+    return _Numbers(tuple(arguments), tuple([_form(x) for x in tensors]), tuple(memory.values()))
 
 
 def _form(x: torch.Tensor) -> tuple[int, ...]:
     return (*x.shape, *x.stride(), int(x.storage_offset()))
 
 
-def _rewritten(graph: Graph, arguments: Iterator[int], made: Mapping[int, torch.Tensor]) -> Graph:
-    """Copy a graph with other numbers and values."""
+def _rewritten(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
+    """Copy a graph with other integers and values."""
     graph = copied(graph)
     for n in graph.nodes:
         n.meta.pop("flops", None)
         if "val" in n.meta:
             val = n.meta["val"]
-            many = isinstance(val, list | tuple)
-            n.meta["val"] = type(val)([made.get(id(x), x) for x in val]) if many else made.get(id(val), val)
+            is_sequence = isinstance(val, list | tuple)
+            n.meta["val"] = (
+                type(val)([replacements.get(id(x), x) for x in val]) if is_sequence else replacements.get(id(val), val)
+            )
         before = whole_numbers((n.args, n.kwargs))
         now = [next(arguments) for _ in before]
         if now != before:
             again = iter(now)
             n.args, n.kwargs = mapped((n.args, n.kwargs), lambda _, again=again: next(again))
         if loop := loop_of(n):
-            with_body(n, _rewritten(loop.body, arguments, made))
+            with_body(n, _rewritten(loop.body, arguments, replacements))
     return graph
 
 
-ENOUGH = 8  # traces, of which three are to be alike
-MORE = "more lengths are to be traced"
+ENOUGH = 8  # traces; three of them must have the same structure
+MORE = "more lengths must be traced"
 
 log = logging.getLogger("fzero.jit")
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """A call that was traced, and its length."""
+class _TracedCall:
+    """A traced call, and its length."""
 
     length: int
     key: Key
@@ -198,9 +200,9 @@ class _Traced:
 
     @cached_property
     def structure(self) -> Hashable:
-        """The schedule but for its numbers. Small values are treated otherwise than large ones, so it may change."""
+        """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
-        into = tuple(e.into.items()), tuple(e.kept), tuple(e.donated.items()), tuple(e.written)
+        into = tuple(e.into.items()), tuple(e.passthrough), tuple(e.donated.items()), tuple(e.written)
         return structure_of(e.chosen.graph), into, e.structure
 
 
@@ -209,50 +211,54 @@ class AnyLength:
     """A step at all lengths.
 
     Attributes:
-        traced: the calls that were traced, of one length each, until there are enough.
+        traced: one traced call for each length, until the calls suffice.
         formula: the graph at all lengths, if there is one.
-        like: an entry whose graph it is at one length.
-        holds: for which lengths.
-        is_known: whether it is known if there is one.
+        sample_entry: the entry of one length; the formula gives its graph.
+        holds: returns whether the formula holds for a length.
+        is_known: whether the search for a formula has ended, with or without one.
     """
 
-    traced: list[_Traced] = field(default_factory=list)
+    traced: list[_TracedCall] = field(default_factory=list)
     formula: Formula | None = None
-    like: Entry | None = None
+    sample_entry: Entry | None = None
     holds: Callable[[int], bool] = field(default=lambda length: False)
     is_known: bool = False
 
-    def learn(self, length: int, key: Key, entry: Entry, asked: JitOptions, arguments: Arguments) -> None:
-        """Note a call that was traced. After the third and further ones all ranks agree on whether others need a trace.
+    def learn(self, length: int, key: Key, entry: Entry, options: JitOptions, arguments: Arguments) -> None:
+        """Record a traced call. From the third on, all ranks agree on whether further lengths need a trace.
 
         Args:
-            length: of the call.
-            key: what its trace is kept by.
+            length: the call's length.
+            key: the key of the call's entry.
             entry: the trace.
-            asked: what `fzero.jit` was asked for.
-            arguments: of any call of these lengths, taken apart.
+            options: the settings of `fzero.jit`.
+            arguments: the flattened arguments of a call of any of these lengths.
 
         Raises:
-            RuntimeError: if a rank traces, and another does not.
+            RuntimeError: if one rank traces and another does not.
         """
-        if self.is_known or length in [known.length for known in self.traced]:
+        if self.is_known or length in [call.length for call in self.traced]:
             return
-        self.traced.append(_Traced(length, key, entry))
+        self.traced.append(_TracedCall(length, key, entry))
         if len(self.traced) >= SAMPLES:
-            self._find(asked, arguments)
+            self._find(options, arguments)
 
-    def entry(self, asked: JitOptions, length: int, arguments: Arguments) -> Entry | None:
+    def entry(self, options: JitOptions, length: int, arguments: Arguments) -> Entry | None:
         """Return the entry of a call without a trace; None if it needs one.
 
         Args:
-            asked: what `fzero.jit` was asked for.
-            length: of the call.
-            arguments: of the call, taken apart.
+            options: the settings of `fzero.jit`.
+            length: the call's length.
+            arguments: the call's flattened arguments.
         """
-        if self.formula is None or self.like is None:
+        if self.formula is None or self.sample_entry is None:
             return None
         if not self.holds(length):
-            log.info("%s: the step decides otherwise for length %d than for others, so it is traced", asked, length)
+            log.info(
+                "%s: the step decides otherwise for length %d than for others, so this length is traced",
+                options,
+                length,
+            )
             return None
         with paused_collector():
             graph = self.formula.at(length)
@@ -260,53 +266,58 @@ class AnyLength:
         forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
             return None
-        chosen = Candidate(self.like.chosen.choice, graph, peak_bytes(graph), seconds(graph, asked.device))
-        return replace(self.like, chosen=chosen, rejected=[], executable=None, is_traced=False)
+        chosen = Candidate(self.sample_entry.chosen.choice, graph, peak_bytes(graph), seconds(graph, options.device))
+        return replace(self.sample_entry, chosen=chosen, rejected=[], executable=None, is_traced=False)
 
-    def _find(self, asked: JitOptions, arguments: Arguments) -> None:
-        """Find the formula, and for which lengths it holds, if all ranks do."""
-        found: tuple[Formula, Callable[[int], bool], Entry] | None = None
+    def _find(self, options: JitOptions, arguments: Arguments) -> None:
+        """Find the formula and the lengths for which it holds; keep them if all ranks find one."""
+        result: tuple[Formula, Callable[[int], bool], Entry] | None = None
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
         try:
-            found, why = _found(max(groups, key=len), asked, arguments), ""
-            if found is None:
-                why = MORE if len(self.traced) < ENOUGH else "its graphs differ by more than sizes"
+            result, reason = _formula_and_lengths(max(groups, key=len), options, arguments), ""
+            if result is None:
+                reason = MORE if len(self.traced) < ENOUGH else "its graphs differ by more than sizes"
         except _torch.FixedSizeError as error:
-            why = str(error)
-        mesh = asked.step.mesh
+            reason = str(error)
+        mesh = options.step.mesh
         if mesh is not None and mesh.distributed:
-            reasons = of_all_ranks(why, mesh, asked.step.name)
-            why = next((f"{reason} (on rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
-        self.is_known = MORE not in why
-        if not why and found is not None:
-            self.formula, self.holds, self.like = found
-            log.info("%s: further lengths need no trace, where the step decides as for this one", asked)
+            reasons = of_all_ranks(reason, mesh, options.step.name)
+            reason = next((f"{text} (on rank {rank})" for rank, text in enumerate(reasons) if text), "")
+        self.is_known = MORE not in reason
+        if not reason and result is not None:
+            self.formula, self.holds, self.sample_entry = result
+            log.info("%s: further lengths need no trace, unless the step decides otherwise for them", options)
         elif self.is_known:
-            log.info("%s: each length is traced by itself: %s", asked, why)
+            log.info("%s: each length is traced by itself: %s", options, reason)
         else:
-            log.info("%s: the next length is traced: %s", asked, why)
+            log.info("%s: the next length is traced: %s", options, reason)
         if self.is_known:
             self.traced.clear()
 
 
-def _found(
-    alike: Sequence[_Traced], asked: JitOptions, arguments: Arguments
+def _formula_and_lengths(
+    alike: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
 ) -> tuple[Formula, Callable[[int], bool], Entry] | None:
-    """Return a formula, for which lengths it holds, and an entry of it; None if it takes more lengths.
+    """Return a formula, a function that says whether it holds for a length, and an entry of one length.
+
+    Returns:
+        None if further lengths must be traced first.
 
     Raises:
-        FixedSizeError: if there is none.
+        FixedSizeError: if there is no formula.
     """
-    at = next((x for x in reversed(alike) if x.length > 1), None)  # the others may all be on another branch
-    if len(alike) < SAMPLES or at is None:
+    sample = next(
+        (x for x in reversed(alike) if x.length > 1), None
+    )  # the latest: all earlier ones may take another branch
+    if len(alike) < SAMPLES or sample is None:
         return None
-    holds = _decisions(asked, at, next(x for x in alike if x is not at), arguments)
+    holds = _decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
-    return (_formula(alike), holds, at.entry) if len(alike) >= SAMPLES else None
+    return (_formula(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
-    """Return whether two calls are alike but for sizes and strides."""
+    """Return whether two calls differ only in sizes and strides."""
 
     def rest(key: Key) -> Key:
         tensors = tuple([(len(shape), dtype, device, grad) for shape, dtype, _, device, grad in key.tensors])
@@ -315,18 +326,18 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula(traced: Sequence[_Traced]) -> Formula:
-    first, *others = [x.entry.traced.constants for x in traced]
-    if not all(_are_equal(first, other) for other in others):
+def _formula(traced: Sequence[_TracedCall]) -> Formula:
+    first, *rest = [x.entry.traced.constants for x in traced]
+    if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
-    found = formula_of([(x.length, x.entry.chosen.graph) for x in traced])
-    if found is None:
-        raise _torch.FixedSizeError("a number in its graph is no polynomial of the length")
-    return found
+    formula = formula_of([(x.length, x.entry.chosen.graph) for x in traced])
+    if formula is None:
+        raise _torch.FixedSizeError("an integer in its graph is no polynomial of the length")
+    return formula
 
 
-def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether traces have captured the same: the same objects, or tensors of the same values."""
+def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Return whether two traces captured the same constants: the same objects, or tensors of equal values."""
 
     def equal(a: Any, b: Any) -> bool:
         if a is b:
@@ -334,36 +345,41 @@ def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
         both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return both and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
 
-    return len(some) == len(others) and all(equal(a, b) for a, b in zip(some, others, strict=True))
+    return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _decisions(asked: JitOptions, at: _Traced, other: _Traced, arguments: Arguments) -> Callable[[int], bool]:
-    """Find what the step decides by the length, as one rank runs it.
+def _decisions(
+    options: JitOptions, sample: _TracedCall, other: _TracedCall, arguments: Arguments
+) -> Callable[[int], bool]:
+    """Record the decisions that one rank's step takes by the length.
 
     Args:
-        asked: what `fzero.jit` was asked for.
-        at: the length at which it runs: one that was traced, so that what the step keeps by itself is there already.
-        other: another length, which shows which sizes change.
-        arguments: of any call of these lengths, taken apart.
+        options: the settings of `fzero.jit`.
+        sample: the length at which the step runs. It was traced, so the step's own caches are filled already.
+        other: another length: the sizes that differ between the two are symbolic.
+        arguments: the flattened arguments of a call of any of these lengths.
+
+    Returns:
+        A function that says whether the step decides the same for a length.
 
     Raises:
-        FixedSizeError: if that cannot be found.
+        FixedSizeError: if the decisions cannot be recorded.
     """
     devices = {x.device for x in arguments.tensors if not x.is_meta} or {torch.device("cpu")}
     if len(devices) > 1:
         raise _torch.FixedSizeError("its arguments lie on several devices")
-    mesh, step = asked.step.mesh, asked.step
-    now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (at, other)]
+    mesh, step = options.step.mesh, options.step
+    now, then = [_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
     if mesh is not None:
         places = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
         step = step._on(absent(mesh.shape, tuple(places)))
 
     def run(*tensors: torch.Tensor) -> None:
-        given, named = now.rebuild(tensors)
-        step(*given, **named)
+        args, kwargs = now.rebuild(tensors)
+        step(*args, **kwargs)
 
-    whole = asked.backend == "inductor-whole"
-    with _torch.TRACING, recorded(asked.loop and not whole, pipelines=not whole):
+    is_full_graph = options.backend == "inductor-whole"
+    with _torch.TRACING, recorded(options.loop and not is_full_graph, pipelines=not is_full_graph):
         places = _changed(shapes_of(then.tensors), shapes_of(now.tensors))
         return _torch.decisions(run, now.tensors, places, devices.pop())
 

@@ -1,4 +1,4 @@
-"""Candidate schedules of one step, and which of them is kept."""
+"""Candidate schedules of one step, and the choice between them."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from fzero.graph.planning._plan import Settings
 
 __all__ = ["Candidate", "candidates", "choose"]
 
-SLACK = 1.03  # without a budget, what a faster schedule may take of the smallest peak
+SLACK = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class Candidate(NamedTuple):
     Attributes:
         choice: the settings of the passes.
         graph: the scheduled graph.
-        peak_bytes: the most that is alive at any time, arguments included.
-        seconds: what the cost model says.
+        peak_bytes: the largest number of live bytes, arguments included.
+        seconds: the duration by the cost model.
     """
 
     choice: Choice
@@ -40,129 +40,133 @@ class Candidate(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """The settings that a plan tells, and that ranks agree on."""
+        """The settings that a plan shows and that ranks agree on."""
         return self.choice.settings()
 
 
-def candidates(graph: Graph, given: PassContext, knobs: Knobs) -> list[Candidate]:
+def candidates(graph: Graph, context: PassContext, knobs: Knobs) -> list[Candidate]:
     """Schedule a traced graph in every way that the knobs leave open.
 
-    Each choice of recompute, re-gather and buckets is scheduled first so that it takes the least memory. Those that fit
-    are then scheduled in the other orders too, which start collectives ahead.
+    Each choice of recompute, re-gather and buckets is first scheduled for the least memory. The choices that fit are
+    then also scheduled in orders that start collectives ahead.
     """
-    passes, ratings = PassManager(graph, given), dict[Graph, tuple[int, float]]()
+    passes, ratings = PassManager(graph, context), dict[Graph, tuple[int, float]]()
     knobs = knobs if _gathers(graph) else knobs._replace(prefetch=0)
-    (ahead, flying), *more = _ways(knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes))
-    leanest = [c._replace(prefetch=ahead, in_flight=flying) for c in _choices(passes, knobs)]
-    first = _with_recast(passes, knobs, [_rated(passes, c, ratings) for c in leanest], ratings)
-    # what is in flight takes memory: what does not fit already need not be tried; what starts ahead does so for free
+    (prefetch, in_flight), *more = _overlaps(
+        knobs, any(is_reduction(n) for part in graphs_in(graph) for n in part.nodes)
+    )
+    leanest = [c._replace(prefetch=prefetch, in_flight=in_flight) for c in _choices(passes, knobs)]
+    first = _with_recast(passes, knobs, [_candidate(passes, c, ratings) for c in leanest], ratings)
+    # reductions in flight take memory, so only choices that fit without are tried; prefetches fill free memory only
     room = max(min(c.peak_bytes for c in first), knobs.memory_budget or 0)
     limit = max(room, _limit(first, knobs.memory_budget))
     later = [
-        _rated(passes, c.choice._replace(prefetch=ahead, in_flight=flying, room=room), ratings)
+        _candidate(passes, c.choice._replace(prefetch=prefetch, in_flight=in_flight, room=room), ratings)
         for c in first
         if c.peak_bytes <= limit
-        for ahead, flying in more
+        for prefetch, in_flight in more
     ]
-    across = [
-        _rated(passes, c.choice._replace(across_turns=True), ratings)
+    carried = [
+        _candidate(passes, c.choice._replace(across_turns=True), ratings)
         for c in first + later
         if c.choice.in_flight and c.peak_bytes <= limit and knobs.across_turns is not False
     ]
-    across = [c for c in across if _carries(c.graph)]
-    found = across if across and knobs.across_turns is True else first + later + across
-    return [c for c in found if knobs.prefetch in ("auto", c.choice.prefetch)] or first
+    carried = [c for c in carried if _carries(c.graph)]
+    schedules = carried if carried and knobs.across_turns is True else first + later + carried
+    return [c for c in schedules if knobs.prefetch in ("auto", c.choice.prefetch)] or first
 
 
 def _with_recast(
-    passes: PassManager, knobs: Knobs, found: list[Candidate], ratings: dict[Graph, tuple[int, float]]
+    passes: PassManager, knobs: Knobs, schedules: list[Candidate], ratings: dict[Graph, tuple[int, float]]
 ) -> list[Candidate]:
-    """Add to schedules those in which wide copies are made again, where that takes less memory; or as was asked."""
+    """Add the schedules in which `recast` saves memory; `knobs.recast` may force or forbid them."""
     if knobs.recast is False:
-        return found
-    choices = [c.choice._replace(recast=True) for c in found]
-    made = [_rated(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in choices]
+        return schedules
+    choices = [c.choice._replace(recast=True) for c in schedules]
+    recasts = [_candidate(passes, c, ratings) if passes.changed_by(c, "recast") else None for c in choices]
     if knobs.recast is True:
-        return [new or old for old, new in zip(found, made, strict=True)]
-    return found + [new for old, new in zip(found, made, strict=True) if new and new.peak_bytes < old.peak_bytes]
+        return [new or old for old, new in zip(schedules, recasts, strict=True)]
+    return schedules + [
+        new for old, new in zip(schedules, recasts, strict=True) if new and new.peak_bytes < old.peak_bytes
+    ]
 
 
 def _carries(graph: Graph) -> bool:
-    """Return whether a loop of a graph leaves reductions on their way from turn to turn."""
+    """Return whether reductions of a loop in the graph stay in flight between iterations."""
     return any(loop.carried for n in graph.nodes if (loop := loop_of(n)))
 
 
 def _gathers(graph: Graph) -> list[Node]:
-    """List the gathers of parameters, those in loops too."""
+    """List the gathers of parameters, also those in loops."""
     return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
 
 
 def _choices(passes: PassManager, knobs: Knobs) -> list[Choice]:
-    """List what may be computed again, gathered again and joined, as far as the knobs leave it open."""
+    """List the choices of recompute, re-gather and buckets that the knobs leave open."""
     graph = passes.traced
     gathers = _gathers(graph)
     shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
     reuses = _options(knobs.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
-    agains = _options(knobs.recompute, [False, True])
+    recomputes = _options(knobs.recompute, [False, True])
     (size,) = _options(knobs.bucket_bytes, [_bucket_bytes(graph)])
-    found = [Choice(again, reuse, size) for again, reuse in itertools.product(agains, reuses)]
-    if len(agains) > 1 and not passes.changed_by(found[-1], "recompute"):
-        return [c for c in found if not c.recompute]  # there is nothing to compute again
-    return found
+    choices = [Choice(again, reuse, size) for again, reuse in itertools.product(recomputes, reuses)]
+    if len(recomputes) > 1 and not passes.changed_by(choices[-1], "recompute"):
+        return [c for c in choices if not c.recompute]  # there is nothing to recompute
+    return choices
 
 
-def _ways(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
-    """List how collectives may run beside work, `(prefetch, in_flight)`: first the one that takes least memory.
+def _overlaps(knobs: Knobs, reduces: bool) -> list[tuple[int | str, int]]:
+    """List the pairs `(prefetch, in_flight)` to try, the one of the least memory first.
 
-    The room for "fitting" gathers is measured by the first.
+    The first pair determines the memory that is free for "fitting" gathers.
     """
-    ahead = [0, FITTING] if knobs.prefetch in ("auto", FITTING) else [knobs.prefetch]
-    flying = _options(knobs.in_flight, [0, 1] if reduces else [0])
-    return list(itertools.product(ahead, flying))
+    prefetch = [0, FITTING] if knobs.prefetch in ("auto", FITTING) else [knobs.prefetch]
+    in_flight = _options(knobs.in_flight, [0, 1] if reduces else [0])
+    return list(itertools.product(prefetch, in_flight))
 
 
-def _rated(passes: PassManager, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
-    """Schedule a graph by a choice, and rate what no other choice made before."""
+def _candidate(passes: PassManager, choice: Choice, ratings: dict[Graph, tuple[int, float]]) -> Candidate:
+    """Schedule a graph by a choice, and rate the result; choices with the same result share its rating."""
     scheduled = passes.scheduled(choice)
     if scheduled not in ratings:
-        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.given.device)
+        ratings[scheduled] = peak_bytes(scheduled), seconds(scheduled, passes.context.device)
     return Candidate(choice, scheduled, *ratings[scheduled])
 
 
-def _limit(found: Sequence[Candidate], budget: float | None) -> float:
-    """Return how many bytes a schedule may take."""
-    return budget if budget is not None else SLACK * min(c.peak_bytes for c in found)
+def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
+    """Return the largest peak that a schedule may have, in bytes."""
+    return budget if budget is not None else SLACK * min(c.peak_bytes for c in schedules)
 
 
 def _options(knob: T | str, auto: list[T]) -> list[T]:
     return auto if isinstance(knob, str) else [knob]
 
 
-def choose(found: Sequence[Candidate], budget: float | None, name: str) -> int:
-    """Return the index of the candidate to keep.
+def choose(schedules: Sequence[Candidate], budget: float | None, name: str) -> int:
+    """Return the index of the best candidate.
 
-    With a budget (bytes): the fastest that fits, else the smallest, with a warning. Without: the fastest of those
-    within 3% of the smallest, so that a stage keeps its promise of memory.
+    With a budget (bytes) it is the fastest candidate that fits; if none fits, the smallest, with a warning. Without a
+    budget it is the fastest within 3% of the smallest peak, so that a ZeRO stage saves the memory that it promises.
     """
-    smallest, limit = min(c.peak_bytes for c in found), _limit(found, budget)
-    fits = [i for i, c in enumerate(found) if c.peak_bytes <= limit]
+    smallest, limit = min(c.peak_bytes for c in schedules), _limit(schedules, budget)
+    fits = [i for i, c in enumerate(schedules) if c.peak_bytes <= limit]
     if not fits:
         warnings.warn(
-            f"fzero.jit: {name} needs {smallest:,} bytes at its peak with the smallest of {len(found)} schedules, "
-            f"{smallest - limit:,.0f} more than memory_budget={budget:,}; that one is kept. A higher stage, more "
-            f"ranks, more micro-batches or smaller units need less{see('out-of-memory')}",
+            f"fzero.jit: {name} needs {smallest:,} bytes at its peak with the smallest of {len(schedules)} schedules, "
+            f"{smallest - limit:,.0f} more than memory_budget={budget:,}; this smallest schedule is used. A higher "
+            f"stage, more ranks, more micro-batches or smaller units need less memory{see('out-of-memory')}",
             stacklevel=2,
         )
-        fits = [i for i, c in enumerate(found) if c.peak_bytes == smallest]
-    return min(fits, key=lambda i: (found[i].seconds, found[i].peak_bytes, i))
+        fits = [i for i, c in enumerate(schedules) if c.peak_bytes == smallest]
+    return min(fits, key=lambda i: (schedules[i].seconds, schedules[i].peak_bytes, i))
 
 
 def _small_bytes(gathers: Sequence[Node]) -> int:
-    """Return the size of units that may come between two uses of another: an eighth of the largest."""
+    """Return how many bytes of units may be used between two uses of a gathered one: an eighth of the largest."""
     return max(full_bytes(g) for g in gathers) // 8
 
 
 def _bucket_bytes(graph: Graph) -> int:
-    """Return a size for buckets that adds nothing to the peak: no more than the largest unit, nor than a megabyte."""
+    """Return a bucket size that does not raise the peak: the size of the largest unit, at most a mebibyte."""
     sizes = [full_bytes(n) for part in shared_graphs(graph) for n in part.nodes if is_collective(n)]
     return min(max(sizes, default=0), 1 << 20)

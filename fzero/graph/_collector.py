@@ -1,4 +1,4 @@
-"""Python's collector of cycles, paused while a graph is made: it would take a third of the time and find nothing."""
+"""Python's garbage collector, paused while a graph is built: it would take a third of the time and free nothing."""
 
 import gc
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ __all__ = ["paused_collector"]
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause the collector, and leave it as it was.
+    """Pause the garbage collector, and restore its state afterwards.
 
-    The nodes of a graph refer to each other, so all of them are cycles, and none of them is garbage yet. The collector
-    would visit them again and again. Pauses may overlap, in threads too: the one that found it on puts it on again.
+    The nodes of a graph refer to each other: they form cycles, but are no garbage yet. The collector would visit them
+    again and again. Pauses may overlap, in threads too: the pause that found the collector enabled enables it again.
     """
     on = gc.isenabled()
     gc.disable()

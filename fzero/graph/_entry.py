@@ -1,4 +1,4 @@
-"""One traced call of a step: its schedule, which arguments its results take the memory of, and how it runs."""
+"""One traced call of a step: its schedule, the arguments whose memory its results reuse, and how it runs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,17 +36,17 @@ __all__ = ["Entry", "JitOptions", "entry_of"]
 
 
 class JitOptions(NamedTuple):
-    """What `fzero.jit` was asked for.
+    """The settings of one `fzero.jit`.
 
     Attributes:
-        step: what it compiles.
-        donate: the positions of donated arguments, or None for what the step hands on.
+        step: the step to compile.
+        donate: the positions of donated arguments; None donates the arguments that the step's results replace.
         backend: one of `BACKENDS`.
-        knobs: of the schedule.
-        dump: the folder for the graph after each pass, if one was asked for.
+        knobs: the knobs of the schedule.
+        dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
-        device: that it is planned for, if it is not the one at hand.
-        strict: whether what cannot run compiled is an error.
+        device: the device to plan for; None for the device of the arguments.
+        strict: whether a segment that cannot run compiled is an error.
     """
 
     step: TrainStep
@@ -67,28 +67,28 @@ class Entry:
     """One traced and scheduled call.
 
     Attributes:
-        asked: what `fzero.jit` was asked for.
-        traced: the graph as it was traced, and what it captured.
-        chosen: the schedule that was kept.
-        rejected: the others.
-        structure: of the results.
-        into: for results that are written into donated tensors, the tensor's number.
-        kept: the numbers of the results that are arguments, handed on and not donated.
-        positions: of the donated arguments.
-        donated: the numbers of the donated tensors, with what to say when one is read.
+        options: the settings of `fzero.jit`.
+        traced: the graph as traced, and the constants that it captured.
+        chosen: the best schedule.
+        rejected: the other schedules.
+        structure: the tree structure of the results.
+        into: for each result that is written into a donated tensor, the tensor's number.
+        passthrough: the numbers of the results that are arguments and are not written into donated tensors.
+        positions: the positions of the donated arguments.
+        donated: for each donated tensor's number, the message for a later read of the tensor.
         boxed: the positions of donated arguments that hold boxes.
-        written: the numbers of the donated tensors that are not handed on as they came.
-        executable: the schedule made runnable, once it has run.
-        is_traced: whether the step was traced for it; else its graph follows from those of other lengths.
+        written: the numbers of the donated tensors whose memory may receive other values.
+        executable: the runnable schedule, from the first call on.
+        is_traced: whether the step was traced for this entry; if not, its graph follows from other lengths.
     """
 
-    asked: JitOptions
+    options: JitOptions
     traced: Traced
     chosen: Candidate
     rejected: list[Rejected]
     structure: Any
     into: dict[int, int]
-    kept: list[int]
+    passthrough: list[int]
     positions: tuple[int, ...]
     donated: dict[int, str]
     boxed: list[int]
@@ -98,41 +98,43 @@ class Entry:
 
     @cached_property
     def plan(self) -> Plan:
-        """What the schedule does, to read."""
-        step, kept = self.asked.step, self.chosen
+        """The readable plan of the schedule."""
+        step, chosen = self.options.step, self.chosen
         groups = None if step.mesh is None else step.mesh.groups()
-        return plan_of(kept.graph, step.name, kept.settings, self.rejected, self.asked.device, groups)
+        return plan_of(chosen.graph, step.name, chosen.settings, self.rejected, self.options.device, groups)
 
     def run(self, arguments: Arguments, args: tuple[Any, ...], lengths: Lengths | None = None) -> Any:
-        """Run the step, and give the donated arguments' memory to the results.
+        """Run the step, and write its results into the memory of the donated arguments.
 
         Args:
-            arguments: of the call, taken apart.
-            args: those by position, as they were given.
-            lengths: what was compiled for calls of other lengths.
+            arguments: the call's flattened arguments.
+            args: the call's positional arguments.
+            lengths: the code that was compiled for calls of other lengths.
         """
         tensors, captured = arguments.tensors, self.traced.constants
         check_not_donated(captured)
         if self.written:
             check_separate(arguments, self.written, captured)
         if self.executable is None:
-            arguments.check_real()  # the device is part of what an entry is kept by
-            demand = Demand(self.asked.step.mesh, self.asked.strict, lengths, shapes_of(tensors), not self.is_traced)
-            self.executable = lower(self.chosen.graph, self.asked.backend, demand)
-        given = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad they may
+            arguments.check_real()  # the device is part of an entry's key
+            demand = Demand(
+                self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
+            )
+            self.executable = lower(self.chosen.graph, self.options.backend, demand)
+        inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         try:
-            with torch.enable_grad():  # as under torch.func.grad: some kernels keep less without (mkldnn_rnn_layer)
-                out = list(self.executable([*given, *captured]))
+            with torch.enable_grad():  # as under torch.func.grad: without, some kernels save less (mkldnn_rnn_layer)
+                out = list(self.executable([*inputs, *captured]))
         except BaseException:
             for i, note in self.donated.items():
                 empty(tensors[i], f"{note}, which failed midway")
             raise
-        handed_on = {id(out[i]): out[i].detach() for i in self.kept}  # tied results stay tied
-        for i in self.kept:
-            out[i] = handed_on[id(out[i])]
-        taken = {i: empty(tensors[i], note) for i, note in self.donated.items()}
+        aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
+        for i in self.passthrough:
+            out[i] = aliases[id(out[i])]
+        buffers = {i: empty(tensors[i], note) for i, note in self.donated.items()}
         for i, j in self.into.items():
-            out[i] = taken[j]
+            out[i] = buffers[j]
         self._give_up_boxes(args)
         return tree.unflatten(self.structure, out)
 
@@ -140,77 +142,79 @@ class Entry:
         for i in self.boxed:
             for x in _torch.pytree.tree_leaves(args[i], is_leaf=is_box):
                 if isinstance(x, Shard | Slot | PerRank):
-                    give_up(x, f"argument {i} was donated to {self.asked}")
+                    give_up(x, f"argument {i} was donated to {self.options}")
 
 
 @paused_collector()
-def entry_of(asked: JitOptions, arguments: Arguments, args: tuple[Any, ...], before: int) -> Entry:
-    """Trace a call, schedule its graph in several ways, and keep the best.
+def entry_of(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], traces: int) -> Entry:
+    """Trace a call, schedule its graph in several ways, and choose the best schedule.
 
     Args:
-        asked: what `fzero.jit` was asked for.
-        arguments: of the call, taken apart.
-        args: those by position, as they were given.
-        before: how many calls were traced before it.
+        options: the settings of `fzero.jit`.
+        arguments: the call's flattened arguments.
+        args: the call's positional arguments.
+        traces: how many calls were traced before this one.
 
     Raises:
-        RuntimeError: if the step reads a tensor's value in Python or writes into what is not its own, or if the ranks
-            traced different steps.
-        TypeError: if it returns something that is no tensor.
-        ValueError: if an argument requires grad, or a captured tensor does.
+        RuntimeError: if the step reads a tensor's value in Python or writes into a tensor that it did not make, or if
+            the ranks traced different steps.
+        TypeError: if the step returns a value that is no tensor.
+        ValueError: if an argument or a captured tensor requires grad.
     """
     arguments.check_traceable()
     returned: list[Any] = []
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
-        given, named = arguments.rebuild(tensors)
-        out = asked.step(*given, **named)
+        inputs, kwargs = arguments.rebuild(tensors)
+        out = options.step(*inputs, **kwargs)
         paths, leaves, structure = tree.flatten_with_paths(out)
         _check_results(paths, leaves)
-        donate = asked.step._handed_on(given, out) if asked.donate is None else asked.donate
+        donate = options.step._handed_on(inputs, out) if options.donate is None else options.donate
         returned.append((out, leaves, structure, donate))
         return leaves
 
     with _torch.TRACING:
-        traced = _traced(flat, arguments, _labels(asked.step, arguments, args), asked)
+        traced = _trace_step(flat, arguments, _labels(options.step, arguments, args), options)
     check_spaces(traced.graph)
-    if asked.device is not None:
-        _torch.fakes_on([x for g in graphs_in(traced.graph) for n in g.nodes for x in values(n)], asked.device.kind)
+    if options.device is not None:
+        _torch.fakes_on([x for g in graphs_in(traced.graph) for n in g.nodes for x in values(n)], options.device.kind)
     out, leaves, structure, positions = returned.pop()
     donated = {
-        i: f"{place} was donated to {asked}" for i, place in enumerate(arguments.places) if place.position in positions
+        i: f"{place} was donated to {options}"
+        for i, place in enumerate(arguments.places)
+        if place.position in positions
     }
     into = pairs(arguments, positions, out, leaves)
-    functional = asked.backend == "inductor-whole"  # Inductor says itself what is overwritten
-    mesh, name = asked.step.mesh, asked.step.name
-    given = PassContext(
+    functional = options.backend == "inductor-whole"  # Inductor itself decides which values are overwritten
+    mesh, name = options.step.mesh, options.step.name
+    context = PassContext(
         tuple(sorted(into.items())),
         tuple(donated),
         functional,
         () if mesh is None else mesh.places(),
         moves(traced.graph),
-        asked.device,
+        options.device,
         _groups_of_one(mesh),
-        asked.backend == "inductor",
+        options.backend == "inductor",
     )
-    said = f"jit with backend {asked.backend}, donate={positions}, {asked.knobs}"
-    offers = agreed(traced.graph, said, candidates(traced.graph, given, asked.knobs), mesh, name)
-    index = choose(offers, asked.knobs.memory_budget, name)
-    kept = offers[index]
-    for graph in graphs_in(kept.graph):
+    request = f"jit with backend {options.backend}, donate={positions}, {options.knobs}"
+    offers = agreed(traced.graph, request, candidates(traced.graph, context, options.knobs), mesh, name)
+    index = choose(offers, options.knobs.memory_budget, name)
+    chosen = offers[index]
+    for graph in graphs_in(chosen.graph):
         graph.lint()
-    if asked.dump is not None:
-        folder = _dump.folder_of(asked.dump, mesh, before)
-        _dump.dump(folder, PassManager(traced.graph, given), kept.choice, name)
+    if options.dump is not None:
+        folder = _dump.folder_of(options.dump, mesh, traces)
+        _dump.dump(folder, PassManager(traced.graph, context), chosen.choice, name)
     rejected = [Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(offers) if i != index]
     return Entry(
-        asked=asked,
+        options=options,
         traced=traced,
-        chosen=kept,
+        chosen=chosen,
         rejected=rejected,
         structure=structure,
         into=into,
-        kept=_unchanged(traced, into),
+        passthrough=_unchanged(traced, into),
         positions=tuple(positions),
         donated=donated,
         boxed=[p for p in positions if any(is_box(x) for x in tree.flatten(args[p], is_box)[0])],
@@ -219,33 +223,33 @@ def entry_of(asked: JitOptions, arguments: Arguments, args: tuple[Any, ...], bef
 
 
 def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
-    """List the process groups that have no rank but this; none in a simulation."""
+    """List the process groups that consist of this rank alone; none in a simulation."""
     if mesh is None or mesh.simulated:
         return ()
     return tuple([a.group for axes in mesh.bound_axes() for a in axes if a.size == 1])
 
 
-def _traced(f: Any, arguments: Arguments, labels: list[dict[str, str]], asked: JitOptions) -> Traced:
-    """Trace a step with its loops, or without where they cannot be. Inductor takes a whole graph without them."""
-    fakes, whole = _torch.fake_like(arguments.tensors), asked.backend == "inductor-whole"
+def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], options: JitOptions) -> Traced:
+    """Trace a step with loops if its micro-batches can be one, else without. "inductor-whole" has no loops."""
+    fakes, is_full_graph = _torch.fake_like(arguments.tensors), options.backend == "inductor-whole"
     try:
-        with recorded(asked.loop and not whole, pipelines=not whole):
+        with recorded(options.loop and not is_full_graph, pipelines=not is_full_graph):
             return trace(f, fakes, labels)
     except NotScannable as error:
         notice(
-            f"fzero.{asked}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
-            "What Python counted outside of the step until here stays counted; loop=False traces them so at once"
+            f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
+            "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"
         )
-    with recorded(False, pipelines=not whole):
+    with recorded(False, pipelines=not is_full_graph):
         return trace(f, fakes, labels)
 
 
 def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
-    """Say of each distinct tensor what it is, for the plan."""
+    """Return labels of each distinct tensor for the plan: its path, kind, block and space."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
     for p, x in enumerate(args if step.params else ()):
-        rank_own = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
-        kinds[p] = "parameters" if p in step.params else "inputs" if rank_own else "optimizer state"
+        has_per_rank = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
+        kinds[p] = "parameters" if p in step.params else "inputs" if has_per_rank else "optimizer state"
     places = arguments.places
     return [
         {"label": str(place), "kind": kinds[place.position], "block": block} | _space(place, x)
@@ -254,24 +258,24 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
 
 
 def _space(place: LeafPlace, x: torch.Tensor) -> dict[str, str]:
-    """Say which memory an argument lies in; a number is small enough to lie in either."""
+    """Return the memory that an argument lies in. A 0-d tensor counts for both memories, unless it is on the host."""
     return {"space": place.space} if x.dim() or place.space == "host" else {}
 
 
 def _unchanged(traced: Traced, into: dict[int, int]) -> list[int]:
-    """List the results that are arguments, handed on."""
+    """List the results that are arguments and are not written into a donated tensor."""
     return [i for i, n in enumerate(results(traced.graph)) if n is not None and is_input(n) and i not in into]
 
 
 def _written(traced: Traced, into: dict[int, int], donated: Iterable[int]) -> list[int]:
-    """List the donated tensors whose memory may get other values. The others may share it with whom they like."""
+    """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], results(traced.graph)
-    same = {i for k, i in into.items() if _viewed(out[k]) is inputs[i]}  # which has the result's shape
+    same = {i for k, i in into.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
     return [i for i in donated if i not in same]
 
 
-def _viewed(node: Any) -> Any:
-    """Return what a node shows in another shape, element for element: a simulation of ranks leaves such views."""
+def _view_base(node: Any) -> Any:
+    """Return the value that a node views with all its elements. A simulation of ranks traces such views."""
     while node is not None and name_of(node) in ("view", "alias", "detach"):
         node = node.args[0]
     return node

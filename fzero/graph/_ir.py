@@ -1,4 +1,4 @@
-"""Reading a flat graph of aten operations: what communicates, what may move, and what a collective moves."""
+"""Queries on a flat graph of aten operations: which nodes communicate or may move, and the bytes of collectives."""
 
 import functools
 import heapq
@@ -31,26 +31,26 @@ __all__ = [
     "wire",
 ]
 
-# Reading a flat graph of aten operations: what communicates, and what may move.
+# Queries on a flat graph of aten operations: which nodes communicate, and which may move.
 #
-# The graphs here are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
-# donation adds, and all_reduces in place of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins
-# without memory of what they compute, and may carry `meta["unit"]`, whose collective it is, `meta["label"]`, an input's
-# name, and `meta["kind"]`, what the input is. A value with `meta[LATE]` is made when it is used, not as soon as it can
-# be. One with `meta[FUSED]` is computed by whatever compiled loop reads it, and one with `meta[COMPILED]` is such a
-# loop itself.
+# The graphs are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
+# donation adds, and in-place all_reduces of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins for
+# their values without memory. They may carry `meta["unit"]`, the unit of a collective, `meta["label"]`, the name of an
+# input, and `meta["kind"]`, the input's kind. A value with `meta[LATE]` is computed right before its use, not as early
+# as possible. A value with `meta[FUSED]` is computed within the compiled loop that reads it; a node with
+# `meta[COMPILED]` is such a loop.
 
 
 aten: Any = torch.ops.aten
 
 LATE, FUSED, COMPILED = "late", "fused", "compiled"
-# a CPU's attention, which torch does not count, and the operation of a GPU that does the same work
+# torch counts no FLOPs for a CPU's attention: take the GPU's operation of the same work
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 WAIT = c10d.wait_tensor.default
-GATHER_INTO = gloo.all_gather_into  # with a wait for each argument that it writes
+GATHER_INTO = gloo.all_gather_into  # followed by a wait for each argument that it writes
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, GATHER_INTO)
 REDUCTIONS = (
     c10d.reduce_scatter_tensor.default,
@@ -92,7 +92,7 @@ def is_collective(node: Node) -> bool:
 
 
 def is_exchange(node: Node) -> bool:
-    """Return whether a node sends activations or other values from rank to rank: work, as far as its order goes."""
+    """Return whether a node exchanges activations or other values between ranks. The scheduler orders it like work."""
     return node.target in EXCHANGES
 
 
@@ -107,13 +107,13 @@ def results(graph: Graph) -> list[Any]:
 
 
 def awaited(wait: Node) -> Node:
-    """Return what a wait waits for: a collective or its item, of the turn before where it was carried on."""
+    """Return the collective, or its item, that a wait waits for. If carried, it started in the iteration before."""
     source = wait.all_input_nodes[0]
     return source.meta.get("carried", source)
 
 
 def is_carried(node: Node) -> bool:
-    """Return whether a node is a reduction that another turn of a loop has started."""
+    """Return whether a node is a reduction that an earlier iteration of a loop started."""
     return "carried" in node.meta
 
 
@@ -123,7 +123,7 @@ def start_of(wait: Node) -> Node:
 
 
 def collective_of(source: Node) -> Node:
-    """Return the collective of an item of it, or a collective itself."""
+    """Return the collective of a node: the node itself, or the source of an item."""
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
@@ -136,12 +136,12 @@ def values(node: Node) -> list[torch.Tensor]:
 
 
 def values_of_args(node: Node) -> list[torch.Tensor]:
-    """List the tensors that a node is given."""
+    """List the tensors that a node reads."""
     return [x for a in node.all_input_nodes for x in values(a)]
 
 
 def shown(node: Node) -> str:
-    """Say of what dtypes and shapes a node's tensors are: "float32[4, 8], int64[4]"."""
+    """Show the dtypes and shapes of a node's tensors: "float32[4, 8], int64[4]"."""
     return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values(node)])
 
 
@@ -162,7 +162,7 @@ def users_through_views(node: Node) -> list[Node]:
 
 
 def is_cheap(node: Node) -> bool:
-    """Return whether a node may run wherever it suits memory: communication, movement of data, pointwise arithmetic."""
+    """Return whether a node may run wherever that saves memory: communication, data movement, pointwise arithmetic."""
     return node.op == "call_function" and _is_cheap(node.target)
 
 
@@ -180,18 +180,18 @@ def _is_cheap(operation: Any) -> bool:
 def parameter_gathers(graph: Graph) -> list[Node]:
     """List the gathers whose operands depend on the graph's inputs alone: they may run at any time."""
     from_inputs: set[Node] = set()
-    found = []
+    gathers = []
     for node in graph.nodes:
-        known = all(a in from_inputs for a in node.all_input_nodes)
-        if is_input(node) or (known and lays_out(node)):
+        is_static = all(a in from_inputs for a in node.all_input_nodes)
+        if is_input(node) or (is_static and lays_out(node)):
             from_inputs.add(node)
-        elif is_gather(node) and known:
-            found.append(node)
-    return found
+        elif is_gather(node) and is_static:
+            gathers.append(node)
+    return gathers
 
 
 def feeding_work(graph: Graph) -> set[Node]:
-    """List all that is not cheap, such as matrix products, and what it depends on."""
+    """List the nodes that are not cheap, such as matrix products, and all nodes that these depend on."""
     found: set[Node] = set()
     for n in reversed(graph.nodes):
         if n.op == "call_function" and not is_cheap(n):
@@ -202,18 +202,18 @@ def feeding_work(graph: Graph) -> set[Node]:
 
 
 def collectives_before(nodes: Iterable[Node]) -> dict[Node, int]:
-    """Count for each node the collectives that lie one behind the other before its result."""
-    found: dict[Node, int] = {}
+    """Count for each node the collectives that must run one after another before its result is known."""
+    counts: dict[Node, int] = {}
     for n in nodes:
-        found[n] = max([found.get(a, 0) for a in n.all_input_nodes], default=0) + is_collective(n)
-    return found
+        counts[n] = max([counts.get(a, 0) for a in n.all_input_nodes], default=0) + is_collective(n)
+    return counts
 
 
 # ---------------------------------------------------------------- new graphs from old
 
 
 def reordered(graph: Graph, order: Iterable[Node]) -> Graph:
-    """Copy a graph with its nodes in another order, in which each follows what it is given."""
+    """Copy a graph with its nodes in another order, in which each node follows its arguments."""
     return graph_of(order)
 
 
@@ -223,10 +223,10 @@ def copied(graph: Graph) -> Graph:
 
 
 def sort(graph: Graph) -> Graph:
-    """Copy a graph with every node after its arguments, else in the old order.
+    """Copy a graph with every node after its arguments, and otherwise in the old order.
 
-    What a node lacks comes right before it. To put the node off would let what waits for nothing, such as what is
-    computed again for the backward pass, come long before it is used.
+    An argument that comes too late is moved right before its user. Postponing the user instead would leave nodes that
+    wait for nothing, such as values recomputed for the backward pass, long before their use.
     """
     index = {n: i for i, n in enumerate(graph.nodes)}
     order: dict[Node, None] = dict.fromkeys(n for n in graph.nodes if is_input(n))
@@ -242,17 +242,17 @@ def sort(graph: Graph) -> Graph:
 
 
 def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Put nodes in an order in which each follows its arguments, and what else it `needs`; else the order is the old.
+    """Sort nodes so that each follows its arguments and the further nodes that it `needs`; keep the order otherwise.
 
     Args:
-        nodes: all of a graph.
-        needs: for some nodes others, that are no arguments of theirs.
+        nodes: all nodes of a graph.
+        needs: for some nodes, the nodes that must run before besides the arguments.
     """
     index = {n: i for i, n in enumerate(nodes)}
     needed_by: dict[Node, list[Node]] = {}
-    for n, others in needs.items():
-        for other in others:
-            needed_by.setdefault(other, []).append(n)
+    for n, prerequisites in needs.items():
+        for prerequisite in prerequisites:
+            needed_by.setdefault(prerequisite, []).append(n)
     missing = {n: len(n.all_input_nodes) + len(needs.get(n, ())) for n in nodes}
     ready = [i for i, n in enumerate(nodes) if not missing[n]]
     order = []
@@ -267,7 +267,7 @@ def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> 
 
 
 def flops(node: Node) -> int:
-    """Count a node's floating-point operations: of matrix products, convolutions and attention; 0 for others."""
+    """Count the floating-point operations of a matrix product, a convolution or attention; 0 for other nodes."""
     packet = getattr(node.target, "overloadpacket", None)
     packet = ATTENTION.get(packet, packet)
     if packet not in flop_registry:
@@ -276,22 +276,22 @@ def flops(node: Node) -> int:
     def val(x: Any) -> Any:
         return x.meta.get("val") if isinstance(x, Node) else x
 
-    known = node.meta.get("flops", ())  # of this node, or of one that it is a copy of
-    if known and known[0] is node.target:
-        return known[1]
+    cached = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
+    if cached and cached[0] is node.target:
+        return cached[1]
     args = map_arg(node.args, val)
     kwargs = map_arg(node.kwargs, val)
-    found = int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
-    node.meta["flops"] = (node.target, found)
-    return found
+    count = int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    node.meta["flops"] = (node.target, count)
+    return count
 
 
 def described(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
-    """Describe what a node computes, and of which values: nodes that compute the same have equal descriptions.
+    """Describe a node's operation and arguments: nodes that compute the same value have equal descriptions.
 
     Args:
         node: an operation.
-        same: for nodes, another that computes the same and stands for them.
+        same: for some nodes, a node of the same value to name in their place.
     """
 
     def name(a: Node) -> Any:
@@ -309,17 +309,17 @@ class _Named(str):
 
 
 def signature(x: Any) -> tuple[Any, ...]:
-    """Describe a tensor as far as code compiled for it may depend on it."""
+    """Describe the properties of a tensor that compiled code may depend on."""
     if not isinstance(x, torch.Tensor):
         return (type(x),)
     return (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
 
 
-# What a collective moves, as its node tells.
+# The size of a collective, from its node.
 
 
 def group_size(node: Node) -> int:
-    """Return the number of ranks that a collective tells of; 1 for an all_reduce, which does not tell."""
+    """Return the number of ranks that a collective's sizes show; 1 for an all_reduce, whose sizes do not show it."""
     if is_gather(node):
         return node.args[1]  # pyright: ignore[reportReturnType]
     sent, received = nbytes(*_operands(node)), nbytes(*values(node))
@@ -327,25 +327,25 @@ def group_size(node: Node) -> int:
 
 
 def _operands(node: Node) -> list[torch.Tensor]:
-    """List what a collective is given: its first argument, a tensor or several."""
-    found: list[torch.Tensor] = []
-    map_arg(node.args[0], lambda a: found.extend(values(a)))
-    return found
+    """List the operands of a collective: its first argument, one tensor or several."""
+    tensors: list[torch.Tensor] = []
+    map_arg(node.args[0], lambda a: tensors.extend(values(a)))
+    return tensors
 
 
 def full_bytes(node: Node) -> int:
-    """Count the bytes of a collective's full buffer; given a wait or an item, of what that waits for or is."""
+    """Count the bytes of a collective's full buffer. For a wait or an item, count its part of the collective."""
     source = awaited(node) if is_wait(node) else node
     start = collective_of(source)
     if source is start and source is node:
         return _full(nbytes(*_operands(node)), nbytes(*values(node)), node)
-    operands = start.args[0]  # of a coalesced collective a list, of which each item is one's
+    operands = start.args[0]  # a coalesced collective has a list of operands, one for each item
     operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
     return max(nbytes(*values(source)), nbytes(*values(operand)))  # pyright: ignore[reportArgumentType]
 
 
 def elements(node: Node) -> int:
-    """Count the elements that a collective moves: of the full buffer, an all_reduce's twice."""
+    """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
     sent, received = (sum(x.numel() for x in xs) for xs in (_operands(node), values(node)))
     return 2 * sent if "all_reduce" in str(node.target) else _full(sent, received, node)
 
@@ -360,7 +360,7 @@ def axis_of(node: Node, groups: Mapping[str, str] | None = None) -> str:
 
     Args:
         node: the collective.
-        groups: the axes of each process group, by its name; those of a planned world are known without.
+        groups: the axes of each process group, by the group's name. The groups of a planned world need no entry.
     """
     for x in [*node.args, *node.kwargs.values()]:
         if isinstance(x, str) and (x.startswith(PLANNED) or x in (groups or {})):

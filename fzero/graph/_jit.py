@@ -1,4 +1,4 @@
-"""jit: a pure function of tensors, or a sharded step, as one scheduled graph."""
+"""jit: compile a pure function of tensors, or a sharded step, to one scheduled graph."""
 
 import logging
 import os
@@ -47,49 +47,50 @@ def jit(
     strict: bool = False,
     dynamic: bool = True,
 ) -> "Jitted":
-    """Compile a step, forward, backward, collectives and update, as one graph in a planned order.
+    """Compile a step (forward, backward, collectives and update) to one graph in a planned order.
 
-    The step is traced at its first call, and again for arguments of another structure, shape, dtype or plain value (as
-    `jax.jit` does), but for a length that changes (`dynamic`). Random operations draw anew at each call. Ranks
-    simulated in lockstep run the step as it is.
+    The step is traced at its first call, and again for arguments of another structure, shape, dtype or plain value, as
+    `jax.jit` does. Lengths of a batch are an exception (`dynamic`). Random operations draw anew at each call. Ranks
+    simulated in lockstep run the step uncompiled.
 
     Args:
         step: a sharded step, or any pure function of trees of tensors.
-        donate: the positions of arguments whose memory the results may take over: afterwards they are gone. Boxes, and
-            tensors raise `DonatedError` when they are used. By default a sharded step donates its parameters, its
-            optimizer's state, and any other tree that it returns at the position where it took it; the logger
-            "fzero.jit" lists them. Any other function donates nothing. `()` for none.
-        backend: "inductor" compiles each distinct segment between collectives once, before the first step. "auto" does
-            so in another process: steps run at once as with "fx", and compiled as soon as all ranks can. "fx" runs
-            torch's own operations one by one, bit for bit as the eager step does. "inductor-whole" compiles the graph
-            as a whole.
-        memory_budget: the bytes that a rank may hold at its peak, arguments included. Of the schedules that fit, the
-            fastest by the cost model is kept. By default the fastest of those within 3% of the smallest.
+        donate: the positions of arguments whose memory the results may reuse. A donated box or tensor raises
+            `DonatedError` when it is used afterwards. By default a sharded step donates its parameters, its optimizer
+            state, and any other tree that it returns in the position where it received it; the logger "fzero.jit"
+            lists them. Any other function donates nothing by default. `()` donates nothing.
+        backend: "inductor" compiles each distinct segment between collectives once, before the first step. "auto"
+            compiles in another process: steps run at once as with "fx", and compiled as soon as all ranks can. "fx"
+            runs torch's own operations one by one, bit for bit as the eager step does. "inductor-whole" compiles the
+            graph as a whole.
+        memory_budget: the bytes that a rank may hold at its peak, arguments included. jit takes the fastest schedule,
+            by the cost model, that fits. By default it takes the fastest schedule within 3% of the smallest peak.
         prefetch: how many gathers of parameters start ahead of the one in use. "fitting" starts one ahead wherever
             there is room below the peak of the smallest schedule, or up to `memory_budget`.
-        in_flight: how many reductions may be on their way while work goes on. Each holds a unit's gradients.
+        in_flight: how many reductions may be in flight while work goes on. Each holds a unit's gradients.
         bucket_bytes: up to what size collectives of small units are joined; 0 for never.
-        max_reuse_bytes: a gathered unit is let go, and gathered again, when more bytes than these of other units are
-            used between two of its uses. 0 is for always, `math.inf` for never.
+        max_reuse_bytes: a gathered unit is freed, and gathered again, if more than this many bytes of other units are
+            used between two of its uses. 0 always frees it, `math.inf` never.
         recompute: whether cheap operations, such as an activation function, run again for the backward pass, so that
-            their results need not be kept.
+            their results need not be saved.
         recast: whether a gradient is cast to float32 again for an update that waits for the global norm, so that only
-            one unit's copy is alive at a time. "auto" does so where it takes less memory.
-        dump: a folder, made if it is not there, for the graph after each pass as text, and a table of their peaks in
-            `peaks.txt`. Under torchrun each rank writes into its own folder in it; so does each trace but the first.
+            one unit's copy is live at a time. "auto" casts again where that takes less memory.
+        dump: a folder for the graph after each pass as text, and for a table of the peaks, `peaks.txt`. It is made if
+            it does not exist. Under torchrun each rank writes into its own subfolder, as does each trace but the first.
         loop: whether micro-batches, if there are 3 or more, become a loop whose body is traced, scheduled and compiled
-            once. Where they cannot, a notice says why; docs/jit.md lists the cases.
+            once. If they cannot become a loop, a notice gives the reason; docs/jit.md lists the cases.
         strict: whether a segment that cannot run compiled is an error. By default it runs operation by operation on all
-            ranks, and a notice says which it is, why, and what that costs.
-        dynamic: whether a trace serves several lengths of a batch. From the second length on segments are compiled once
-            for all ("inductor"); from the fourth on nothing is traced, unless the step decides otherwise for a length.
+            ranks, and a notice names the segment, the reason and the cost.
+        dynamic: whether a trace serves several lengths of a batch. From the second length on, segments are compiled
+            once for all lengths ("inductor"). From the fourth on, only lengths for which the step decides otherwise
+            are traced.
 
     Returns:
         A `Jitted` step: call it like `step`.
 
     Raises:
         TypeError: if `step` is no function, or is jitted already, or if `dump` is no path.
-        ValueError: if an argument here is none of its values, or if `dump` names no folder that can be written into.
+        ValueError: if an argument has a value that it does not take, or if `dump` is no writable folder.
 
     Example:
         >>> import fzero, torch
@@ -112,7 +113,7 @@ def jit(
     if not isinstance(dynamic, bool):
         raise ValueError(f"dynamic={dynamic!r}: expected True or False")
     if strict and backend == "auto":
-        raise ValueError('strict=True: backend="auto" compiles while the step runs, and never ends it; use "inductor"')
+        raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
     knobs = Knobs(prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast)
     folder = None if dump is None else checked_folder(dump)
     return Jitted(step, _positions(donate), backend, knobs.checked(), folder, loop, strict=strict, dynamic=dynamic)
@@ -122,27 +123,27 @@ def _positions(donate: Any) -> tuple[int, ...] | None:
     """Return the positions of donated arguments as a tuple; None for the default."""
     if donate is None:
         return None
-    found = tuple(donate) if isinstance(donate, Iterable) else (donate,)
-    if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in found):
+    positions = tuple(donate) if isinstance(donate, Iterable) else (donate,)
+    if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in positions):
         raise ValueError(
             f"donate={donate!r}: expected positions of arguments, counted from 0: an int or a sequence of ints"
         )
-    return tuple([int(i) for i in found])
+    return tuple([int(i) for i in positions])
 
 
 @dataclass(frozen=True)
 class Jitted:
-    """A compiled step, made by `fzero.jit`. Call it like the step; what else a sharded step offers, it offers too.
+    """A compiled step, made by `fzero.jit`. Call it like the step. It has the sharded step's other methods too.
 
     Attributes:
-        step: what it compiles.
+        step: the step to compile.
         donate: the positions of donated arguments, or None for the default.
         backend: "inductor", "auto", "fx" or "inductor-whole".
-        knobs: what was asked of the schedule.
-        dump: the folder for the graph after each pass, if one was asked for.
+        knobs: the knobs of the schedule.
+        dump: the folder for the graph after each pass, or None.
         loop: whether micro-batches become a loop.
-        device: that it is planned for, if it is not the one at hand; such a step is not run.
-        strict: whether what cannot run compiled is an error.
+        device: the device to plan for, or None for the device of the arguments. Such a step is planned, never run.
+        strict: whether a segment that cannot run compiled is an error.
         dynamic: whether traces and code serve several lengths of a batch.
     """
 
@@ -160,9 +161,9 @@ class Jitted:
     _any_length: AnyLength = field(default_factory=AnyLength, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward to a sharded step: init, gather, layout, mesh, and what else it may come to offer.
+        """Forward to the sharded step: init, gather, layout, mesh and its other attributes.
 
-        A list of them here would be a second one to keep; what a step does not have, the step's own error names.
+        A list of them here would have to be kept up to date. The step itself raises for an attribute that it lacks.
         """
         if name.startswith("_"):
             raise AttributeError(name)
@@ -173,7 +174,7 @@ class Jitted:
         return f"Jitted({step}, backend={self.backend!r}, traced {self.traces} times)"
 
     def untraced(self, **changes: Any) -> "Jitted":
-        """Return the step with other attributes, not traced yet."""
+        """Return the step with other attributes and without traces."""
         return replace(self, _entries={}, _lengths=Lengths(), _any_length=AnyLength(), **changes)
 
     @property
@@ -185,21 +186,21 @@ class Jitted:
         """List the plans of all calls that were traced so far, in order.
 
         Args:
-            device: whose seconds they tell; by default a common one of the kind that the arguments lie on.
+            device: the device whose seconds the plans give; by default a common device of the arguments' kind.
         """
-        mesh = self._asked.step.mesh
+        mesh = self._options.step.mesh
         if device is not None and mesh is not None:
             device = device._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
-        found = [(e.plan, e.chosen.graph) for e in self._entries.values()]
-        return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in found]
+        plans = [(e.plan, e.chosen.graph) for e in self._entries.values()]
+        return [p if device is None else replace(p, seconds=seconds(graph, device)) for p, graph in plans]
 
     @property
     def name(self) -> str:
         """The name of the step's function."""
-        return self._asked.step.name
+        return self._options.step.name
 
     @cached_property
-    def _asked(self) -> JitOptions:
+    def _options(self) -> JitOptions:
         return JitOptions(
             step_of(self.step), self.donate, self.backend, self.knobs, self.dump, self.loop, self.device, self.strict
         )
@@ -208,26 +209,28 @@ class Jitted:
         """Run the step.
 
         Args:
-            *args: the step's arguments. Donated ones are gone afterwards.
-            **kwargs: likewise; never donated.
+            *args: the step's arguments. Donated arguments must not be used afterwards.
+            **kwargs: the step's arguments by name; they are never donated.
 
         Returns:
             The step's results, as new tensors.
 
         Raises:
-            DonatedError: if an argument was donated to an earlier call. The message names it.
-            RuntimeError: while tracing, if the step reads a tensor's value in Python or writes into what is not its
-                own, or if the ranks trace different steps. Names the line.
+            DonatedError: if an argument was donated to an earlier call. The message names the argument.
+            RuntimeError: while tracing, if the step reads a tensor's value in Python, or writes into a tensor that it
+                did not make, or if the ranks trace different steps. The message names the line.
             ValueError: if a donated argument shares memory with another tensor, or an argument requires grad. The
-            message names it.
-            TypeError: if the step returns something that is no tensor, or an argument is of a tensor class of its own
-                or, not being a tensor, has no hash. The message names it.
+                message names the argument.
+            TypeError: if the step returns a value that is no tensor, if an argument is of a tensor subclass, or if an
+                argument that is no tensor has no hash. The message names the result or the argument.
         """
-        if _torch.in_transform():  # of a larger trace, or of torch.func's, it is a part like any other
+        if (
+            _torch.in_transform()
+        ):  # within a larger trace, or a transform of torch.func, the step is traced as a part of it
             return self.step(*args, **kwargs)
-        step = self._asked.step
+        step = self._options.step
         if in_lockstep() or (step.mesh is not None and step.mesh.simulation == "lockstep"):
-            notice("fzero.jit: ranks in lockstep run eagerly, for debugging; threads cannot be compiled into one graph")
+            notice("fzero.jit: ranks in lockstep run eagerly, for debugging: threads cannot be compiled into one graph")
             return self.step(*args, **kwargs)
         with UsersFrames():
             arguments = arguments_of(args, kwargs)
@@ -239,22 +242,22 @@ class Jitted:
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plan what a call with these arguments will do, without running it.
+        """Plan a call with these arguments without running it.
 
         Args:
-            *args: the step's arguments, real or without memory (meta tensors).
-            **kwargs: likewise.
+            *args: the step's arguments, real or meta tensors.
+            **kwargs: the step's arguments by name, likewise.
 
         Returns:
-            A `Plan`. In a simulation it is that of the whole world in one process; `fzero.plan` makes one rank's.
+            A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.
         """
         return self._entry(arguments_of(args, kwargs), args).plan
 
     def __str__(self) -> str:
-        return str(self._asked)
+        return str(self._options)
 
     def _entry(self, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
-        """Return what was traced for arguments like these, tracing it if nothing was."""
+        """Return the entry for arguments like these. Trace the step if there is none."""
         key = key_of(arguments)
         entry = self._entries.get(key)
         if entry is None:
@@ -262,30 +265,30 @@ class Jitted:
                 if i >= len(args):
                     raise ValueError(f"donate={self.donate}: the step was called with {len(args)} positional arguments")
             entry = self._at_length(key, arguments, args) if self.dynamic else None
-            self._entries[key] = entry = self._traced(self._asked, arguments, args) if entry is None else entry
+            self._entries[key] = entry = self._trace(self._options, arguments, args) if entry is None else entry
             if entry.is_traced:
                 self._lengths.planned.append((shapes_of(arguments.tensors), entry.chosen.graph))
         return entry
 
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
-        """Return the entry of a call at another length: without a trace, or by the schedule of the first length."""
+        """Return the entry of a call at another length, untraced or with the schedule settings of the first length."""
         length = self._lengths.length_of(shapes_of(arguments.tensors))
-        if length is None or not self._entries or self._asked.knobs.memory_budget is not None:
+        if length is None or not self._entries or self._options.knobs.memory_budget is not None:
             return None
         (first_key, first), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
             return None
-        self._any_length.learn(self._lengths.start, first_key, first, self._asked, arguments)
-        entry = self._any_length.entry(self._asked, length, arguments)
+        self._any_length.learn(self._lengths.start, first_key, first, self._options, arguments)
+        entry = self._any_length.entry(self._options, length, arguments)
         if entry is None:
-            asked = self._asked._replace(knobs=Knobs.of(first.chosen.settings))
-            entry = self._traced(asked, arguments, args)
-            self._any_length.learn(length, key, entry, self._asked, arguments)
+            options = self._options._replace(knobs=Knobs.of(first.chosen.settings))
+            entry = self._trace(options, arguments, args)
+            self._any_length.learn(length, key, entry, self._options, arguments)
         return entry
 
-    def _traced(self, asked: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
+    def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
-        entry = entry_of(asked, arguments, args, len(self._entries))
+        entry = entry_of(options, arguments, args, len(self._entries))
         self._log_donation(entry)
         return entry
 
@@ -294,11 +297,11 @@ class Jitted:
             log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
-        why = changed(last, arguments) + see("recompilation")
-        log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, why)
+        reason = changed(last, arguments) + see("recompilation")
+        log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:
         if entry.positions:
-            params = self._asked.step.params
-            said = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.positions]
-            log.info("%s: the results take over the memory of %s", self, ", ".join(said))
+            params = self._options.step.params
+            texts = [f"argument {p}{' (parameters)' if p in params else ''}" for p in entry.positions]
+            log.info("%s: the results take over the memory of %s", self, ", ".join(texts))

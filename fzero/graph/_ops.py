@@ -1,7 +1,7 @@
-"""Operations: all that is known of them, in one table; a row is an operation of aten, a column is a `OperationTraits`.
+"""Operations: one table of their traits. A row is an operation of aten; a column is a flag of `OperationTraits`.
 
-The rows are named without namespace and overload. Torch is asked whether an operation is pointwise, a view or random,
-and how many FLOPs it takes: there are no columns for that.
+Rows are named without namespace and overload. There are no columns for what torch itself knows: whether an operation
+is pointwise, a view or random, and how many FLOPs it takes.
 """
 
 import enum
@@ -35,15 +35,15 @@ __all__ = [
 
 
 class OperationTraits(enum.Flag):
-    """What may be known of an operation.
+    """The traits of an operation.
 
     Attributes:
-        CHEAP: it takes time in proportion to its bytes, so it may run wherever that suits memory.
-        FACTORY: it makes its result of sizes and numbers, or only casts, so it runs right before it is used.
-        BY_RANK: ranks that run one step may run it differently, as each cuts out, pads and copies its own shard.
-        LAYOUT: it only lays out or casts what it is given.
-        LINEAR: it lays out, scales or adds: of gradients it makes gradients.
-        EMPTY: it leaves its memory as it finds it, so another run gives other bytes.
+        CHEAP: its time is proportional to its bytes, so it may run wherever that saves memory.
+        FACTORY: it computes its result from sizes and numbers, or only casts, so it runs right before its use.
+        BY_RANK: it may differ between ranks that run one step, since each rank slices, pads and copies its own shard.
+        LAYOUT: it only changes the layout or the dtype of its operand.
+        LINEAR: it changes the layout, scales or adds: it maps gradients to gradients.
+        EMPTY: it does not initialize its memory, so another run gives other bytes.
         VIEW: its result lies in its operand's memory, though torch does not call it a view.
         COPIES: it only moves or fills memory; `fzero.profile` counts it as a copy.
     """
@@ -99,10 +99,10 @@ OPERATIONS: dict[str, OperationTraits] = {
     "contiguous": CHEAP | COPIES,
     "_unsafe_view": VIEW,
     "_reshape_alias": VIEW,
-    # from one memory to the other
+    # moves between device and host
     "to_host": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
     "to_device": CHEAP | BY_RANK | LAYOUT | LINEAR | COPIES,
-    # cut and joined
+    # slicing and concatenation
     "cat": CHEAP | BY_RANK | LINEAR | COPIES,
     "stack": CHEAP | COPIES,
     "slice": BY_RANK,
@@ -115,7 +115,7 @@ OPERATIONS: dict[str, OperationTraits] = {
     "diagonal_copy": CHEAP,
     "tril": CHEAP,
     "triu": CHEAP,
-    # looked up
+    # look-ups
     "index": CHEAP,
     "gather": CHEAP,
     "embedding": CHEAP,
@@ -127,7 +127,7 @@ OPERATIONS: dict[str, OperationTraits] = {
     "mul": LINEAR,
     "fill": CHEAP,
     "gelu_backward": CHEAP,
-    # sums over dimensions, and what is made of them
+    # reductions over dimensions, and operations that contain them
     "sum": CHEAP,
     "mean": CHEAP,
     "var": CHEAP,
@@ -145,7 +145,7 @@ OPERATIONS: dict[str, OperationTraits] = {
     "native_layer_norm_backward": CHEAP,
     "nll_loss_forward": CHEAP,
     "nll_loss_backward": CHEAP,
-    # writes: in a graph only `copy_`, which donation adds; a profiler sees the others
+    # writes: a graph has only `copy_`, which donation adds; a profiler sees the other ones
     "copy_": CHEAP | BY_RANK | COPIES,
     "fill_": COPIES,
     "zero_": COPIES,
@@ -161,12 +161,12 @@ OPERATIONS: dict[str, OperationTraits] = {
 
 
 def name_of(node: Node) -> str:
-    """Return the name of a node's operation without namespace and overload, "mul"; "" for others."""
+    """Return the name of a node's operation without namespace and overload, "mul"; "" if it is no operation."""
     return _name(node.target)
 
 
 def title_of(node: Node) -> str:
-    """Return what a reader may call a node's operation: "aten.mm.default", "getitem", a function's name."""
+    """Return a readable name of a node's operation: "aten.mm.default", "getitem", or a function's name."""
     target = node.target
     return getattr(target, "__name__", "") if isinstance(target, FunctionType | BuiltinFunctionType) else str(target)
 
@@ -177,7 +177,7 @@ def _name(operation: Any) -> str:
     return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
-def _known(name: str) -> OperationTraits:
+def _traits(name: str) -> OperationTraits:
     return OPERATIONS.get(name, OperationTraits.NOTHING)
 
 
@@ -186,40 +186,40 @@ def _row(node: Node) -> OperationTraits:
 
 
 def is_known_cheap(operation: OpOverload | OneNode) -> bool:
-    """Return whether the table calls an operation cheap, or torch calls it pointwise."""
+    """Return whether an operation is cheap by the table, or pointwise by torch."""
     if OperationTraits.CHEAP in _row_of(operation):
         return True
     return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
 
 
 def is_factory(node: Node) -> bool:
-    """Return whether a node makes its result of sizes and numbers, or only casts."""
+    """Return whether a node computes its result from sizes and numbers, or only casts."""
     return OperationTraits.FACTORY in _row(node)
 
 
 def differs_by_rank(node: Node) -> bool:
-    """Return whether ranks that run one step may differ in a node: a view, or a move of their own shards."""
+    """Return whether a node may differ between ranks of one step: a view, or an operation on the rank's own shard."""
     return is_view(node) or OperationTraits.BY_RANK in _row(node)
 
 
 def lays_out(node: Node) -> bool:
-    """Return whether a node only lays out or casts what it is given."""
+    """Return whether a node only changes the layout or the dtype of its operand."""
     return is_view(node) or OperationTraits.LAYOUT in _row(node)
 
 
 def is_linear(node: Node) -> bool:
-    """Return whether a node only lays out, scales or adds what it is given."""
+    """Return whether a node only changes the layout of its operands, scales them or adds them."""
     return is_view(node) or OperationTraits.LINEAR in _row(node)
 
 
 def leaves_memory_as_it_is(node: Node) -> bool:
-    """Return whether a node's result holds whatever its memory held before."""
+    """Return whether a node's result is uninitialized memory."""
     return OperationTraits.EMPTY in _row(node)
 
 
 def copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
-    return OperationTraits.COPIES in _known(name)
+    return OperationTraits.COPIES in _traits(name)
 
 
 def is_view(node: Node) -> bool:
@@ -242,7 +242,7 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and _works_by_element(node.target)
 
 
-# Passes ask these of every node, time and again, and of operations there are few.
+# Passes query every node many times, but a graph has few distinct operations: the answers are cached.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -262,4 +262,4 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _row_of(operation: Any) -> OperationTraits:
-    return _known(_name(operation))
+    return _traits(_name(operation))

@@ -1,4 +1,4 @@
-"""The passes in their order, and the knobs of `fzero.jit` that set them."""
+"""The passes in their order, and the knobs of `fzero.jit` that control them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,17 +31,17 @@ from fzero.graph.planning._cost import Device
 from fzero.graph.planning._liveness import live_in, most_in_a_turn
 from fzero.graph.planning._plan import Settings
 
-__all__ = ["AUTO", "FITTING", "PASSES", "Choice", "Knobs", "Pass", "PassContext", "PassManager", "Passed"]
+__all__ = ["AUTO", "FITTING", "PASSES", "Choice", "Knobs", "Pass", "PassContext", "PassManager", "PassResult"]
 
-# The passes in their order: the list that makes a schedule of a traced graph.
+# The passes in their order: they turn a traced graph into a schedule.
 #
-# Each row of `PASSES` says which arguments its pass takes from a `Choice`, the settings of one schedule, and from a
-# `PassContext`, which all schedules of a step share. A new optimization is a new row: write the pass into a file of
-# `fzero/graph/passes/`, and put it where it belongs. A setting of it is a field of `Choice`, whose values
-# `fzero.graph._candidates` enumerates.
+# Each row of `PASSES` derives its pass's arguments from a `Choice`, the settings of one schedule, and from a
+# `PassContext`, which all schedules of a step share. To add an optimization, write the pass into a file of
+# `fzero/graph/passes/` and insert its row. A setting of the pass is a field of `Choice`; `fzero.graph._candidates`
+# enumerates its values.
 
 
-FITTING = "fitting"  # of prefetch: one ahead, where there is room
+FITTING = "fitting"  # a value of `prefetch`: one gather ahead, where there is room
 
 
 class Choice(NamedTuple):
@@ -49,13 +49,13 @@ class Choice(NamedTuple):
 
     Attributes:
         recompute: whether cheap values are computed again for their late uses.
-        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays.
+        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays in memory.
         bucket_bytes: up to what size collectives are joined.
         prefetch: how many gathers start ahead, or `FITTING`.
-        in_flight: how many reductions may be on their way while work goes on.
-        across_turns: whether the last reductions of a loop's turn are on their way until the next one starts its own.
+        in_flight: how many reductions may be in flight while work goes on.
+        across_turns: whether an iteration's last reductions stay in flight until the next iteration starts its own.
         room: the memory budget of `prefetch=FITTING`, in bytes. It follows from other schedules, and no plan shows it.
-        recast: whether wide copies are made again for uses that wait for a collective.
+        recast: whether widening casts run again for uses that wait for a collective.
     """
 
     recompute: bool
@@ -68,23 +68,23 @@ class Choice(NamedTuple):
     recast: bool = False
 
     def settings(self) -> Settings:
-        """Return what a plan tells of the choice, by name; of loops and casts only where there is something to tell."""
-        quiet = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
-        return {k: v for k, v in self._asdict().items() if k not in quiet}
+        """Return the settings that a plan shows, by name. `across_turns` and `recast` are shown only if True."""
+        hidden = {"room", *[name for name in ("across_turns", "recast") if not getattr(self, name)]}
+        return {k: v for k, v in self._asdict().items() if k not in hidden}
 
 
 class PassContext(NamedTuple):
-    """What all schedules of a step have in common.
+    """The inputs of passes that all schedules of a step share.
 
     Attributes:
         pairs: the positions `(result, argument)` of results that are written into donated arguments.
         donated: the positions of all donated arguments.
-        functional: whether no collective may overwrite what it is given, as Inductor asks of a whole graph.
+        functional: whether no collective may overwrite its operand, as Inductor requires of a full graph.
         places: this rank's place in each process group, by the group's name.
-        moves: whether values are copied from one memory to the other.
-        device: that the cost model takes, if it is not the one that the values lie on.
+        moves: whether values are copied between device and host.
+        device: the device of the cost model; None for the device of the values.
         lone_groups: the process groups of one rank.
-        fuses: whether Inductor compiles segments, and so stores no value that it computes within a loop.
+        fuses: whether Inductor compiles segments: it does not store values that it computes within a loop.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -98,14 +98,14 @@ class PassContext(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A row of the list.
+    """A row of `PASSES`.
 
     Attributes:
-        name: of the pass.
-        apply: a pure function of a graph and arguments to a graph with the same results, or to the graph itself.
-        arguments: returns those arguments, all that the pass depends on beside the graph; None leaves the pass out.
-        reads: returns what the pass finds in a graph whatever those are, its last argument, which choices share.
-        loops: whether it runs on loops whose bodies have passed all rows, and not on each graph.
+        name: the pass's name.
+        apply: the pass: a pure function from a graph and `arguments` to a graph with the same results.
+        arguments: returns all inputs of the pass besides the graph; None skips the pass.
+        reads: analyses the graph. Its result is the pass's last argument, which all choices share.
+        loops: whether the pass runs once on loops whose bodies are scheduled, and not on each graph.
     """
 
     name: str
@@ -115,8 +115,8 @@ class Pass(NamedTuple):
     loops: bool = False
 
 
-def _ahead(choice: Choice, given: PassContext) -> tuple[int | str, int, float]:
-    """Return how many gathers start ahead, how many reductions may be on their way, and up to how many bytes."""
+def _schedule_arguments(choice: Choice, context: PassContext) -> tuple[int | str, int, float]:
+    """Return the arguments of `schedule`: `prefetch`, `in_flight` and `limit` (bytes)."""
     if choice.prefetch == FITTING:
         return 1, choice.in_flight, choice.room
     return choice.prefetch, choice.in_flight, math.inf
@@ -126,32 +126,32 @@ PASSES = (
     Pass(
         "drop_lone_collectives",
         drop_lone_collectives,
-        lambda choice, given: (given.lone_groups,) if given.lone_groups else None,
+        lambda choice, context: (context.lone_groups,) if context.lone_groups else None,
     ),
-    Pass("keep_on_host", keep_on_host, lambda choice, given: () if given.moves else None),
-    Pass("hoist", hoist, lambda choice, given: (choice.max_reuse_bytes,)),
-    Pass("recompute", recompute, lambda choice, given: () if choice.recompute else None),
-    Pass("regather", regather, lambda choice, given: (choice.max_reuse_bytes,)),
-    Pass("bucket", bucket, lambda choice, given: (choice.bucket_bytes,)),
-    Pass("recast", recast, lambda choice, given: () if choice.recast else None),
-    Pass("early_move", early_move, lambda choice, given: () if given.moves else None),
-    Pass("donate", donate, lambda choice, given: (given.pairs, given.donated)),
-    Pass("in_place", in_place, lambda choice, given: None if given.functional else ()),
-    Pass("gather_into", gather_into, lambda choice, given: None if given.functional else ()),
-    Pass("slice_of_gather", slice_of_gather, lambda choice, given: None if given.functional else (given.places,)),
-    Pass("mark_fused", mark_fused, lambda choice, given: () if given.fuses else None),
-    Pass("schedule", schedule, _ahead, Orders),
-    Pass("carry", carry, lambda choice, given: (choice.in_flight,) if choice.across_turns else None, loops=True),
+    Pass("keep_on_host", keep_on_host, lambda choice, context: () if context.moves else None),
+    Pass("hoist", hoist, lambda choice, context: (choice.max_reuse_bytes,)),
+    Pass("recompute", recompute, lambda choice, context: () if choice.recompute else None),
+    Pass("regather", regather, lambda choice, context: (choice.max_reuse_bytes,)),
+    Pass("bucket", bucket, lambda choice, context: (choice.bucket_bytes,)),
+    Pass("recast", recast, lambda choice, context: () if choice.recast else None),
+    Pass("early_move", early_move, lambda choice, context: () if context.moves else None),
+    Pass("donate", donate, lambda choice, context: (context.pairs, context.donated)),
+    Pass("in_place", in_place, lambda choice, context: None if context.functional else ()),
+    Pass("gather_into", gather_into, lambda choice, context: None if context.functional else ()),
+    Pass("slice_of_gather", slice_of_gather, lambda choice, context: None if context.functional else (context.places,)),
+    Pass("mark_fused", mark_fused, lambda choice, context: () if context.fuses else None),
+    Pass("schedule", schedule, _schedule_arguments, Orders),
+    Pass("carry", carry, lambda choice, context: (choice.in_flight,) if choice.across_turns else None, loops=True),
 )
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """A graph after a pass.
 
     Attributes:
         row: the pass.
-        arguments: what the pass was given; None if it was left out.
-        graph: what it made, or the graph before it if it was left out.
+        arguments: the pass's arguments; None if it was skipped.
+        graph: the pass's result, or the graph before it if it was skipped.
     """
 
     row: Pass
@@ -161,29 +161,30 @@ class Passed(NamedTuple):
 
 @dataclass(frozen=True)
 class PassManager:
-    """The passes over one traced graph. Choices that begin alike share what the first passes make.
+    """The passes over one traced graph. Choices that begin alike share the results of their first passes.
 
     Attributes:
         traced: the graph.
-        given: what all choices have in common.
+        context: the inputs that all choices share.
     """
 
     traced: Graph
-    given: PassContext
-    # by the graph before a pass, which is one object for choices that made it alike, the pass and its arguments
-    _made: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
-    _read: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
-    # those of loops, by the node's function
+    context: PassContext
+    # results by graph, pass and arguments; choices with equal results so far have the same graph object
+    _graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict, repr=False)
+    _shared: dict[tuple[str, Graph], Any] = field(default_factory=dict, repr=False)
+    # the managers of loop bodies, by the function of the loop's node
     _bodies: dict[Any, "PassManager"] = field(default_factory=dict, repr=False)
 
-    def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[Passed]:
-        """Return the graph after each pass, in order, up to and with the `last`.
+    def run(self, choice: Choice, last: str = PASSES[-1].name) -> list[PassResult]:
+        """Return the graph after each pass, in order, up to and including `last`.
 
-        The bodies of loops are scheduled behind the last pass over each graph, so that passes over loops find them.
+        The bodies of loops are scheduled after the last pass over each graph, so that passes over loops find scheduled
+        bodies.
         """
-        graph, found = self.traced, []
+        graph, states = self.traced, []
         for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
-            arguments = row.arguments(choice, self.given)
+            arguments = row.arguments(choice, self.context)
             if row.loops:
                 arguments = arguments if _has_loops(graph) else None
                 graph = graph if arguments is None else row.apply(graph, *arguments)
@@ -191,23 +192,23 @@ class PassManager:
                 graph = self._after(row, graph, arguments)
             if following is not None and following.loops and not row.loops:
                 graph = self._with_bodies(graph, choice)
-            found.append(Passed(row, arguments, graph))
+            states.append(PassResult(row, arguments, graph))
             if row.name == last:
                 break
-        return found
+        return states
 
     def _after(self, row: Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
-        """Return what a pass makes of a graph."""
+        """Return the graph after a pass, from the cache if possible."""
         key = (graph, row.name, arguments)
-        if key not in self._made:
+        if key not in self._graphs:
             shared = []
             if row.reads is not None:
-                if (row.name, graph) not in self._read:
-                    self._read[row.name, graph] = row.reads(graph)
-                shared = [self._read[row.name, graph]]
-            made = row.apply(graph, *arguments, *shared)
-            self._made[key] = graph if made is graph or _same(graph, made) else made
-        return self._made[key]
+                if (row.name, graph) not in self._shared:
+                    self._shared[row.name, graph] = row.reads(graph)
+                shared = [self._shared[row.name, graph]]
+            result = row.apply(graph, *arguments, *shared)
+            self._graphs[key] = graph if result is graph or _same(graph, result) else result
+        return self._graphs[key]
 
     def scheduled(self, choice: Choice) -> Graph:
         """Return the graph after all passes."""
@@ -221,25 +222,25 @@ class PassManager:
         for node in [n for n in graph.nodes if loop_of(n)]:
             inside = choice if choice.room == math.inf else choice._replace(room=_room_in(graph, node, choice.room))
             with_body(node, self.body(node).scheduled(inside))
-            for item in reversed(list(node.users)):  # at once, since the tuple holds all
+            for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
                 node.append(item)
         return graph
 
     def changed_by(self, choice: Choice, name: str) -> bool:
         """Return whether a pass adds or removes operations, in the graph or in the body of a loop."""
-        before, after = [x.graph for x in [Passed(PASSES[0], None, self.traced), *self.run(choice, name)][-2:]]
+        before, after = [x.graph for x in [PassResult(PASSES[0], None, self.traced), *self.run(choice, name)][-2:]]
         if len(before.nodes) != len(after.nodes):
             return True
         return any(self.body(n).changed_by(choice, name) for n in after.nodes if loop_of(n))
 
     def body(self, node: Node) -> "PassManager":
-        """Return the passes over the body of a loop, of the loop's node in any graph."""
+        """Return the manager of a loop's body, given the loop's node in any graph."""
         if node.target not in self._bodies:
             loop = loop_of(node)
             assert loop is not None
-            inside = self.given._replace(places=(), device=None, moves=moves(loop.body))
-            given = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
-            self._bodies[node.target] = PassManager(loop.body, given)
+            inside = self.context._replace(places=(), device=None, moves=moves(loop.body))
+            context = inside._replace(pairs=loop.pairs, donated=tuple(loop.places_of_sums))
+            self._bodies[node.target] = PassManager(loop.body, context)
         return self._bodies[node.target]
 
 
@@ -248,7 +249,7 @@ def _has_loops(graph: Graph) -> bool:
 
 
 def _same(one: Graph, other: Graph) -> bool:
-    """Return whether two graphs are alike, node by node, so that what follows makes the same of them."""
+    """Return whether two graphs are equal, node by node, so that later passes give equal results."""
     if len(one.nodes) != len(other.nodes):
         return False
     return all(_described(a) == _described(b) for a, b in zip(one.nodes, other.nodes, strict=True))
@@ -260,7 +261,7 @@ def _described(node: Node) -> tuple[Any, ...]:
 
 
 def _room_in(graph: Graph, node: Node, room: float) -> float:
-    """Return up to how many bytes may be alive in a loop's body, its arguments included."""
+    """Return how many bytes may be live in a loop's body, its arguments included."""
     loop = loop_of(node)
     assert loop is not None
     at = list(graph.nodes).index(node)
@@ -268,14 +269,14 @@ def _room_in(graph: Graph, node: Node, room: float) -> float:
     return room - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in values(n)])
 
 
-# The knobs of `fzero.jit`: what may be asked of a schedule, and what each knob takes.
+# The knobs of `fzero.jit`, and the values that each takes.
 
 
 AUTO = "auto"  # the cost model chooses
 
 
 class Knobs(NamedTuple):
-    """What the user asks of the schedule; "auto" leaves it to the cost model."""
+    """The user's restrictions of the schedule; "auto" leaves a setting to the cost model."""
 
     prefetch: int | str = AUTO
     in_flight: int | str = AUTO
@@ -284,37 +285,37 @@ class Knobs(NamedTuple):
     memory_budget: float | None = None
     recompute: bool | str = AUTO
     recast: bool | str = AUTO
-    across_turns: bool | str = AUTO  # no argument of fzero.jit: asked for where a known schedule is made again
+    across_turns: bool | str = AUTO  # no argument of fzero.jit: it is set to reproduce a given schedule
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> "Knobs":
-        """Return what asks for a schedule that is known by its settings, which tell some only where they are True."""
-        told = {"recast": False, "across_turns": False, **settings}
-        return Knobs(**{name: value for name, value in told.items() if name in Knobs._fields}).checked()
+        """Return the knobs that reproduce the schedule of some settings, as `Choice.settings` returns them."""
+        values = {"recast": False, "across_turns": False, **settings}
+        return Knobs(**{name: value for name, value in values.items() if name in Knobs._fields}).checked()
 
     def checked(self) -> "Knobs":
-        """Return the knobs as plain numbers of Python.
+        """Check the knobs, and return them with plain Python numbers.
 
         Raises:
-            ValueError: if one is set to none of its values. Says which those are.
+            ValueError: if a knob has a value that it does not take. The message lists the values that it takes.
         """
-        return Knobs(**{name: TAKES[name].checked(name, value) for name, value in self._asdict().items()})
+        return Knobs(**{name: DOMAINS[name].checked(name, value) for name, value in self._asdict().items()})
 
 
-class _Takes(NamedTuple):
-    """What a knob takes: a few values of its own, and numbers from 0 on.
+class _Domain(NamedTuple):
+    """The values that a knob takes: a few special values, and numbers from 0 on.
 
     Attributes:
-        values: its own values.
-        number: what to call the numbers that it takes: `COUNT`, `AMOUNT`, or "" for none.
+        values: the special values.
+        number: the kind of numbers that it takes, `COUNT` or `AMOUNT`; "" if it takes none.
     """
 
     values: tuple[Any, ...]
     number: str
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value, if the knob takes it."""
-        if any(value is own or (isinstance(value, str) and value == own) for own in self.values):
+        """Return the value if the knob takes it, else raise `ValueError`."""
+        if any(value is special or (isinstance(value, str) and value == special) for special in self.values):
             return value
         if self.number == COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
             return int(value)
@@ -323,21 +324,21 @@ class _Takes(NamedTuple):
         raise ValueError(f"{name}={value!r}: expected {self}")
 
     def __str__(self) -> str:
-        said = [self.number] if self.number else []
-        said += [f'"{own}"' if isinstance(own, str) else str(own) for own in self.values]
-        return " or ".join([", ".join(said[:-1]), said[-1]])
+        parts = [self.number] if self.number else []
+        parts += [f'"{special}"' if isinstance(special, str) else str(special) for special in self.values]
+        return " or ".join([", ".join(parts[:-1]), parts[-1]])
 
 
 COUNT = "an int from 0 on"
 AMOUNT = "a number from 0 on"
 
-TAKES = {
-    "prefetch": _Takes((FITTING, AUTO), COUNT),
-    "in_flight": _Takes((AUTO,), COUNT),
-    "bucket_bytes": _Takes((AUTO,), COUNT),
-    "max_reuse_bytes": _Takes((math.inf, AUTO), AMOUNT),
-    "memory_budget": _Takes((None,), AMOUNT),
-    "recompute": _Takes((True, False, AUTO), ""),
-    "recast": _Takes((True, False, AUTO), ""),
-    "across_turns": _Takes((True, False, AUTO), ""),
+DOMAINS = {
+    "prefetch": _Domain((FITTING, AUTO), COUNT),
+    "in_flight": _Domain((AUTO,), COUNT),
+    "bucket_bytes": _Domain((AUTO,), COUNT),
+    "max_reuse_bytes": _Domain((math.inf, AUTO), AMOUNT),
+    "memory_budget": _Domain((None,), AMOUNT),
+    "recompute": _Domain((True, False, AUTO), ""),
+    "recast": _Domain((True, False, AUTO), ""),
+    "across_turns": _Domain((True, False, AUTO), ""),
 }

@@ -1,4 +1,4 @@
-"""plan: one rank's plan of a step, in a world of any size that need not be at hand."""
+"""plan: one rank's plan of a step in a world of any size, without its processes or devices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,26 +23,27 @@ def plan(
     rank: int | Mapping[str, int] = 0,
     **kwargs: Any,
 ) -> Plan:
-    """Plan what one rank of a world will do in a step, without running it, allocating, or any other process.
+    """Plan one rank's step in a world of any size, without running it, allocating memory or starting processes.
 
     Args:
         step: a sharded step, jitted or not, or any function that `fzero.jit` takes.
-        *args: the step's arguments on its own mesh, real, or without memory: `step.init` takes meta tensors too.
-        world_size: N, or the size of each axis that is to be another, `{"dp": 512}`; by default the step's mesh. Shards
-            are cut anew for it, and so are leaves that an axis splits, such as experts. A rank's part of the batch
-            stays as large as it is.
-        device: "cuda" plans for a GPU that need not be at hand: without the buffers of a CPU's collectives, and by
-            the seconds of a data-centre GPU. By default the arguments' own; meta tensors are taken for a CPU's.
-        rank: whose plan it is: a rank of that world, or its places along axes, `{"pp": 3}`; 0 along those left out.
-            Ranks differ along the axis of a pipeline.
+        *args: the step's arguments on its own mesh, real or meta tensors; `step.init` takes meta tensors too.
+        world_size: N, or the new size of some axes, `{"dp": 512}`; by default the step's mesh. The parameters are
+            sharded anew for it, and so are leaves that an axis splits, such as experts. A rank's part of the batch
+            keeps its size.
+        device: "cuda" plans for a GPU, which this machine need not have: without the buffers of a CPU's collectives,
+            and with the seconds of a data-centre GPU. By default the arguments' device; meta tensors count as a CPU's.
+        rank: the rank to plan, or its places along axes, `{"pp": 3}`; 0 along an axis that is left out. Ranks differ
+            along the axis of a pipeline.
         **kwargs: the step's arguments by name.
 
     Returns:
         A `Plan`: `print` it, `plot` it.
 
     Raises:
-        ValueError: if `world_size` is below 1, names no axis of the mesh, or is given for a function that has no mesh.
-            If an axis that splits leaves does not divide them. If `device` is unknown, or the world has no such rank.
+        ValueError: if `world_size` is below 1, names no axis of the mesh, or is set for a function without a mesh.
+            Also if an axis that splits leaves does not divide them, if `device` is unknown, or if the world has no
+            such rank.
 
     Example:
         >>> import fzero, torch
@@ -65,18 +66,18 @@ def plan(
     """
     jitted = step if isinstance(step, Jitted) else jit(step)
     jitted = jitted.untraced(device=_device_of(device)) if device is not None else jitted
-    asked = step_of(jitted.step)
-    mesh = asked.mesh
+    train_step = step_of(jitted.step)
+    mesh = train_step.mesh
     if mesh is None:
-        for name, given in (("world_size", world_size), ("rank", rank or None)):
-            if given is not None:
-                raise ValueError(f"{name}={given}: {jitted} has no mesh; shard it with fzero.shard first")
+        for name, value in (("world_size", world_size), ("rank", rank or None)):
+            if value is not None:
+                raise ValueError(f"{name}={value}: {jitted} has no mesh; shard it with fzero.shard first")
         return jitted.plan(*args, **kwargs)
     shape = _shape_of(mesh, world_size)
     if jitted.device is not None:
         jitted = jitted.untraced(device=jitted.device._replace(axes=shape))
     args, kwargs = as_one_rank_holds((args, kwargs), dict(shape), stacked=mesh.simulated)
-    return jitted.untraced(step=asked._on(absent(shape, _places(rank, shape)))).plan(*args, **kwargs)
+    return jitted.untraced(step=train_step._on(absent(shape, _places(rank, shape)))).plan(*args, **kwargs)
 
 
 def _device_of(device: str | Device) -> Device:
@@ -94,8 +95,8 @@ def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
         )
     if world_size is None:
         return mesh.shape
-    asked = world_size if isinstance(world_size, Mapping) else {mesh.axis_names[0]: world_size}
-    sizes = {**dict(mesh.shape), **asked}
+    request = world_size if isinstance(world_size, Mapping) else {mesh.axis_names[0]: world_size}
+    sizes = {**dict(mesh.shape), **request}
     for name, size in sizes.items():
         if name not in mesh.axis_names or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"world_size={world_size!r}: expected a number of ranks, at least 1, of axes of {mesh!r}")
@@ -122,4 +123,4 @@ def _coordinates(rank: int, shape: Shape) -> dict[str, int]:
     for name, size in reversed(shape):
         rank, places[name] = divmod(rank, size)
     first = shape[0][0]
-    return {**places, first: places[first] + rank * shape[0][1]}  # out of range where the rank is
+    return {**places, first: places[first] + rank * shape[0][1]}  # out of range if the rank is

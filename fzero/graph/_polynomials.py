@@ -1,4 +1,4 @@
-"""Numbers that follow from a length: the whole numbers of a graph, as polynomials of the length of a batch."""
+"""The integers of a graph as polynomials of the length of a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,30 +17,30 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
 
 
 class Polynomial(NamedTuple):
-    """A whole number that follows from a length: `constant + linear * length + square * length**2`."""
+    """An integer that depends on a length: `constant + linear * length + square * length**2`."""
 
     constant: int
     linear: int = 0
     square: int = 0
 
     def at(self, length: Any) -> Any:
-        """Return the number at a length, which may be symbolic."""
+        """Return the integer at a length, which may be symbolic."""
         if not self.linear and not self.square:
             return self.constant
-        found = self.linear * length if self.linear else 0
-        found = found + self.square * length * length if self.square else found
-        return found + self.constant if self.constant else found
+        value = self.linear * length if self.linear else 0
+        value = value + self.square * length * length if self.square else value
+        return value + self.constant if self.constant else value
 
 
 class Sample(NamedTuple):
-    """The numbers of a graph at a length."""
+    """The integers of a graph at a length."""
 
     length: int
     numbers: tuple[int, ...]
 
 
 def mapped(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda node: node) -> Any:
-    """Apply `f` to the whole numbers in the arguments of a node, and `g` to nodes."""
+    """Apply `f` to the integers in the arguments of a node, and `g` to the nodes."""
     if isinstance(x, Node):
         return g(x)
     if isinstance(x, list | tuple):
@@ -53,23 +53,23 @@ def mapped(x: Any, f: Callable[[int], Any], g: Callable[[Node], Any] = lambda no
 
 
 def whole_numbers(x: Any) -> list[int]:
-    """List the whole numbers in the arguments of a node."""
-    found: list[int] = []
-    mapped(x, found.append)
-    return found
+    """List the integers in the arguments of a node."""
+    numbers: list[int] = []
+    mapped(x, numbers.append)
+    return numbers
 
 
 def fit_all(samples: Sequence[Sample]) -> tuple[Polynomial, ...] | None:
-    """Find polynomials of the length that give the numbers of all samples; None if a number is none."""
+    """Fit a polynomial of the length to each integer of the samples; None if an integer has none."""
     lengths = [s.length for s in samples]
-    found = [fit(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
-    return None if any(p is None for p in found) else tuple([p for p in found if p is not None])
+    polynomials = [fit(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
+    return None if any(p is None for p in polynomials) else tuple([p for p in polynomials if p is not None])
 
 
 def fit(lengths: Sequence[int], values: Sequence[int]) -> Polynomial | None:
-    """Find the simplest polynomial through some points: a constant, a multiple of the length or its square, a line.
+    """Return the simplest polynomial through some points: a constant, a multiple of the length or its square, a line.
 
-    Through three points or more it may be a parabola, and then there is one polynomial of degree 2 at the most.
+    Through three points or more it may be a parabola: then only one polynomial of degree at most 2 fits.
     """
     (x, y, *_), (a, b, *_) = lengths, values
     if a == b == values[-1] and len({*values}) == 1:

@@ -1,4 +1,4 @@
-"""What jit asks of a step, beside calling it: its mesh, its parameters, and what it hands on."""
+"""The interface of a step for jit: its mesh, its parameters, and the arguments that its results replace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,21 +11,21 @@ __all__ = ["PlainStep", "TrainStep", "step_of"]
 
 @runtime_checkable
 class TrainStep(Protocol):
-    """A step that knows how it trains: `fzero.zero.ShardedStep`, or a `PlainStep` around any other function."""
+    """A train step for jit: a `fzero.zero.ShardedStep`, or a `PlainStep` around any other function."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         ...
 
     @property
     def mesh(self) -> Mesh | None:
-        """The ranks that it runs on; None where it knows of none."""
+        """The mesh that the step runs on, or None."""
         ...
 
     @property
     def params(self) -> tuple[int, ...]:
-        """The positions of the parameters among its arguments."""
+        """The positions of the parameters among the arguments."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,11 +33,11 @@ class TrainStep(Protocol):
         ...
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run` in the step's place, with the checks that the step makes of arguments and results."""
+        """Call `run` in place of the step, with the step's checks of arguments and results."""
         ...
 
     def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
-        """List the positions of the arguments that the results `out` take the place of."""
+        """List the positions of the arguments that the results `out` replace."""
         ...
 
     def _on(self, mesh: Mesh) -> "TrainStep":
@@ -47,7 +47,7 @@ class TrainStep(Protocol):
 
 @dataclass(frozen=True)
 class PlainStep:
-    """Any function as a step: it hands nothing on, and has a mesh only if `mesh.spmd` made it."""
+    """Any function as a step: its results replace no argument, and it has a mesh only if `mesh.spmd` made it."""
 
     function: Callable[..., Any]
     params: tuple[int, ...] = ()
@@ -79,5 +79,5 @@ class PlainStep:
 
 
 def step_of(function: Callable[..., Any]) -> TrainStep:
-    """Return a function as a step, which it may be already."""
+    """Wrap a function as a step, unless it is one already."""
     return function if isinstance(function, TrainStep) else PlainStep(function)

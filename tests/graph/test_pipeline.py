@@ -146,7 +146,7 @@ def test_schedules_of_one_graph_read_it_once(monkeypatch):
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     for ahead, flying in itertools.product((0, 1, FITTING), (0, 1)):
         choice = Choice(False, 0, 0, ahead, flying, 300)
-        assert lines(passes.run(choice)[-1].graph) == lines(by_hand(sample.graph, choice, passes.given))
+        assert lines(passes.run(choice)[-1].graph) == lines(by_hand(sample.graph, choice, passes.context))
     assert len(read) == 1
 
 

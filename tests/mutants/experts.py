@@ -180,8 +180,8 @@ MUTANTS = [
         Fault("what gathers new experts has no name", "", dropped("unit=A", at="3 of 6")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("a plan keeps the parts of experts", "_cut_for", skipped("A[B] = C // D")),
-        Fault("experts are planned in unequal parts", "_cut_for", never("A % B")),
+        Fault("a plan keeps the parts of experts", "_spec_on_mesh", skipped("A[B] = C // D")),
+        Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
     *File("optim/_clip.py", CLIP).faults(
         Fault("an expert is not summed over tp", "_rows_of_cut", never("A.dims[B] != 0")),

@@ -54,7 +54,7 @@ MUTANTS = [
         Fault(
             "Inductor is given what overwrites",
             "entry_of",
-            (never("A.backend == 'inductor-whole'"), elsewhere("_traced", never("A.backend == 'inductor-whole'"))),
+            (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
             ON_GLOO,
         ),
         Fault("a donated slot prints as if alive", "Entry._give_up_boxes", becomes("A | B | C", "A | C")),
@@ -92,7 +92,7 @@ MUTANTS = [
     *File("graph/_pass_manager.py", PIPELINE).faults(
         Fault("marks are lost", "_described", dropped("A in B.meta"), FUSED),
         Fault("a loop takes its room twice", "_room_in", bare("A - B(C)"), LOOPS),
-        Fault("a knob takes what is no number", "_Takes.checked", always("float(A) >= 0"), JIT),
+        Fault("a knob takes what is no number", "_Domain.checked", always("float(A) >= 0"), JIT),
         Fault("a pass is left out", "PASSES", dropped("A('in_place', B, C)")),
         Fault(
             "leaves are gathered into before they are donated",
@@ -120,12 +120,12 @@ MUTANTS = [
         Fault("new states wait for the last gradient", "roles", skipped("A |= B(C, D, A)")),
         Fault("whatever waits is made late", "_waiting", dropped("A(B, C)")),
         Fault("what is made of arguments is kept", "_grows", dropped("A not in late")),
-        Fault("numbers join what is apart", "_joined", dropped("any(A.dim() for A in B(C))")),
+        Fault("numbers join what is apart", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("what is done waits for the others", "_append", skipped("A += [] if B else C(D, E, F)")),
         Fault("the schedule makes casts at once", "roles", never("A in B.meta")),
         Fault("updates wait for the end", "listed", skipped("A(B, C)", at="1 of 4"), GRAPH),
         Fault("overwrite under a gather", "readers_of_overwritten", never("A(B)", at="3 of 4"), GRAPH),
-        Fault("more in flight than asked", "_landing", never("len(A) > B.C"), GRAPH),
+        Fault("more in flight than asked", "_due_waits", never("len(A) > B.C"), GRAPH),
         Fault(
             "leaves arrive while the old ones are read",
             "readers_of_overwritten",
@@ -178,7 +178,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/passes/_schedule.py", GRAPH).faults(
-        Fault("prefetch one more", "asked_ahead", constant(1, 2, at="3 of 3")),
+        Fault("prefetch one more", "next_gathers", constant(1, 2, at="3 of 3")),
         Fault("the graph's own order never stays", "Orders.leanest", never("max(A) < max(B)")),
         Fault("gathers start ahead without room", "where_it_fits", becomes("A[B - 1] + C", "A[B - 1]")),
         Fault("what starts ahead is forgotten", "where_it_fits", skipped("A[B:C] = [D + E for D in A[B:C]]")),
@@ -253,13 +253,13 @@ MUTANTS = [
         ),
         Fault(
             "one reduction too many is on its way",
-            "_carry_on",
+            "_carry_reductions",
             becomes("zip(A, B, strict=False)", "zip(A[-len(B):], B, strict=False)"),
         ),
         Fault("gradients with other readers are carried", "_chain", bare("len(A) == 1")),
         Fault(
             "what the last turn leaves is dropped",
-            "_wait_behind",
+            "_wait_after",
             skipped("A.replace_all_uses_with(B, delete_user_cb=C)"),
             ON_GLOO,
         ),
@@ -290,11 +290,11 @@ MUTANTS = [
         Fault("bodies are not compared", "signatures", dropped("*A(B.C, D)"), LOOPS),
     ),
     *File("graph/passes/_donate.py", GRAPH).faults(
-        Fault("hand on what is about to be overwritten", "donate.safe", always("not A & set(B.C[D])")),
+        Fault("hand on what is about to be overwritten", "donate.copy_if_donated", always("not A & set(B.C[D])")),
         Fault("hand out overwritten memory", "donate", bare("{*B, *A}")),
     ),
     *File("graph/passes/_regather.py", GRAPH).faults(
-        Fault("count a unit at each use", "_lets_go", always("A not in B")),
+        Fault("count a unit at each use", "_exceeds_reuse", always("A not in B")),
     ),
     *File("graph/passes/_bucket.py", GRAPH).faults(
         Fault("buckets across groups", "_alike", dropped("A.args[1:] == B.args[1:]")),
@@ -333,7 +333,9 @@ MUTANTS = [
     ),
     *File("graph/_storages.py", OWN_PART).faults(
         Fault(
-            "arguments side by side count twice", "storages_in", becomes("A(B, C, D[C], given)", "A(B, C, D[C], {})")
+            "arguments side by side count twice",
+            "storages_in",
+            becomes("A(B, C, D[C], input_storages)", "A(B, C, D[C], {})"),
         ),
     ),
     *File("_torch/modules.py", BUFFERS).faults(
@@ -454,8 +456,12 @@ MUTANTS = [
         Fault(
             "a rank goes on without a trace alone", "AnyLength._find", never("A is not None and A.distributed"), ON_GLOO
         ),
-        Fault("lengths that decide otherwise are samples", "_found", becomes("[A for A in B if C(A.length)]", "[*B]")),
-        Fault("a name that follows the length is kept", "_Traced.structure", dropped("A.B", at="4 of 4")),
+        Fault(
+            "lengths that decide otherwise are samples",
+            "_formula_and_lengths",
+            becomes("[A for A in B if C(A.length)]", "[*B]"),
+        ),
+        Fault("a name that follows the length is kept", "_TracedCall.structure", dropped("A.B", at="4 of 4")),
     ),
     *File("_torch/decisions.py", DECISIONS).faults(
         Fault("rounded sizes are polynomials", "_Operations._check", (swapped("or", "and"), bare("not A"))),

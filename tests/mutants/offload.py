@@ -198,6 +198,6 @@ MUTANTS = [
         Fault("parameters go up to stay", "ShardedStep.init", becomes("getattr(A, 'lowers', 0)", "0")),
     ),
     *File("graph/passes/_regather.py", OFFLOAD).faults(
-        Fault("a shard that came up stays", "_bring_up_anew", never("A.intersection(B)")),
+        Fault("a shard that came up stays", "_reload_from_host", never("A.intersection(B)")),
     ),
 ]

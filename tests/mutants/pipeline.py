@@ -109,10 +109,10 @@ MUTANTS = [
         Fault("a pipeline takes its work's time", "pipeline_seconds", becomes("A.makespan", "A.busy[0]")),
     ),
     *File("graph/passes/_schedule.py", PLAN).faults(
-        Fault("a gather starts in another pass", "asked_ahead", never("A.target is B")),
+        Fault("a gather starts in another pass", "next_gathers", never("A.target is B")),
     ),
     *File("graph/passes/_regather.py", PLAN).faults(
-        Fault("a unit stays between two passes", "_lets_go", never("A.passes[B] != A.passes[C]")),
+        Fault("a unit stays between two passes", "_exceeds_reuse", never("A.passes[B] != A.passes[C]")),
     ),
     *File("graph/passes/_hoist.py", PLAN).faults(
         Fault("what a pass gathers is gathered once a step", "_loops", dropped("A.track is None")),

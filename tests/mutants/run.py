@@ -16,8 +16,8 @@ FALLBACK = ("tests/graph/run/test_fallback.py",)
 MUTANTS = [
     *File("graph/run/_groups.py", CUT).faults(
         Fault("gradients are scaled with the block before", "cut", skipped("A(B, C, D)")),
-        Fault("what was overwritten is read", "_may_wait", never("A(B) in C")),
-        Fault("what is larger is kept", "_may_wait", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
+        Fault("what was overwritten is read", "_may_run_later", never("A(B) in C")),
+        Fault("what is larger is kept", "_may_run_later", (swapped("<=", ">="), becomes("A(*B(C))", "0"))),
         Fault("a scalar is written too early", "_place_of_scalar", never("A.target is B", at="2 of 2")),
         Fault("micro-batches cut inside", "parts_of_arguments", constant(1, 99), JIT),
         Fault("a segment writes what it reads as another argument", "cut", never("A(B, C[-1])"), OWN_PART),
@@ -42,9 +42,9 @@ MUTANTS = [
     *File("graph/run/_backends.py", COMPILE).faults(
         Fault("a step waits for an import", "_Auto._load", dropped("not A()")),
         Fault("a step waits for all segments", "_Auto._load", dropped("time.monotonic() < A")),
-        Fault("a step changes over before all is loaded", "_Auto._change_over", never("self.left", at="2 of 2")),
-        Fault("a rank changes over alone", "_Auto._change_over", becomes("all", "any"), ON_GLOO),
-        Fault("a rank does not ask the others", "_Auto._change_over", never("A and self.B.distributed"), ON_GLOO),
+        Fault("a step changes over before all is loaded", "_Auto._switch", never("self.pending", at="2 of 2")),
+        Fault("a rank changes over alone", "_Auto._switch", becomes("all", "any"), ON_GLOO),
+        Fault("a rank does not ask the others", "_Auto._switch", never("A and self.B.distributed"), ON_GLOO),
         Fault("auto proves nothing", "_Auto._load", becomes("A(code, B)", "B(code)")),
     ),
     *File("graph/run/_program.py", GRAPH).faults(
@@ -58,11 +58,14 @@ MUTANTS = [
         Fault("a scaled step is a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),
     *File("graph/run/_compile.py", COMPILE).faults(
-        Fault("two compile a segment at once", "_taken", constant(False, True)),
+        Fault("two compile a segment at once", "_segment_lock", constant(False, True)),
         Fault(
             "what another compiles is left out",
             "compile_all",
-            (never("len(A) == len(B)"), becomes("left = busy", "left = busy if len(busy) < len(left) else []")),
+            (
+                never("len(A) == len(B)"),
+                becomes("pending = busy", "pending = busy if len(busy) < len(pending) else []"),
+            ),
         ),
         Fault("a wait is silent where there is no terminal", "progress", bare("B(A, C, D)")),
         Fault("what is quick is told", "_with_a_line", becomes("A.start()", "console.print(text)")),
@@ -89,7 +92,7 @@ MUTANTS = [
         Fault("a proof draws", "prove", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")),
         Fault("a proof blames the compiler", "prove", always("A(code) is not None")),
         Fault("garbage is no fault", "prove", skipped("A(code, B)")),
-        Fault("a logarithm of zero is a fault", "_prove_finite", becomes("~A(B) & A(C)", "~A(B)")),
+        Fault("a logarithm of zero is a fault", "_check_finite", becomes("~A(B) & A(C)", "~A(B)")),
         Fault("a rank falls back alone", "all_refusals", always("A is None or not A.distributed"), ON_GLOO),
         Fault("strict is not asked", "tell", never("strict")),
     ),

@@ -90,7 +90,7 @@ MUTANTS = [
         Fault("stages have data", "ShardedStep.data_axes", dropped("A not in self.B.C")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
-        Fault("a planned batch differs by stage", "as_one_rank_holds.convert", becomes("A(own, B.C)", "A(own)")),
+        Fault("a planned batch differs by stage", "as_one_rank_holds.convert", becomes("A(part, B.C)", "A(part)")),
     ),
     *File("sharding/_layouts.py", TOOLS).faults(
         Fault("a table without numbers", "_split", never("A.B")),

@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     *File("graph/_entry.py", TUNE).faults(
         Fault("a GPU receives as gloo does", "entry_of", never("A.device is not None")),
-        Fault("a GPU's plan has a CPU's seconds", "Entry.plan", becomes("self.asked.device", "None")),
+        Fault("a GPU's plan has a CPU's seconds", "Entry.plan", becomes("self.options.device", "None")),
     ),
     *File("graph/_ir.py", TUNE).faults(
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),

@@ -1,4 +1,4 @@
-"""Passes: pure functions from a flat graph to one with the same results, each in its own file."""
+"""Passes: pure functions from a flat graph to a flat graph with the same results, each in its own file."""
 
 from fzero.graph.passes._bucket import bucket
 from fzero.graph.passes._carry import carry

@@ -20,15 +20,15 @@ COALESCED = {
 
 
 def bucket(graph: Graph, max_bytes: int) -> Graph:
-    """Join collectives that follow one another, over the same group, into buckets of at most `max_bytes`.
+    """Join consecutive collectives over the same group into buckets of at most `max_bytes`.
 
-    Gathers of parameters are joined in the order of their first use. Reductions are joined in their own order, where
-    the one does not need the other's result. The tensors of a bucket stay apart (a coalesced collective): nothing is
-    copied, and each is freed by itself.
+    Gathers of parameters are joined in the order of their first use. Reductions are joined in the graph's order, if
+    none needs another's result. A bucket is a coalesced collective: its tensors stay separate, so nothing is copied,
+    and each is freed by itself.
 
     Args:
         graph: a flat graph.
-        max_bytes: of a bucket's full buffers; 0 joins nothing.
+        max_bytes: the largest size of a bucket's full buffers; 0 joins nothing.
 
     Returns:
         A graph with the same results.
@@ -39,7 +39,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     first_use = {g: min((index[u] for w in g.users for u in w.users), default=0) for g in gathers}
     gathers.sort(key=first_use.__getitem__)
     reductions = [n for n in graph.nodes if is_reduction(n)]
-    ends = [i for n, i in index.items() if is_marker(n)]  # of phases of a pipeline, which no bucket passes
+    ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's phases; no bucket spans two phases
 
     def together(one: int, other: int) -> bool:
         return bisect_left(ends, one) == bisect_left(ends, other)
@@ -53,7 +53,7 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
 
 
 def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> None:
-    """Join collectives that follow one another; `may` says whether a group may take one more."""
+    """Join consecutive collectives; `may` says whether a group may take one more."""
     groups: list[list[Node]] = []
     for node in nodes:
         fits = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
@@ -67,22 +67,22 @@ def _join(graph: Graph, nodes: Sequence[Node], max_bytes: int, may: Callable[[li
 
 
 def _alike(one: Node, other: Node) -> bool:
-    """Return whether two collectives can be one: of one kind, over one group, of one dtype."""
+    """Return whether two collectives can be joined: they have one kind, one group and one dtype."""
     same = one.target is other.target and one.target in COALESCED and one.args[1:] == other.args[1:]
     return same and values(one)[0].dtype == values(other)[0].dtype
 
 
 def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
-    """Put one collective in the place of several. Its arguments may stand behind it: `sort` puts them in order."""
-    chosen = list(group)
-    if is_gather(group[0]):  # a re-gather joins the first gather of its operand
-        chosen = [n for i, n in enumerate(group) if all(n.args[0] is not other.args[0] for other in group[:i])]
-    place = {n.args[0]: i for i, n in enumerate(chosen)}
+    """Replace several collectives by one. Its arguments may come after it: `sort` repairs the order."""
+    distinct = list(group)
+    if is_gather(group[0]):  # a re-gather shares the item of its operand's first gather
+        distinct = [n for i, n in enumerate(group) if all(n.args[0] is not other.args[0] for other in group[:i])]
+    place = {n.args[0]: i for i, n in enumerate(distinct)}
     with graph.inserting_before(group[-1]):
-        arguments = ([n.args[0] for n in chosen], *group[0].args[1:])
+        arguments = ([n.args[0] for n in distinct], *group[0].args[1:])
         joined = graph.call_function(COALESCED[group[0].target], arguments)  # pyright: ignore
-        joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in chosen]}
-        joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in chosen)
+        joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
+        joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
         for i, node in enumerate(group):
             at = place[node.args[0]] if is_gather(node) else i
             item = graph.call_function(operator.getitem, (joined, at))

@@ -1,4 +1,4 @@
-"""carry: the last reductions of a loop's turn are on their way until the next turn starts its own."""
+"""carry: the last reductions of a loop's iteration stay in flight until the next iteration starts its own."""
 
 import operator
 from dataclasses import replace
@@ -14,14 +14,14 @@ __all__ = ["carry"]
 
 
 class _Chain(NamedTuple):
-    """The way of a reduced gradient into its sum.
+    """The nodes from a reduction to the sum of its gradients.
 
     Attributes:
-        source: what is waited for: a collective, or its item.
-        wait: for it.
-        views: of what arrives, or casts.
-        add: to the sum.
-        write: into the sum.
+        source: the collective, or its item.
+        wait: the wait for `source`.
+        views: views and casts of the result.
+        add: the addition to the sum.
+        write: the write into the sum.
     """
 
     source: Node
@@ -32,15 +32,15 @@ class _Chain(NamedTuple):
 
 
 def carry(graph: Graph, in_flight: int) -> Graph:
-    """Let the last reductions of each turn of a loop go on during the next one.
+    """Let the last reductions of each iteration of a loop continue during the next iteration.
 
-    Without this pass a loop waits for them at the end of its body, and has nothing to do meanwhile. With it the next
-    turn waits, before it starts a reduction of its own. What follows the loop waits for those of the last turn. The
-    first turn adds -0.0, which changes no value.
+    Without this pass a loop waits for these reductions at the end of its body, with no work to overlap. With this pass
+    the next iteration waits for them before it starts a reduction of its own. The graph waits for the last iteration's
+    reductions after the loop. The first iteration adds -0.0, which changes no value.
 
     Args:
-        graph: a scheduled graph, the bodies of its loops scheduled too.
-        in_flight: how many reductions may be on their way at most.
+        graph: a scheduled graph; the bodies of its loops are scheduled too.
+        in_flight: how many reductions may be in flight.
 
     Returns:
         A graph with the same results, bit for bit, and the same collectives.
@@ -48,13 +48,13 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     graph = copied(graph)
     for node in graph.nodes:
         loop = loop_of(node)
-        if loop and loop.track is None:  # the turns of a pipeline are cut in phases
-            _carry_on(node, loop, in_flight)
+        if loop and loop.track is None:  # a pipeline's iterations are split into phases
+            _carry_reductions(node, loop, in_flight)
     return graph
 
 
-def _carry_on(node: Node, loop: Loop, in_flight: int) -> None:
-    """Give a loop's node a body that leaves reductions on their way, and wait for those of its last turn behind it."""
+def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
+    """Leave a loop's last reductions in flight between iterations, and wait for the final ones after the loop."""
     body = copied(loop.body)
     items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
     starts = [n for n in body.nodes if is_reduction(n)]
@@ -78,44 +78,44 @@ def _carry_on(node: Node, loop: Loop, in_flight: int) -> None:
     behind = [*items.values()][-1].next
     with node.graph.inserting_before(behind):
         for i, (chain, total) in enumerate(zip(moved, totals, strict=True)):
-            _wait_behind(node, first + i, chain, total)
+            _wait_after(node, first + i, chain, total)
 
 
 def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
-    """List the ways of a reduction's results into their sums; none if one of them goes elsewhere, too."""
+    """List the chains from a reduction's results to their sums; none if a result is used otherwise too."""
     sources = list(start.users) if any(n.target is operator.getitem for n in start.users) else [start]
-    found = [_chain(source, body, loop) for source in sources]
-    whole = [c for c in found if c is not None]
-    return whole if wire(start) == "reduce_scatter" and len(whole) == len(found) else []
+    chains = [_chain(source, body, loop) for source in sources]
+    complete = [c for c in chains if c is not None]
+    return complete if wire(start) == "reduce_scatter" and len(complete) == len(chains) else []
 
 
 def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
-    """Follow a reduced gradient into its sum; None if anything else is done with it."""
+    """Follow a reduced gradient into its sum; None if it is used otherwise."""
     inputs = [n for n in body.nodes if is_input(n)]
     sums = inputs[loop.places_of_sums.start : loop.places_of_sums.stop]
-    way, node = list[Node](), source
+    path, node = list[Node](), source
     while len(node.users) == 1:
         node = next(iter(node.users))
-        way.append(node)
+        path.append(node)
         if node.target is COPY:
             break
-    if len(way) < 3 or way[-1].target is not COPY:
+    if len(path) < 3 or path[-1].target is not COPY:
         return None
-    wait, *views, add, write = way
+    wait, *views, add, write = path
     total = write.args[0]
     plain = is_wait(wait) and all(is_view(n) or name_of(n) == "_to_copy" for n in views)
     adds = add.target is aten.add.Tensor and add.args[0] is total and not add.kwargs
-    alone = total in sums and set(total.users) == {add, write} and [u.op for u in write.users] == ["output"]  # pyright: ignore
-    return _Chain(source, wait, views, add, write) if plain and adds and alone else None
+    is_exclusive = total in sums and set(total.users) == {add, write} and [u.op for u in write.users] == ["output"]  # pyright: ignore
+    return _Chain(source, wait, views, add, write) if plain and adds and is_exclusive else None
 
 
 def _place(chain: _Chain, body: Graph, loop: Loop) -> int:
-    """Return which of the body's results is the chain's sum."""
+    """Return the position of the chain's sum among the body's results."""
     return results(body).index(chain.write)
 
 
 def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
-    """Let a turn wait for what the last one has left on its way, before it starts a reduction; and leave its own."""
+    """Wait for a reduction of the previous iteration before `start`, and return this iteration's own one pending."""
     last = [n for n in body.nodes if is_input(n)][-1]
     with body.inserting_after(last):
         pending = body.placeholder(f"{chain.source.name}_before")
@@ -127,8 +127,8 @@ def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
     output.args = ((*results(body), chain.source),)
 
 
-def _wait_behind(node: Node, at: int, chain: _Chain, total: Node) -> None:
-    """Wait for what a loop's last turn has left on its way, and add it to the sum."""
+def _wait_after(node: Node, at: int, chain: _Chain, total: Node) -> None:
+    """Wait after a loop for a reduction of its last iteration, and add the result to the sum."""
     graph = node.graph
     item = graph.call_function(operator.getitem, (node, at))
     item.meta = {**chain.source.meta, "carried": chain.source}

@@ -1,4 +1,4 @@
-"""donate: new values are written into the buffers of the arguments that they replace."""
+"""donate: results are written into the buffers of the arguments that they replace."""
 
 from collections.abc import Sequence
 
@@ -15,39 +15,39 @@ def donate(graph: Graph, pairs: Sequence[tuple[int, int]], donated: Sequence[int
 
     Args:
         graph: a flat graph.
-        pairs: `(result, argument)` positions: the result, of the argument's shape and dtype, is copied into it.
-        donated: positions of all donated arguments; results that are views of one become copies, since its buffer
-            is about to be overwritten.
+        pairs: positions `(result, argument)`: the result is copied into the argument, of equal shape and dtype.
+        donated: the positions of all donated arguments. A result that is a view of a donated argument becomes a copy,
+            since the argument's buffer is overwritten.
 
     Returns:
-        A graph whose results at the first positions are the arguments at the second, written.
+        A graph in which each result of `pairs` is its argument, overwritten.
     """
     graph = copied(graph)
     inputs = [n for n in graph.nodes if is_input(n)]
-    handed = results(graph)
+    outputs = results(graph)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     lent = storages(graph)
     into = dict(pairs)
-    given = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
+    donated_storages = {s for i in {*donated, *into.values()} for s in lent.of[inputs[i]]}
 
-    def safe(value: Node) -> Node:
+    def copy_if_donated(value: Node) -> Node:
         """Copy a value that lies in a donated argument."""
-        if not given & set(lent.of[value]):
+        if not donated_storages & set(lent.of[value]):
             return value
         clone = graph.call_function(aten.clone.default, (value,))
         clone.meta = {**value.meta, "val": value.meta["val"].clone()}
         return clone
 
     with graph.inserting_before(output):
-        for i, value in enumerate(handed):
+        for i, value in enumerate(outputs):
             if not isinstance(value, Node):
                 continue
             target = inputs[into[i]] if i in into else None
-            handed[i] = value if value is target else safe(value)
+            outputs[i] = value if value is target else copy_if_donated(value)
         for i, j in pairs:
-            if handed[i] is not inputs[j]:
-                write = graph.call_function(COPY, (inputs[j], handed[i]))
+            if outputs[i] is not inputs[j]:
+                write = graph.call_function(COPY, (inputs[j], outputs[i]))
                 write.meta = dict(inputs[j].meta)
-                handed[i] = write
-    output.args = (tuple(handed),)
+                outputs[i] = write
+    output.args = (tuple(outputs),)
     return graph

@@ -1,4 +1,4 @@
-"""drop_lone_collectives: a collective over one rank is what it was given."""
+"""drop_lone_collectives: a collective over one rank is replaced by its operand."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,14 +13,14 @@ __all__ = ["drop_lone_collectives"]
 
 
 def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
-    """Leave out the collectives over groups of one rank.
+    """Remove the collectives over groups of one rank.
 
-    On `dp=1, ep=8` experts are sharded over the one rank of `dp`. To gather them would be a copy, and so would the sum
-    of their gradients be. A collective that a result of the graph lies in stays: the result would lie in an argument,
-    or in another result.
+    On `dp=1, ep=8` experts are sharded over the one rank of `dp`: the gather of an expert, and the sum of its
+    gradients, would be copies. A collective stays if a result of the graph shares its memory: otherwise that result
+    would share memory with an argument or another result.
 
     Args:
-        graph: a flat graph, as it was traced.
+        graph: a flat graph, as traced.
         groups: the names of the process groups of one rank.
 
     Returns:
@@ -30,22 +30,22 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
         return graph
     graph = copied(graph)
     memory, index = storages(graph).of, {n: i for i, n in enumerate(graph.nodes)}
-    handed = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
+    output_storages = {s for value in results(graph) if isinstance(value, Node) for s in memory[value]}
     for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(awaited(n), groups)]:
         start = awaited(wait)
-        given = start.all_input_nodes[0]
-        if not handed & {*memory[wait]} and signature(values(given)[0]) == signature(values(wait)[0]):
+        operand = start.all_input_nodes[0]
+        if not output_storages & {*memory[wait]} and signature(values(operand)[0]) == signature(values(wait)[0]):
             views = family(wait)[0][1:]
-            wait.replace_all_uses_with(given)
+            wait.replace_all_uses_with(operand)
             graph.erase_node(wait)
-            _lie_anew(sorted(views, key=index.__getitem__))
+            _update_stand_ins(sorted(views, key=index.__getitem__))
             if not start.users:
                 graph.erase_node(start)
     return graph
 
 
-def _lie_anew(views: Sequence[Node]) -> None:
-    """Let stand-ins of views lie in the memory of what they are views of now."""
+def _update_stand_ins(views: Sequence[Node]) -> None:
+    """Recompute the stand-ins of views, so that they lie in the memory of their new bases."""
     for node in views:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
         node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""early_move: a factor that is known late does not hold up the copy of what it scales to the host."""
+"""early_move: a value is copied to the host before it is scaled, so that the copy need not wait for the factor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ __all__ = ["early_move"]
 def early_move(graph: Graph) -> Graph:
     """Copy gradients to the host before they are scaled by a number, and scale them there.
 
-    A clip by the global norm is such a case: its factor is known when the last gradient is, and all copies to the host
-    would wait for it. The number is copied, too, and one move of it does for all.
+    A clip by the global norm is an example: its factor depends on the last gradient, so all copies to the host would
+    wait for that gradient. The factor itself is copied to the host once for all gradients.
 
     Args:
         graph: a flat graph.
@@ -28,10 +28,10 @@ def early_move(graph: Graph) -> Graph:
     if not any(n.target is DOWN for n in graph.nodes):
         return graph
     graph = copied(graph)
-    moved: dict[Node, Node] = {}  # each number, and its copy on the host
+    moved: dict[Node, Node] = {}  # each factor, and its copy on the host
     for node in [n for n in graph.nodes if n.target is DOWN]:
-        views, scaling = _viewed(node.all_input_nodes[0])
-        parts = _scaled(scaling)
+        views, scaling = _through_views(node.all_input_nodes[0])
+        parts = _scaling_of(scaling)
         if parts is None:
             continue
         x, factor, first = parts
@@ -41,15 +41,15 @@ def early_move(graph: Graph) -> Graph:
         with graph.inserting_before(node):
             for view in reversed(views):
                 x = _call(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
-            below, number = _call(graph, node, DOWN, (x,)), moved[factor]
-            operands = (below, number) if first else (number, below)
+            host_copy, number = _call(graph, node, DOWN, (x,)), moved[factor]
+            operands = (host_copy, number) if first else (number, host_copy)
             node.replace_all_uses_with(_call(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()
     return graph
 
 
-def _viewed(node: Node) -> tuple[list[Node], Node]:
-    """Return the views that a value is made by, the last one first, and what they view."""
+def _through_views(node: Node) -> tuple[list[Node], Node]:
+    """Return the chain of views that leads to a value, the last view first, and the viewed base."""
     views = []
     while is_view(node) and len(node.all_input_nodes) == 1 and isinstance(node.args[0], Node):
         views.append(node)
@@ -57,10 +57,10 @@ def _viewed(node: Node) -> tuple[list[Node], Node]:
     return views, node
 
 
-def _scaled(node: Node) -> tuple[Node, Node, bool] | None:
-    """Return what a node scales, by which number, and whether the former stands first; None if it does anything else.
+def _scaling_of(node: Node) -> tuple[Node, Node, bool] | None:
+    """Match a scaling: return the value, the 0-d factor, and whether the value is the first operand; else None.
 
-    The number is one that the graph computes.
+    A factor that is an input of the graph does not match.
     """
     if node.target not in SCALINGS or node.kwargs or len(node.all_input_nodes) != 2:
         return None
@@ -68,13 +68,13 @@ def _scaled(node: Node) -> tuple[Node, Node, bool] | None:
     first = bool(values(x)[0].dim())
     if not first and node.target is aten.mul.Tensor:
         x, y = y, x
-    kept = values(x)[0].dtype == values(node)[0].dtype
-    return (x, y, first) if kept and values(x)[0].dim() and not values(y)[0].dim() and not is_input(y) else None
+    keeps_dtype = values(x)[0].dtype == values(node)[0].dtype
+    return (x, y, first) if keeps_dtype and values(x)[0].dim() and not values(y)[0].dim() and not is_input(y) else None
 
 
 def _call(graph: Graph, like: Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> Node:
-    """Add an operation that has the source line of another."""
-    made = graph.call_function(target, tuple(args), dict(kwargs or {}))
-    known = map_arg((made.args, made.kwargs), lambda a: a.meta["val"])
-    made.meta = {**like.meta, "val": target(*known[0], **known[1])}
-    return made
+    """Add an operation with the metadata of `like`, such as its source line."""
+    node = graph.call_function(target, tuple(args), dict(kwargs or {}))
+    fakes = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    node.meta = {**like.meta, "val": target(*fakes[0], **fakes[1])}
+    return node

@@ -1,4 +1,4 @@
-"""gather_into: a gathered unit that is only written into arguments arrives in them."""
+"""gather_into: a gathered unit that is only written into arguments is gathered directly into them."""
 
 import operator
 from typing import NamedTuple
@@ -14,21 +14,21 @@ __all__ = ["gather_into"]
 
 
 def gather_into(graph: Graph) -> Graph:
-    """Let new parameters arrive where the old ones lie: no buffer of a whole unit is made, nor copied from.
+    """Gather new parameters directly into the old ones' memory, without a buffer of the full unit or a copy.
 
-    A step of stage 1 or 2 ends so. It does so on CPUs only: NCCL gathers into one buffer. A gather that anything else
-    reads stays as it is.
+    A step of stage 1 or 2 ends with such gathers. The pass applies to CPUs only, since NCCL gathers into one buffer. A
+    gather with another reader stays unchanged.
 
     Args:
-        graph: a flat graph, donation done.
+        graph: a flat graph after `donate`.
 
     Returns:
         A graph with the same results.
     """
-    if not any(_arrives(n) for n in graph.nodes):
+    if not any(_can_gather_into(n) for n in graph.nodes):
         return graph
     graph = copied(graph)
-    for gather in [n for n in graph.nodes if _arrives(n)]:
+    for gather in [n for n in graph.nodes if _can_gather_into(n)]:
         writes = _writes(gather)
         leaves = [w.all_input_nodes[0] for w in writes]
         with graph.inserting_before(gather):
@@ -48,7 +48,7 @@ def gather_into(graph: Graph) -> Graph:
 
 
 class _Write(NamedTuple):
-    """A write of a part of a gathered unit into an argument: what both look like."""
+    """A write of a part of a gathered unit into an argument: the stand-ins of both."""
 
     leaf: torch.Tensor
     part: torch.Tensor
@@ -61,7 +61,7 @@ def _write(node: Node) -> _Write:
 
 
 def _writes(gather: Node) -> list[Node]:
-    """List the writes of a gathered unit's parts into arguments, if nothing else reads it and each can arrive there."""
+    """List the writes of a gathered unit into arguments; none if the unit has other readers or the layouts differ."""
     if len(gather.users) != 1:
         return []
     views, users = family(next(iter(gather.users)))
@@ -69,17 +69,17 @@ def _writes(gather: Node) -> list[Node]:
     return users if good and values(gather)[0].dim() == 1 else []
 
 
-def _arrives(node: Node) -> bool:
-    """Return whether a node gathers a unit that can arrive in arguments."""
+def _can_gather_into(node: Node) -> bool:
+    """Return whether a node gathers a unit that can be gathered directly into arguments."""
     return node.target is c10d.all_gather_into_tensor.default and bool(_writes(node))
 
 
 def _alike(write: _Write) -> bool:
-    """Return whether a leaf's memory is to hold just what a part's holds."""
+    """Return whether a leaf and a part have the same bytes in memory, on a CPU."""
     dense = all(x.is_contiguous() and not x.is_conj() and not x.is_neg() for x in write)
     return dense and write.leaf.device.type == "cpu" and write.leaf.dtype == write.part.dtype
 
 
 def _offset(node: Node) -> int:
-    """Return where in the gathered unit the part begins that a node writes, in elements."""
+    """Return the offset of the written part in the gathered unit, in elements."""
     return int(_write(node).part.storage_offset())

@@ -1,4 +1,4 @@
-"""in_place: an all_reduce of a buffer that nothing else reads happens in that buffer."""
+"""in_place: an all_reduce overwrites its operand if nothing else reads the operand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +20,9 @@ IN_PLACE = {
 
 
 def in_place(graph: Graph) -> Graph:
-    """Let all_reduces overwrite their operands, where these are no arguments and have no other reader.
+    """Let an all_reduce overwrite its operands if they are no arguments and have no other reader.
 
-    Torch's functional all_reduce copies its operand first: a unit's gradients, once more.
+    Torch's functional all_reduce copies its operand first: a second copy of a unit's gradients.
 
     Args:
         graph: a flat graph.
@@ -36,21 +36,23 @@ def in_place(graph: Graph) -> Graph:
     lent = storages(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        handed_on = {s for s in lent.of.get(node, ()) if loop_of(node)}  # its sums: it reads them for their next reader
+        sums = {s for s in lent.of.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
         for s in [] if is_view(node) else dict.fromkeys(lent.read_by(node)):
-            if s in handed_on:
+            if s in sums:
                 continue
             readers.setdefault(s, []).append(node)
     for node in graph.nodes:
         if node.target not in IN_PLACE:
             continue
-        given: Any = node.args[0]
-        operands: list[Node] = [given] if isinstance(given, Node) else list(given)  # one may be there twice
-        theirs = [lent.of[a][0] for a in operands]
-        alone = all(readers[s] == [node] and lent.born[s].op == "call_function" for s in theirs)
-        if alone and len(set(theirs)) == len(theirs) and _dense(operands):
+        argument: Any = node.args[0]
+        operands: list[Node] = (
+            [argument] if isinstance(argument, Node) else list(argument)
+        )  # an operand may occur twice
+        operand_storages = [lent.of[a][0] for a in operands]
+        is_exclusive = all(readers[s] == [node] and lent.born[s].op == "call_function" for s in operand_storages)
+        if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):
             node.target = IN_PLACE[node.target]
-            node.meta["val"] = given.meta["val"] if given is operands[0] else [a.meta["val"] for a in operands]
+            node.meta["val"] = argument.meta["val"] if argument is operands[0] else [a.meta["val"] for a in operands]
     return graph
 
 

@@ -1,4 +1,4 @@
-"""keep_on_host: what is at hand in the backward pass anyway does not wait on the host for it."""
+"""keep_on_host: parameters are not moved to the host for the backward pass; other values are copied once."""
 
 from torch.fx import Graph, Node
 
@@ -10,10 +10,10 @@ __all__ = ["keep_on_host"]
 
 
 def keep_on_host(graph: Graph) -> Graph:
-    """Take away copies to the host and back of parameters, and copy every other value down once.
+    """Remove round trips of parameters to the host, and copy every other value to the host only once.
 
-    A block with `remat(save="host")` is given whole parameters beside its activations. They are arguments of the step,
-    or gathered from them, so `regather` decides how long they stay.
+    A block with `remat(save="host")` saves its full parameters besides its activations. Full parameters are arguments
+    of the step or gathered from them, so `regather` decides how long they stay in memory.
 
     Args:
         graph: a flat graph.
@@ -24,24 +24,24 @@ def keep_on_host(graph: Graph) -> Graph:
     if not any(n.target is UP for n in graph.nodes):
         return graph
     graph = copied(graph)
-    lower: dict[Node, Node] = {}  # each value, and its copy on the host
+    host_copies: dict[Node, Node] = {}  # each value, and its first copy to the host
     for n in [n for n in graph.nodes if n.target is DOWN]:
-        n.replace_all_uses_with(lower.setdefault(n.all_input_nodes[0], n))
+        n.replace_all_uses_with(host_copies.setdefault(n.all_input_nodes[0], n))
     parameters = _gathered(graph)
     for n in [n for n in graph.nodes if n.target is DOWN and n.all_input_nodes[0] in parameters]:
-        above = users_through_views(n)
-        if all(u.target is UP for u in above):
-            for move in (n, *above):
+        uploads = users_through_views(n)
+        if all(u.target is UP for u in uploads):
+            for move in (n, *uploads):
                 move.replace_all_uses_with(move.all_input_nodes[0])
     graph.eliminate_dead_code()
     return graph
 
 
 def _gathered(graph: Graph) -> set[Node]:
-    """List the inputs, and what is only gathered, cast or viewed of them."""
+    """List the inputs, and the values that only gather, cast or view them."""
     found: set[Node] = set()
     for n in graph.nodes:
-        light = is_view(n) or is_gather(n) or is_wait(n) or n.target in CASTS
-        if is_input(n) or (light and n.all_input_nodes and all(a in found for a in n.all_input_nodes)):
+        is_light = is_view(n) or is_gather(n) or is_wait(n) or n.target in CASTS
+        if is_input(n) or (is_light and n.all_input_nodes and all(a in found for a in n.all_input_nodes)):
             found.add(n)
     return found

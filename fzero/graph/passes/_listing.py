@@ -1,4 +1,4 @@
-"""The nodes of a graph for the scheduler: their roles, and what each waits for."""
+"""List scheduling of a graph: the roles of its nodes, the rules of an order, and the order that they give."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -41,16 +41,16 @@ __all__ = [
 ]
 
 
-# Roles: which nodes of a graph are work, and which of the others run late or early.
+# Roles: each node of a graph is work, or runs late or early.
 
 
 class Roles(NamedTuple):
-    """The nodes of a graph, but for its inputs and its output, by when they run.
+    """The nodes of a graph, except its inputs and its output, by their role.
 
     Attributes:
-        work: they keep their order.
-        late: they depend on inputs alone, or a pass says so, and run when they are needed.
-        early: no work needs them, or they are a reduction; they run when they can.
+        work: nodes that keep their order.
+        late: nodes that depend on inputs alone, or that a pass marked. They run right before their first use.
+        early: nodes that no work needs, and reductions. They run as soon as they can.
     """
 
     work: list[Node]
@@ -59,7 +59,7 @@ class Roles(NamedTuple):
 
 
 def roles(graph: Graph) -> Roles:
-    """Say of each node of a graph when it runs."""
+    """Give each node of a graph its role."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
     late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
@@ -69,52 +69,52 @@ def roles(graph: Graph) -> Roles:
 
 
 def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
-    """List what can wait until it is needed: it depends on inputs alone, and holds less then than its result."""
+    """List the nodes to postpone until they are needed: they depend on inputs alone, and waiting holds less memory."""
     movable = made_of_inputs(nodes)
     late: set[Node] = set()
     for n in reversed(nodes):
         if n in movable:
-            light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
-            if light or n not in feeds_work or all(u in late for u in n.users):
+            is_light = is_view(n) or is_gather(n) or is_wait(n) or is_factory(n)
+            if is_light or n not in feeds_work or all(u in late for u in n.users):
                 late.add(n)
     return late
 
 
 def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
-    """List what only nodes behind another collective use, where it is larger than what it is made of.
+    """List the nodes that only nodes after a further collective use, if their results are larger than their operands.
 
-    So the new state of a unit is computed once it is known that all gradients are finite. Before, that of all units
-    would wait for it.
+    An example is a unit's new state, which is used only if all gradients are finite. It is computed after that check;
+    otherwise the new states of all units would wait for the check at once.
     """
     before = collectives_before(nodes)
     found: set[Node] = set()
     for n in reversed(nodes):
         if n in feeds_work or n in late or not is_cheap(n) or is_wait(n) or is_collective(n) or is_write(n):
             continue
-        users = [u for u in n.users if u not in found]  # the output is before nothing
+        users = [u for u in n.users if u not in found]  # the output has no count, so its operands never wait
         if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
             found.add(n)
-    return {n for part in _joined(nodes, found) if _grows(part, late) for n in part}
+    return {n for part in _connected_parts(nodes, found) if _grows(part, late) for n in part}
 
 
-def _joined(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
-    """Divide nodes into parts that share no value but numbers."""
+def _connected_parts(nodes: Sequence[Node], chosen: set[Node]) -> list[set[Node]]:
+    """Divide nodes into parts that share no values except 0-d ones."""
     part: dict[Node, set[Node]] = {}
     for n in nodes:
         if n in chosen:
-            mine = {n}
+            group = {n}
             for a in n.all_input_nodes:
-                if a in part and a not in mine and any(x.dim() for x in values(a)):
-                    mine |= part[a]
-            part |= dict.fromkeys(mine, mine)
+                if a in part and a not in group and any(x.dim() for x in values(a)):
+                    group |= part[a]
+            part |= dict.fromkeys(group, group)
     return list({id(x): x for x in part.values()}.values())
 
 
 def _grows(part: set[Node], late: set[Node]) -> bool:
-    """Return whether what is handed on is larger than what is kept for it: no arguments, nor what is made of them."""
-    given = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
-    handed = {n for n in part if any(u not in part for u in n.users)}
-    return nbytes(*[x for n in handed for x in values(n)]) > nbytes(*[x for a in given for x in values(a)])
+    """Return whether a part's outputs are larger than its inputs, without arguments and late nodes."""
+    inputs = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
+    outputs = {n for n in part if any(u not in part for u in n.users)}
+    return nbytes(*[x for n in outputs for x in values(n)]) > nbytes(*[x for a in inputs for x in values(a)])
 
 
 def made_of_inputs(nodes: Sequence[Node]) -> set[Node]:
@@ -128,7 +128,7 @@ def made_of_inputs(nodes: Sequence[Node]) -> set[Node]:
 
 
 def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
-    """List what no work needs, and each reduction with the nodes that pack its operand, though work may need it."""
+    """List the nodes that no work needs, and each reduction with the nodes that pack its operand."""
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):
         if n not in late and is_cheap(n) and not is_write(n):
@@ -139,19 +139,19 @@ def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set
 
 
 def work_in_order(work: Sequence[Node]) -> list[Node]:
-    """Let the gradient that goes on backward come before the one of a weight, which nothing waits for.
+    """Put the gradient of an activation before the gradient of a weight, which no work waits for.
 
-    Autograd computes them in the other order, and a gather that the former needs would find the latter alive. Both are
-    dear nodes that follow one another, with cheap ones between them, and share an operand.
+    Autograd computes the weight's gradient first: it would be live during a gather that the activation's gradient
+    needs. The two are consecutive costly nodes, with only cheap nodes between them, that share an operand.
     """
     among = set(work)
     order: list[Node] = []
-    leaf: int | None = None  # the place of the last dear node, if no work needs it
+    leaf: int | None = None  # the position of the last costly node, if no work needs it
     for n in work:
         if is_cheap(n):
             order.append(n)
             continue
-        if is_marker(n):  # none passes over the end of a phase
+        if is_marker(n):  # no node moves past the end of a phase
             order.append(n)
             leaf = None
             continue
@@ -170,7 +170,7 @@ def _is_needed(node: Node, work: set[Node]) -> bool:
 
 
 def _bases(node: Node) -> set[Node]:
-    """Return the values that a node's arguments are, or are views of."""
+    """Return the values that a node's arguments are or view."""
     found = set()
     for a in node.all_input_nodes:
         while is_view(a):
@@ -179,20 +179,20 @@ def _bases(node: Node) -> set[Node]:
     return found
 
 
-# Listing: the nodes of a graph one by one, by their roles and what they wait for.
+# Listing: put the nodes of a graph into a list one by one, by their roles and dependencies.
 
 
 class OrderRules(NamedTuple):
-    """What an order obeys.
+    """The constraints of an order.
 
     Attributes:
-        nodes: of the graph, in the old order.
-        index: the place of each in it.
-        roles: when each runs.
-        work: the nodes that are work, in the order in which they run.
-        readers: for each write into an argument, the nodes that read the argument before.
-        writes: for each of those readers, the writes that wait for it.
-        in_flight: how many collectives, other than those ahead, may be on their way while work goes on.
+        nodes: the nodes of the graph, in the old order.
+        index: the position of each node in `nodes`.
+        roles: the roles of the nodes.
+        work: the nodes of work, in the order in which they run.
+        readers: for each write into an argument, the nodes that must read the argument first.
+        writes: for each reader, the writes that wait for it.
+        in_flight: how many collectives, besides those in `ahead`, may be in flight while work goes on.
         ahead: for some nodes, the gathers that start right before them.
     """
 
@@ -206,33 +206,33 @@ class OrderRules(NamedTuple):
     ahead: Mapping[Node, Sequence[Node]]
 
     def holds_up(self, node: Node) -> bool:
-        """Return whether early nodes wait for this one: inputs are there, and late nodes come when they are needed."""
+        """Return whether early nodes wait for this node. Inputs exist, and late nodes run when they are needed."""
         return not is_input(node) and node not in self.roles.late
 
 
 @dataclass
 class Listing:
-    """How far an order is made.
+    """The state of an order under construction.
 
     Attributes:
-        missing: for each early node and each write, of how many nodes it waits for the run.
+        missing: for each early node and each write, how many nodes it still waits for.
         order: the nodes so far.
-        done: the same as a set.
-        ready: a stack of nodes that can run; the last runs first.
-        on_the_way: the waits that are put off, of the oldest collective first.
-        put_off: all waits that ever were put off: each is once.
+        members: the nodes so far, as a set.
+        ready: a stack of nodes that can run; the last one runs first.
+        pending: the postponed waits, the oldest collective's first.
+        postponed: all waits that were ever postponed; each is postponed once.
     """
 
     missing: dict[Node, int]
     order: list[Node] = field(default_factory=list)
-    done: set[Node] = field(default_factory=set)
+    members: set[Node] = field(default_factory=set)
     ready: list[Node] = field(default_factory=list)
-    on_the_way: deque[Node] = field(default_factory=deque)
-    put_off: set[Node] = field(default_factory=set)
+    pending: deque[Node] = field(default_factory=deque)
+    postponed: set[Node] = field(default_factory=set)
 
 
 def rules_of(graph: Graph, lent: Storages) -> OrderRules:
-    """Find what an order of a graph obeys, if no gather starts ahead and no collective is on its way beside work."""
+    """Return the constraints of a graph's order without prefetched gathers and without collectives in flight."""
     nodes, readers = list(graph.nodes), readers_of_overwritten(graph, lent)
     index = {n: i for i, n in enumerate(nodes)}
     if any(index[reader] > index[write] for write, before in readers.items() for reader in before):
@@ -247,22 +247,22 @@ def rules_of(graph: Graph, lent: Storages) -> OrderRules:
 
 
 def listed(rules: OrderRules) -> list[Node]:
-    """List a graph's nodes in the order in which they run."""
+    """List a graph's nodes in an order that obeys the rules."""
     state = Listing(_missing(rules))
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
     for n in rules.work:
         needed = _unmet(rules, state, n)
-        # what is ready waits until memory is about to be taken: a unit's last cheap work may let its gather go
+        # ready nodes wait until the next node that takes memory: cheap work before it may free a gathered unit
         if any(not is_cheap(a) or is_gather(a) for a in needed):
             _run_ready(rules, state)
         _require(rules, state, needed)
     _run_ready(rules, state)
-    while state.on_the_way:
-        _require(rules, state, _unmet(rules, state, state.on_the_way.popleft()))
+    while state.pending:
+        _require(rules, state, _unmet(rules, state, state.pending.popleft()))
         _run_ready(rules, state)
-    # result by result: without work in between, an update of all leaves at once would hold what each needs
+    # one result at a time: an update of all leaves at once would hold the operands of every leaf
     for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
         for needed in _unmet(rules, state, n):
             _require(rules, state, _unmet(rules, state, needed))
@@ -271,7 +271,7 @@ def listed(rules: OrderRules) -> list[Node]:
 
 
 def _missing(rules: OrderRules) -> dict[Node, int]:
-    """Count for each early node, and each write, the nodes that it waits for."""
+    """Count for each early node and each write the nodes that it waits for."""
     missing = {n: sum(rules.holds_up(a) for a in n.all_input_nodes) for n in rules.roles.early}
     for write, readers in rules.readers.items():
         missing[write] = missing.get(write, 0) + len(readers)
@@ -279,33 +279,33 @@ def _missing(rules: OrderRules) -> dict[Node, int]:
 
 
 def _require(rules: OrderRules, state: Listing, needed: Sequence[Node]) -> None:
-    """Run nodes in this order; of those that become ready the first is to run first."""
+    """Run nodes in this order, and stack the nodes that become ready, so that the first of them runs first."""
     for n in needed:
         state.ready = _emit(rules, state, n) + state.ready
 
 
 def _run_ready(rules: OrderRules, state: Listing) -> None:
-    """Run all nodes that can run, and those that can because of that, depth first."""
+    """Run all ready nodes, and the nodes that become ready, depth first."""
     stack, state.ready = state.ready, []
     while stack:
         n = stack.pop()
-        if n in state.done:
+        if n in state.members:
             continue
-        if rules.in_flight and is_wait(n) and n not in state.put_off:
-            state.put_off.add(n)
-            state.on_the_way.append(n)
-            stack += _landing(rules, state)
+        if rules.in_flight and is_wait(n) and n not in state.postponed:
+            state.postponed.add(n)
+            state.pending.append(n)
+            stack += _due_waits(rules, state)
             continue
-        for needed in _unmet(rules, state, n):  # it and the late ones that it needs
+        for needed in _unmet(rules, state, n):  # the node and the late nodes that it needs
             stack += _emit(rules, state, needed)
 
 
-def _landing(rules: OrderRules, state: Listing) -> list[Node]:
-    """Take back the waits of the oldest collective, as a stack, if one too many is on its way."""
-    starts = list(dict.fromkeys(map(start_of, state.on_the_way)))
-    landing = [w for w in state.on_the_way if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
-    state.on_the_way = deque(w for w in state.on_the_way if w not in landing)
-    return landing[::-1]
+def _due_waits(rules: OrderRules, state: Listing) -> list[Node]:
+    """Return the waits of the oldest collective, as a stack, if more than `in_flight` collectives are in flight."""
+    starts = list(dict.fromkeys(map(start_of, state.pending)))
+    due = [w for w in state.pending if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
+    state.pending = deque(w for w in state.pending if w not in due)
+    return due[::-1]
 
 
 def _unmet(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
@@ -314,7 +314,7 @@ def _unmet(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
     stack = [node]
     while stack:
         n = stack.pop()
-        if n not in state.done and n not in found:
+        if n not in state.members and n not in found:
             found[n] = None
             stack += n.all_input_nodes
             stack += rules.readers.get(n, ())
@@ -322,10 +322,10 @@ def _unmet(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
 
 
 def _emit(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
-    """Put the gathers that start ahead of a node next in the order, and then the node.
+    """Append the gathers that start ahead of a node to the order, and then the node.
 
     Returns:
-        The nodes that can run because of it, as a stack.
+        The nodes that become ready, as a stack.
     """
     released = []
     for gather in rules.ahead.get(node, ()):
@@ -335,10 +335,10 @@ def _emit(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
 
 
 def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
-    """Put a node next in the order, and return the nodes that can run because of it, as a stack."""
-    if node in state.done:
+    """Append a node to the order, and return the nodes that become ready, as a stack."""
+    if node in state.members:
         return []
-    state.done.add(node)
+    state.members.add(node)
     state.order.append(node)
     waiting = [user for user in node.users if user in rules.roles.early] if rules.holds_up(node) else []
     ready = []
@@ -346,15 +346,15 @@ def _append(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
         state.missing[n] -= 1
         if not state.missing[n]:
             ready.append(n)
-    ready += [] if waiting or is_input(node) else _met(rules, state, node)
-    # the first to run comes last: a write, which ends its source, before what goes on
+    ready += [] if waiting or is_input(node) else _ready_after(rules, state, node)
+    # the last runs first: writes before other nodes, since a write frees its source
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
 
-def _met(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
-    """List the early nodes that waited for late ones alone, of which this was the last: they end its life."""
-    found = [u for u in node.users if u in rules.roles.early and u not in state.done and not state.missing[u]]
-    return [u for u in found if all(a in state.done for a in u.all_input_nodes)]
+def _ready_after(rules: OrderRules, state: Listing, node: Node) -> list[Node]:
+    """List the early nodes whose arguments have all run now that this late node has; they may free its value."""
+    found = [u for u in node.users if u in rules.roles.early and u not in state.members and not state.missing[u]]
+    return [u for u in found if all(a in state.members for a in u.all_input_nodes)]
 
 
 def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node]]:
@@ -366,15 +366,15 @@ def readers_of_overwritten(graph: Graph, lent: Storages) -> dict[Node, list[Node
     for w in writes:
         for s in dict.fromkeys(lent.of[w]):
             writers.setdefault(s, []).append(w)
-    found: dict[Node, dict[Node, None]] = {w: {} for w in writes}
+    readers_of: dict[Node, dict[Node, None]] = {w: {} for w in writes}
     for n in graph.nodes:
         if n.op == "output" or is_view(n):
             continue
         # a collective reads its operand until it is waited for
         read = lent.read_by(n) + (lent.read_by(start_of(n)) if is_wait(n) else [])
         for s in dict.fromkeys(read):
-            theirs = writers.get(s, ())  # of which one may be given another's result
-            if n not in theirs and not (is_wait(n) and start_of(n) in theirs):
-                for w in theirs:
-                    found[w][n] = None
-    return {w: list(readers) for w, readers in found.items()}
+            storage_writers = writers.get(s, ())  # one of them may read another's result
+            if n not in storage_writers and not (is_wait(n) and start_of(n) in storage_writers):
+                for w in storage_writers:
+                    readers_of[w][n] = None
+    return {w: list(readers) for w, readers in readers_of.items()}

@@ -1,4 +1,4 @@
-"""mark_fused: the values that a compiler need not store are marked, so that a plan does not count them."""
+"""mark_fused: values that the compiler need not store are marked, so that a plan does not count them."""
 
 from torch.fx import Graph, Node
 
@@ -9,14 +9,14 @@ __all__ = ["mark_fused"]
 
 
 def mark_fused(graph: Graph) -> Graph:
-    """Mark the values that only loops over as many elements read: Inductor computes them where they are read.
+    """Mark the values that only loops over as many elements read: Inductor fuses them into those loops.
 
     Args:
         graph: a flat graph.
 
     Returns:
-        The same graph, with marks, also of all loops. Whether a marked value is stored depends on the order too:
-        `never_stored`.
+        The same graph with marks (`FUSED`), also on all loops (`COMPILED`). Whether a marked value is stored depends
+        on the order too: see `never_stored`.
     """
     graph = copied(graph)
     for node in graph.nodes:
@@ -30,7 +30,7 @@ def mark_fused(graph: Graph) -> Graph:
 
 
 def _loops_over(user: Node, node: Node) -> bool:
-    """Return whether a user is a loop over just the elements of a value."""
+    """Return whether a user is a loop over exactly the elements of a value."""
     (x,) = values(node)
     if reduces(user):
         return user.all_input_nodes == [node]

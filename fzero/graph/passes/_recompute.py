@@ -1,4 +1,4 @@
-"""recompute: cheap values are computed again for their late uses, and let go in between."""
+"""recompute: cheap values are computed again for their late uses, and freed in between."""
 
 import itertools
 import operator
@@ -12,25 +12,25 @@ from fzero.graph._ir import COPY, copied, feeding_work, is_cheap, is_collective,
 from fzero.graph._ops import is_view, leaves_memory_as_it_is
 from fzero.graph._storages import is_move
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.passes._uses import clusters, duplicate, family
 
 __all__ = ["recompute"]
 
-LEAST = 1 << 14  # bytes of a value from which on another operation is worth its memory
-APART = 4  # two uses are apart if more than so many times the value's bytes are computed between them
-ELSEWHERE = 1 << 60  # bytes: of the other micro-batches that a pipeline runs between two passes of one
-DEPTH = 4  # how many operations, one on the other, are done again
+LEAST = 1 << 14  # bytes; recomputing a smaller value does not pay
+APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
+BETWEEN_PASSES = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two passes
+DEPTH = 4  # the longest chain of operations to recompute
 
 
 def recompute(graph: Graph, least: int = LEAST) -> Graph:
-    """Compute a cheap value again where its uses lie apart, if its operands are at hand there.
+    """Compute a cheap value again if its uses lie apart and its operands are still live at the later use.
 
-    So an activation function or a normalisation is done again for the backward pass, instead of kept from the forward
-    pass, as torch.compile's partitioner does. A matrix product and random numbers are kept.
+    So an activation function or a normalisation runs again in the backward pass, instead of being saved in the forward
+    pass, as in torch.compile's partitioner. Matrix products and random numbers are saved.
 
     Args:
         graph: a flat graph.
-        least: bytes; smaller values are kept.
+        least: bytes; smaller values are saved.
 
     Returns:
         A graph with the same results, bit for bit, and the same collectives.
@@ -40,47 +40,47 @@ def recompute(graph: Graph, least: int = LEAST) -> Graph:
     """
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    made = [0, *itertools.accumulate(_bytes_made(n) for n in graph.nodes)]
+    bytes_before = [0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)]
     work = feeding_work(graph)
-    # the last to be used is seen first, so that its operands see that they are used again
+    # in reverse, so that the operands of a recomputed value see their new later use
     for node in reversed(list(graph.nodes)):
         for result in _results(node) if _repeats(node) else ():
             views, users = family(result)
-            for cluster in _late_uses(result, users, least, index, made):
+            for cluster in _late_uses(result, users, least, index, bytes_before):
                 at = index[cluster[0]]
-                if cluster[0] in work and all(_at_hand(x, at, index, DEPTH) for x in node.all_input_nodes):
+                if cluster[0] in work and all(_is_live(x, at, index, DEPTH) for x in node.all_input_nodes):
                     sources = [node] if result is node else [node, result]
-                    for n in again(graph, sources, views, cluster, index):
+                    for n in duplicate(graph, sources, views, cluster, index):
                         index[n] = at
     graph.eliminate_dead_code()
     return graph
 
 
 def _late_uses(
-    value: Node, users: Sequence[Node], least: int, index: Mapping[Node, int], made: Sequence[int]
+    value: Node, users: Sequence[Node], least: int, index: Mapping[Node, int], bytes_before: Sequence[int]
 ) -> list[list[Node]]:
     """List the uses of a value that lie apart from the first ones, and from each other.
 
     Args:
         value: the value.
         users: the nodes that use it.
-        least: bytes; of a smaller value, and of a result of the graph, no use counts as late.
-        index: the place of each node.
-        made: the bytes that the nodes before each place compute.
+        least: bytes; a smaller value, or a result of the graph, has no late uses.
+        index: the position of each node.
+        bytes_before: for each position, the bytes that the nodes before it compute.
     """
     size = nbytes(*values(value))
     if size < least or any(u.op == "output" for u in users):
         return []
 
     def apart(a: Node, b: Node) -> bool:
-        return made[index[b]] - made[index[a] + 1] > APART * size
+        return bytes_before[index[b]] - bytes_before[index[a] + 1] > APART * size
 
     return clusters(sorted(users, key=index.__getitem__), apart)[1:]
 
 
-def _bytes_made(node: Node) -> int:
+def _output_bytes(node: Node) -> int:
     if node.target is BEGINS:
-        return ELSEWHERE
+        return BETWEEN_PASSES
     return 0 if is_input(node) or is_view(node) else nbytes(*values(node))
 
 
@@ -92,18 +92,18 @@ def _repeats(node: Node) -> bool:
 
 
 def _results(node: Node) -> Sequence[Node]:
-    """Return the nodes that stand for a node's tensors: itself, or those that take them out of its tuple."""
+    """Return the nodes of a node's tensors: the node itself, or the items of its tuple."""
     if isinstance(node.meta.get("val"), torch.Tensor):
         return [node]
     return [u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor)]
 
 
-def _at_hand(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
-    """Return whether a value is there at a place: an argument, one that is used later, or made again of such."""
+def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
+    """Return whether a value is live at a position: an argument, a value with later uses, or one to recompute."""
     while is_view(node):
         node = node.all_input_nodes[0]
     if is_input(node):
         return True
     if any(index.get(user, at) >= at for result in _results(node) or [node] for user in family(result)[1]):
         return True
-    return depth > 0 and _repeats(node) and all(_at_hand(x, at, index, depth - 1) for x in node.all_input_nodes)
+    return depth > 0 and _repeats(node) and all(_is_live(x, at, index, depth - 1) for x in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""regather: a gathered unit is let go when other units come between its uses, and gathered again."""
+"""regather: a gathered unit is freed if other units come between its uses, and gathered again."""
 
 import functools
 import math
@@ -12,21 +12,21 @@ from torch.fx import Graph, Node
 from fzero.graph._ir import copied, is_input, nbytes, parameter_gathers, values
 from fzero.graph._storages import UP
 from fzero.graph.loop._rank_schedule import BEGINS
-from fzero.graph.passes._uses import again, clusters, family
+from fzero.graph.passes._uses import clusters, duplicate, family
 
 __all__ = ["regather"]
 
 
 def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
-    """Gather a unit anew where more than `max_reuse_bytes` of other units are used between two of its uses.
+    """Gather a unit again if more than `max_reuse_bytes` of other units are used between two of its uses.
 
-    The re-gather of ZeRO-3 (DeepSpeed's `max_reuse_distance`, FSDP2's `reshard_after_forward`): no marker of forward
-    and backward is needed.
+    This is the re-gather of ZeRO-3 (DeepSpeed's `max_reuse_distance`, FSDP2's `reshard_after_forward`). It needs no
+    marker of the forward and the backward pass.
 
     Args:
         graph: a flat graph.
-        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays; infinite for no
-            re-gather.
+        max_reuse_bytes: how many bytes of other units may be used while a gathered unit stays in memory;
+            `math.inf` for no re-gather.
 
     Returns:
         A graph with the same results, bit for bit, and the same collectives up to repeated gathers of inputs.
@@ -35,44 +35,44 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         return graph
     graph = copied(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    # a gather of one tensor has one wait; coalesced ones stay as they are
+    # a gather of one tensor has one wait; coalesced gathers stay unchanged
     waits = [w for g in parameter_gathers(graph) if isinstance(g.meta["val"], torch.Tensor) for w in g.users]
     views, uses = {}, {}
     for wait in waits:
         views[wait], users = family(wait)
         uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
-        if len(uses[wait]) < len(users):  # a result of the graph: it must stay
+        if len(uses[wait]) < len(users):  # a result of the graph must stay in memory
             uses[wait] = []
     order = _order_of_uses(uses, index)
     for wait in waits:
-        apart = functools.partial(_lets_go, order, max_reuse_bytes, wait)
+        apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
         for cluster in clusters(uses[wait], apart)[1:]:
-            again(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
-    _bring_up_anew(graph)
+            duplicate(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
+    _reload_from_host(graph)
     graph.eliminate_dead_code()
     return graph
 
 
-def _bring_up_anew(graph: Graph) -> None:
-    """Copy a shard on the host to the device again for each of its gathers, so that it does not stay between them."""
+def _reload_from_host(graph: Graph) -> None:
+    """Copy a shard on the host to the device again for each of its gathers, so that the copy is freed in between."""
     index, seen = {n: i for i, n in enumerate(graph.nodes)}, set()
     for gather in parameter_gathers(graph):
-        chain = _brought_up(gather, index)
+        chain = _host_chain(gather, index)
         if seen.intersection(chain):
-            again(graph, chain, chain[-1:], [gather], index)
+            duplicate(graph, chain, chain[-1:], [gather], index)
         seen.update(chain)
 
 
-def _brought_up(gather: Node, index: Mapping[Node, int]) -> list[Node]:
-    """List, in order, what makes the one operand of a gather of a shard on the host; nothing where it is elsewhere."""
-    found: set[Node] = set()
+def _host_chain(gather: Node, index: Mapping[Node, int]) -> list[Node]:
+    """List, in order, the nodes that bring a gather's operand from the host; none if the shard lies on the device."""
+    nodes: set[Node] = set()
     todo = gather.all_input_nodes
     while todo:
         node = todo.pop()
-        if not is_input(node) and node not in found:
-            found.add(node)
+        if not is_input(node) and node not in nodes:
+            nodes.add(node)
             todo += node.all_input_nodes
-    return sorted(found, key=index.__getitem__) if any(n.target is UP for n in found) else []
+    return sorted(nodes, key=index.__getitem__) if any(n.target is UP for n in nodes) else []
 
 
 class _Order(NamedTuple):
@@ -80,8 +80,8 @@ class _Order(NamedTuple):
 
     Attributes:
         waits: for each use, the wait for the unit that is used.
-        rank: the place of each pair of a use and a wait.
-        passes: the number of the pass that each use belongs to, of a pipeline's turn.
+        rank: the position of each pair of a use and a wait.
+        passes: the number of the pipeline pass that each use belongs to.
     """
 
     waits: list[Node]
@@ -97,19 +97,19 @@ def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int
     return _Order([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, passes)
 
 
-def _lets_go(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
-    """Return whether more than the limit of other units is used between two uses, `a` and `b`, of a gathered one.
+def _exceeds_reuse(order: _Order, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
+    """Return whether more than `max_reuse_bytes` of other units are used between two uses, `a` and `b`, of a unit.
 
-    Between two passes of a pipeline other turns run, each with units of its own.
+    Between two passes of a pipeline other iterations run, which use units of their own.
     """
     if order.passes[a] != order.passes[b]:
         return True
-    between, held = {wait}, 0
+    between, size = {wait}, 0
     for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):
         other = order.waits[at]
         if other not in between:
             between.add(other)
-            held += nbytes(*values(other))
-            if held > max_reuse_bytes:
+            size += nbytes(*values(other))
+            if size > max_reuse_bytes:
                 return True
     return False

@@ -1,19 +1,19 @@
-"""schedule: the order in which a graph runs, so that little is alive at any time.
+"""schedule: order the nodes of a graph so that few bytes are live at any time.
 
-It is a list scheduling: nodes are put into a list one by one, each after all that it needs. The steps are these.
+This is list scheduling: nodes are appended to a list one by one, each after the nodes that it needs.
 
-1. Give each node a role (`_roles`). *Work* is a matrix product, a convolution or the like, and what feeds one. A *late*
-   node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a constant.
-   So can what `recast` made again. An
-   *early* node feeds no work: the reduction of a gradient, an update, a write-back.
-2. List the work in its traced order, and let a weight's gradient come after the one that goes on backward (`_roles`).
-3. Put the late nodes that a piece of work needs right before it (`_listing`).
-4. Run an early node as soon as all that it needs has run, depth first, so that one unit's gradients are gone before the
-   next one's are born. It runs when the next work is about to take memory, no sooner: cheap work may let a gathered
-   unit go first. A write into an argument counts as early, and needs all that read the argument.
-5. Put off the wait of an early collective while no more than `in_flight` are on their way. Each holds its operand.
-6. If gathers are to start ahead, find from that list where each may start (`_ahead`), and list once more.
-7. What the host computes comes behind all that the device does (`_host_last`).
+1. Give each node a role (`roles`). *Work* is a matrix product, a convolution or the like, and all nodes that feed one.
+   A *late* node depends on inputs alone, so it can wait until it is needed: the gather of a parameter, a cast, a
+   constant. A cast that `recast` repeats is late too. An *early* node feeds no work: the reduction of a gradient, an
+   update, a write-back.
+2. List the work in its traced order, but put the gradient of a weight after that of an activation (`work_in_order`).
+3. Insert the late nodes that a node of work needs right before it (`listed`).
+4. Run an early node as soon as the nodes that it needs have run, depth first, so that one unit's gradients are freed
+   before the next unit's are computed. It waits until the next work is about to take memory, since cheap work may free
+   a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
+5. Postpone the wait for an early collective while no more than `in_flight` are in flight. Each holds its operand.
+6. To start gathers ahead, find from this list where each may start (`next_gathers`, `where_it_fits`), and list again.
+7. Put the host's computations after all the device's work (`host_last`).
 """
 
 import math
@@ -30,15 +30,16 @@ from fzero.graph.loop._rank_schedule import BEGINS
 from fzero.graph.passes._listing import OrderRules, listed, made_of_inputs, readers_of_overwritten, rules_of
 from fzero.graph.planning._liveness import live_in
 
-__all__ = ["Orders", "asked_ahead", "host_last", "schedule", "where_it_fits"]
+__all__ = ["Orders", "host_last", "next_gathers", "schedule", "where_it_fits"]
 
 # Ahead: where gathers of parameters start before they are needed.
 
 
-def asked_ahead(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
-    """Map the first use of each gather, its wait, to those that start before it: of one pass, if it is a pipeline's.
+def next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
+    """Map the wait of each gather to the next `prefetch` gathers, which start before it.
 
-    The passes stand in the order of the stages. A later stage's forward pass runs before an earlier one's backward.
+    In a pipeline, only gathers of the same pass start ahead. The graph lists the passes in the order of the stages, but
+    a later stage's forward pass runs before an earlier stage's backward pass.
     """
     chosen, passes = set(gathers), list[list[Node]]([[]])
     for n in order:
@@ -47,50 +48,52 @@ def asked_ahead(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -
         elif n in chosen:
             passes[-1].append(n)
     return {
-        min(g.users, key=str, default=g): mine[i + 1 : i + 1 + prefetch] for mine in passes for i, g in enumerate(mine)
+        min(g.users, key=str, default=g): pass_gathers[i + 1 : i + 1 + prefetch]
+        for pass_gathers in passes
+        for i, g in enumerate(pass_gathers)
     }
 
 
 def where_it_fits(
     ahead: Mapping[Node, Sequence[Node]], order: Sequence[Node], live: Sequence[int], limit: float
 ) -> dict[Node, list[Node]]:
-    """Let each gather that would start ahead do so as early as there is room for it from then on.
+    """Start each gather of `ahead` as early as its bytes fit below the limit from there on.
 
-    It starts beside another collective, not between operations that would be compiled as one.
+    A gather starts next to another collective, so that it splits no segment of compiled operations.
 
     Args:
-        ahead: for some nodes, the gathers that may start as early as right before them.
-        order: all nodes; no gather starts ahead in it.
-        live: the bytes alive at each position of `order`.
-        limit: how many bytes may be alive where a gather is on its way.
+        ahead: for some nodes, the gathers that may start right before them at the earliest.
+        order: all nodes, in an order without prefetch.
+        live: the live bytes at each position of `order`.
+        limit: how many bytes may be live while a gather is in flight.
 
     Returns:
         For some nodes, the gathers that start right before them.
     """
     position = {n: i for i, n in enumerate(order)}
     live, found = list(live), {}
-    first: dict[Node, int] = {}  # each gather, and from where on it may start
+    first: dict[Node, int] = {}  # the earliest position at which each gather may start
     for before, gathers in ahead.items():
         for g in gathers:
             first.setdefault(g, position[before])
     for g, earliest in first.items():
-        size, until = nbytes(*values(g), *values_of_args(g)), _begins(g, order, position)
+        size, until = nbytes(*values(g), *values_of_args(g)), _start_of_packing(g, order, position)
         start = until
         while start > earliest and live[start - 1] + size <= limit:
             start -= 1
-        start = next((i for i in range(start, until) if _meets(order[i - 1]) or _meets(order[i])), until)
+        start = next((i for i in range(start, until) if _communicates(order[i - 1]) or _communicates(order[i])), until)
         if start < until:
             live[start:until] = [x + size for x in live[start:until]]
             found.setdefault(order[start], []).append(g)
     return found
 
 
-def _meets(node: Node) -> bool:
+def _communicates(node: Node) -> bool:
     return is_wait(node) or is_collective(node)
 
 
-def _begins(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
-    """Return where the operations begin that lead up to a gather: they pack its operand."""
+def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
+    """Return the position of the first operation that packs a gather's operand."""
     at, needed = position[gather], {gather}
     while order[at] in needed:
         needed.update(order[at].all_input_nodes)
@@ -98,39 +101,39 @@ def _begins(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -
     return at + 1
 
 
-# host_last: all of the device's work is started before the host computes.
+# host_last: all the device's work is launched before the host computes.
 
 
 def host_last(graph: Graph) -> Graph:
-    """Put what the host computes, and what waits for it, behind all else of a scheduled graph.
+    """Move the host's computations, and the nodes that wait for them, to the end of a scheduled graph.
 
-    A segment on the host holds up the thread that launches the device's work (it holds Python's lock while it runs). So
-    the device's queue is filled first, and both compute at once. Copies to the host stay where the schedule has them: a
-    gradient goes down as soon as it is there.
+    A segment on the host blocks the thread that launches the device's work, since it holds Python's lock while it runs.
+    So the device's queue is filled first, and host and device compute at once. Copies to the host keep their place: a
+    gradient is copied as soon as it is computed.
 
     Args:
         graph: a scheduled graph.
 
     Returns:
-        The same nodes in an order in which each follows what it needs; the graph itself if nothing lies on the host.
+        The same nodes in a valid order; the graph itself if the host computes nothing.
     """
     late = {n for n in on_host(graph.nodes) if _computes(n)}
     if not late:
         return graph
     readers = readers_of_overwritten(graph, storages(graph))
-    for n in graph.nodes:  # in order, so that one pass finds all that follow
+    for n in graph.nodes:  # in order, so that one iteration finds all dependent nodes
         waits = any(a in late for a in (*n.all_input_nodes, *readers.get(n, ())))
         if n.op == "call_function" and waits:
             late.add(n)
-    made = made_of_inputs([n for n in graph.nodes if n.op == "call_function"])
-    for n in reversed(graph.nodes):  # what only they need, such as a cast of a parameter, is made for them
-        if n in made and n.target is not DOWN and n.users and all(u in late for u in n.users):
+    from_inputs = made_of_inputs([n for n in graph.nodes if n.op == "call_function"])
+    for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
+        if n in from_inputs and n.target is not DOWN and n.users and all(u in late for u in n.users):
             late.add(n)
     return reordered(graph, sorted(graph.nodes, key=lambda n: _place(n, late)))
 
 
 def _computes(node: Node) -> bool:
-    """Return whether a node is work, and not only a move, a view, or a write of what has just come down."""
+    """Return whether a node computes: it is no move, no view, and no write of a value just copied to the host."""
     written = node.target is COPY and _moved(node.args[1])
     return node.op == "call_function" and node.target is not DOWN and not is_view(node) and not written
 
@@ -147,10 +150,10 @@ def _place(node: Node, late: set[Node]) -> int:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the orders of one graph have in common, each part of it found when it is first needed.
+    """The data that the orders of one graph share, each part computed when it is first needed.
 
     Attributes:
-        graph: a flat graph, donation done.
+        graph: a flat graph after `donate`.
     """
 
     graph: Graph
@@ -164,7 +167,7 @@ class Orders:
 
     @cached_property
     def rules(self) -> OrderRules:
-        """What all orders obey."""
+        """The constraints of all orders."""
         return rules_of(self.graph, self.storages)
 
     @cached_property
@@ -180,12 +183,12 @@ class Orders:
 
     @cached_property
     def leanest(self) -> list[Node]:
-        """The order that holds least, of the lean one and that of the graph, if no collective is on its way."""
-        given = self.rules.nodes
-        return given if max(live_in(given, self.storages)) < max(self.live(0)) else self.lean(0)
+        """Of the lean order and the graph's own, the one with the lower peak if no collective is in flight."""
+        graph_order = self.rules.nodes
+        return graph_order if max(live_in(graph_order, self.storages)) < max(self.live(0)) else self.lean(0)
 
     def live(self, in_flight: int) -> list[int]:
-        """Count the bytes alive at each place of that order."""
+        """Count the live bytes at each position of the lean order."""
         if in_flight not in self._live:
             self._live[in_flight] = live_in(self.lean(in_flight), self.storages)
         return self._live[in_flight]
@@ -194,31 +197,31 @@ class Orders:
 def schedule(
     graph: Graph, prefetch: int = 0, in_flight: int = 0, limit: float = math.inf, orders: Orders | None = None
 ) -> Graph:
-    """Put a graph's nodes in an order that keeps little alive; a stable list scheduling in linear time.
+    """Order a graph's nodes so that few bytes are live: stable list scheduling in linear time.
 
-    - Work (whatever a matrix product, a convolution or the like depends on) keeps its order.
-    - What depends only on inputs (gathers of parameters, casts, an optimizer's decays) runs as late as it can.
-    - What no work depends on (reductions of gradients, the update, the write-back) runs as soon as it can.
-    - An argument is overwritten when all that read it have run.
-    - Where nothing starts ahead and nothing is on its way, the graph's own order stays if it holds less.
+    - Work (matrix products, convolutions and the like, and the nodes that feed them) keeps its order.
+    - Nodes that depend on inputs alone (gathers of parameters, casts, an optimizer's decays) run as late as possible.
+    - Nodes that no work needs (reductions of gradients, the update, the write-back) run as early as possible.
+    - An argument is overwritten after all its readers have run.
+    - If no gather starts ahead and no collective is in flight, the graph's own order is kept if its peak is lower.
 
     Args:
-        graph: a flat graph, donation done.
+        graph: a flat graph after `donate`.
         prefetch: how many gathers of parameters start ahead of the one that is waited for.
-        in_flight: how many other collectives may be on their way while work goes on. Each holds its operand.
-        limit: bytes; a gather starts ahead only as far as no more than this is alive from there on.
-        orders: of this graph, for the schedules of one graph to share.
+        in_flight: how many other collectives may be in flight while work goes on. Each holds its operand.
+        limit: bytes; a gather starts ahead only if no more than this is live from there on.
+        orders: the shared data of this graph's orders; computed if None.
 
     Returns:
-        The same nodes in another order, that depends on the arguments alone: ranks with the same graph and limit agree.
+        The same nodes in another order. It depends on the arguments alone: ranks with equal graphs and limits agree.
     """
-    found = Orders(graph) if orders is None else orders
-    order = found.lean(in_flight)
+    cache = Orders(graph) if orders is None else orders
+    order = cache.lean(in_flight)
     if not prefetch and not in_flight:
-        order = found.leanest
-    elif prefetch and found.gathers:
-        ahead = asked_ahead(found.gathers, order, prefetch)
+        order = cache.leanest
+    elif prefetch and cache.gathers:
+        ahead = next_gathers(cache.gathers, order, prefetch)
         if limit < math.inf:
-            ahead = where_it_fits(ahead, order, found.live(in_flight), limit)
-        order = listed(found.rules._replace(in_flight=in_flight, ahead=ahead))
+            ahead = where_it_fits(ahead, order, cache.live(in_flight), limit)
+        order = listed(cache.rules._replace(in_flight=in_flight, ahead=ahead))
     return host_last(reordered(graph, order))

@@ -1,4 +1,4 @@
-"""slice_of_gather: the update of a unit reads and writes its rank's part where it lies, not a copy of it."""
+"""slice_of_gather: the update of a unit reads and writes the rank's part of the unit in place, without copies."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ __all__ = ["slice_of_gather"]
 
 
 def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
-    """Let a rank's new part of a unit be written where it is to lie, and its old one be read from there.
+    """Read a rank's old part of a unit from the leaves' buffer, and write its new part into it, without copies.
 
-    A step of stage 1 or 2 copies its own part out of the leaves, and the new one back into them. Where the leaves lie
-    side by side in one buffer, as `step.init` lays them, the part is a view of it, and neither copy is made. A unit
-    that does not divide by the ranks keeps its copies: the last part would have elements that no leaf has.
+    A step of stage 1 or 2 copies its own part out of the leaves, and the new part back into them. If the leaves lie
+    side by side in one buffer, as `step.init` lays them, the part is a view of the buffer, and both copies are
+    removed. A unit whose size the ranks do not divide keeps its copies: the last part would reach beyond the leaves.
 
     Args:
-        graph: a flat graph, whose units arrive in their leaves (`gather_into`).
+        graph: a flat graph whose units are gathered into their leaves (`gather_into`).
         places: this rank's place in each process group, by the group's name.
 
     Returns:
@@ -37,28 +37,28 @@ def slice_of_gather(graph: Graph, places: Sequence[tuple[str, int]]) -> Graph:
         new = gather.all_input_nodes[0]
         start = place[str(gather.args[2])] * values(new)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
-            own = _view(graph, first, start, values(new)[0].numel())
+            own_part = _view(graph, first, start, values(new)[0].numel())
         for pack in [n for n in graph.nodes if name_of(n) == "cat"]:
-            if _lies_in(pack, own):
-                pack.replace_all_uses_with(own)
+            if _lies_in(pack, own_part):
+                pack.replace_all_uses_with(own_part)
                 _erase(graph, pack)
         with graph.inserting_before(gather):
-            written = graph.call_function(COPY, (own, new))
-        written.meta = {**gather.meta, "val": own.meta["val"]}
+            written = graph.call_function(COPY, (own_part, new))
+        written.meta = {**gather.meta, "val": own_part.meta["val"]}
         gather.args = (written, *gather.args[1:])
     return graph
 
 
 def _first_of_buffer(gather: Node) -> Node | None:
-    """Return the first leaf of the unit that a node gathers, if its leaves lie side by side and the parts fill them."""
+    """Return the first leaf of a gathered unit if its leaves lie side by side in one buffer that the parts fill."""
     _, ranks, _, leaves, offsets = gather.args
     assert isinstance(leaves, Sequence) and isinstance(offsets, Sequence) and isinstance(ranks, int)
     (new,) = values(gather.all_input_nodes[0])
-    found = [values(x)[0] for x in leaves if isinstance(x, Node)]
-    one = len({storage_id(x) for x in found}) == 1 and all(x.is_contiguous() for x in found)
-    if not one or [x.storage_offset() for x in found] != list(offsets):
+    tensors = [values(x)[0] for x in leaves if isinstance(x, Node)]
+    one = len({storage_id(x) for x in tensors}) == 1 and all(x.is_contiguous() for x in tensors)
+    if not one or [x.storage_offset() for x in tensors] != list(offsets):
         return None
-    fills = sum(x.numel() for x in found) == ranks * new.numel()
+    fills = sum(x.numel() for x in tensors) == ranks * new.numel()
     return leaves[0] if fills and isinstance(leaves[0], Node) else None
 
 
@@ -70,9 +70,9 @@ def _view(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
     return view
 
 
-def _lies_in(pack: Node, own: Node) -> bool:
-    """Return whether a node concatenates just what the own part holds, piece by piece."""
-    (part,) = values(own)
+def _lies_in(pack: Node, own_part: Node) -> bool:
+    """Return whether a node concatenates exactly the pieces that the rank's own part consists of."""
+    (part,) = values(own_part)
     end = part.storage_offset()
     for piece in pack.all_input_nodes:
         (x,) = values(piece)
@@ -83,9 +83,9 @@ def _lies_in(pack: Node, own: Node) -> bool:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node that nothing uses, and what only led to it."""
-    given = node.all_input_nodes
+    """Erase a node without users, and then its operands that have no other user."""
+    operands = node.all_input_nodes
     graph.erase_node(node)
-    for a in given:
+    for a in operands:
         if not a.users and not is_input(a):
             _erase(graph, a)

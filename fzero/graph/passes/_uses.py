@@ -1,4 +1,4 @@
-"""Uses: where a value is used through its views, and how late uses get a copy of their own."""
+"""Uses: the uses of a value through its views, and copies of the value for late uses."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,11 +6,11 @@ from torch.fx import Graph, Node
 
 from fzero.graph._ops import is_view
 
-__all__ = ["again", "clusters", "family"]
+__all__ = ["clusters", "duplicate", "family"]
 
 
 def family(value: Node) -> tuple[list[Node], list[Node]]:
-    """Return the views of a value (itself first), and the nodes that use it through one of them."""
+    """Return a value's views (the value itself first), and the nodes that use the value through a view."""
     views, users, seen = [value], [], {value}
     for view in views:  # grows as it goes
         for user in view.users:
@@ -21,30 +21,30 @@ def family(value: Node) -> tuple[list[Node], list[Node]]:
 
 
 def clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
-    """Split uses wherever two that follow one another are `apart`."""
-    found: list[list[Node]] = []
+    """Split a sequence of uses between two consecutive uses that are `apart`."""
+    groups: list[list[Node]] = []
     for use in uses:
-        if found and not apart(found[-1][-1], use):
-            found[-1].append(use)
+        if groups and not apart(groups[-1][-1], use):
+            groups[-1].append(use)
         else:
-            found.append([use])
-    return found
+            groups.append([use])
+    return groups
 
 
-def again(
+def duplicate(
     graph: Graph, sources: Sequence[Node], views: Sequence[Node], cluster: Sequence[Node], index: Mapping[Node, int]
 ) -> list[Node]:
     """Compute a value again for some of its uses.
 
     Args:
-        graph: is changed.
+        graph: the graph, which is changed.
         sources: the nodes that compute the value, in order.
         views: the value and its views.
-        cluster: the uses, in order. They use the copies from now on.
-        index: the place of each node.
+        cluster: the uses, in order. They read the copies from now on.
+        index: the position of each node.
 
     Returns:
-        The copies of the sources and the views, which stand before the first of the uses.
+        The copies of the sources and the views, which are inserted before the first of the uses.
     """
     copies: dict[Node, Node] = {}
     with graph.inserting_before(cluster[0]):

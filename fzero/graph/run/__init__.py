@@ -1,1 +1,1 @@
-"""A scheduled graph, cut at its collectives, compiled and run."""
+"""Executors: a scheduled graph is split at its collectives into segments, which are compiled and run."""

@@ -1,4 +1,4 @@
-"""Clocks: what each operation of a graph takes while somebody wants to know."""
+"""Clocks: the time of each operation of a graph, while a caller records it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from fzero.graph._ir import flops
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._phases import phases
 
-__all__ = ["COMPILED", "TimedOperation", "clocked", "name_of", "now", "place_of", "timed", "timed_graph"]
+__all__ = ["COMPILED", "TimedOperation", "clocked", "current_recorder", "name_of", "place_of", "timed", "timed_graph"]
 
 COMPILED = "compiled code"
 
@@ -25,9 +25,9 @@ class TimedOperation(NamedTuple):
 
     Attributes:
         name: such as "aten::mm", or "compiled code".
-        line: the user's, as "file:line"; "" where there is none.
-        phase: the pass that it belongs to; "" if that is not known.
-        seconds: that it took.
+        line: the user's source line, as "file:line"; "" if there is none.
+        phase: the phase of the step, such as "backward"; "" if it is unknown.
+        seconds: the operation's duration.
     """
 
     name: str
@@ -36,26 +36,26 @@ class TimedOperation(NamedTuple):
     seconds: float
 
 
-_NOTES: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("notes", default=None)
+_RECORDER: ContextVar[Callable[[TimedOperation], None] | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
 def clocked(note: Callable[[TimedOperation], None]) -> Iterator[None]:
-    """Have each operation of the graphs that run within noted, with its time."""
-    token = _NOTES.set(note)
+    """Call `note` with each operation of the graphs that run within the context, and its time."""
+    token = _RECORDER.set(note)
     try:
         yield
     finally:
-        _NOTES.reset(token)
+        _RECORDER.reset(token)
 
 
-def now() -> Callable[[TimedOperation], None] | None:
-    """Return what wants to know, if anybody does."""
-    return _NOTES.get()
+def current_recorder() -> Callable[[TimedOperation], None] | None:
+    """Return the function that records operations, or None."""
+    return _RECORDER.get()
 
 
 def timed(note: Callable[[TimedOperation], None], name: str, line: str, phase: str, f: Callable[[], Any]) -> Any:
-    """Call a function, and note its time."""
+    """Call a function, and record its time."""
     with unwatched():
         start = time.perf_counter()
         out = f()
@@ -67,7 +67,7 @@ def timed(note: Callable[[TimedOperation], None], name: str, line: str, phase: s
 
 
 class _Timed(Interpreter):
-    """Runs a graph one operation at a time, and notes the time of each; loops note those of their bodies."""
+    """Runs a graph one operation at a time, and records the time of each. A loop records its body's operations."""
 
     def __init__(self, module: GraphModule, of: dict[str, str], loops: set[str]) -> None:
         super().__init__(module)
@@ -75,7 +75,7 @@ class _Timed(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run a node."""
-        note = now()
+        note = current_recorder()
         if note is None or n.op != "call_function" or n.name in self.loops:
             return super().run_node(n)
         plain = super().run_node
@@ -83,11 +83,11 @@ class _Timed(Interpreter):
 
 
 def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
-    """Return a function that runs a graph, and notes each operation.
+    """Return a function that runs a graph, and records the time of each operation.
 
     Args:
-        module: what runs.
-        source: the graph that it is a copy of, node by node.
+        module: the graph to run.
+        source: the graph that `module` is a copy of, node by node.
     """
     of = phases(source)
     pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
@@ -96,13 +96,13 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
 
 
 def place_of(graph: Graph) -> tuple[str, str]:
-    """Return the line of the dearest operation of a segment, and the pass that it runs in, or ""."""
+    """Return the source line of a segment's most costly operation, and its phase: "backward" or ""."""
     work = [n for n in graph.nodes if n.op == "call_function"]
-    dearest = max(work, key=flops, default=None)
-    return "" if dearest is None else line_of(dearest), "backward" if any(is_backward(n) for n in work) else ""
+    costliest = max(work, key=flops, default=None)
+    return "" if costliest is None else line_of(costliest), "backward" if any(is_backward(n) for n in work) else ""
 
 
 def name_of(target: Any) -> str:
-    """Name an operation as torch's profiler does."""
+    """Return the name of an operation in torch's profiler."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))

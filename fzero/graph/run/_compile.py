@@ -1,9 +1,9 @@
-"""Compile: each distinct segment once, by all the processes of a machine together.
+"""Compile: each distinct segment once, shared between all processes of a machine.
 
-Ranks compile the same segments, so each takes one that no other has begun: a lock in the folder of Inductor's cache
-says which. What another process has compiled is loaded from that cache. So do workers, processes without a rank that
-compile where there are more cores than ranks. Nothing is told from one to the other: a process that dies gives its lock
-back, and one that has a cache of its own compiles everything.
+Ranks compile the same segments, so each rank takes a segment that no other process has begun: locks in the folder of
+Inductor's cache show which ones are free. Segments that another process compiled are loaded from the cache. Workers,
+processes without a rank that use spare cores, take segments in the same way. The processes exchange no messages: a
+process that dies releases its lock, and a process with a cache of its own compiles everything.
 """
 
 import hashlib
@@ -37,22 +37,22 @@ __all__ = [
     "progress",
 ]
 
-# Progress: a bar on a terminal, and elsewhere a line, for what takes long.
+# Progress: a bar on a terminal, elsewhere a line, if compilation takes long.
 
 
 T = TypeVar("T")
 
-NO_BAR = 5.0  # seconds that pass without a bar
+NO_BAR = 5.0  # seconds before a bar or a line is shown
 
 
 def progress(items: Iterable[T], total: int) -> Iterator[T]:
-    """Yield segments as they are compiled. If it takes long, a machine's first rank says how far it is.
+    """Yield segments as they are compiled. If that takes long, a machine's first rank shows the progress.
 
-    It has a bar on a terminal. Where there is none, one line on stderr says what the step waits for.
+    On a terminal it shows a bar. Elsewhere it prints one line on stderr, which says what the step waits for.
 
     Args:
-        items: what is compiled.
-        total: how many there are.
+        items: the segments, yielded as they are compiled.
+        total: the number of segments.
     """
     from rich.console import Console
 
@@ -81,7 +81,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
 
 def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
     segments = f"{total} segment{'s' * (total != 1)}"
-    text = f'fzero.jit compiles {segments} before the first step, once on a machine; backend="auto" does not wait'
+    text = f'fzero.jit compiles {segments} before the first step, once per machine; backend="auto" does not wait'
     timer = threading.Timer(NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
@@ -91,33 +91,33 @@ def _with_a_line(items: Iterable[T], total: int, console: Any) -> Iterator[T]:
         timer.cancel()
 
 
-Runs = Callable[[list[Any]], Sequence[Any]]  # a function of a list of arguments, which it empties, to results
+Runs = Callable[[list[Any]], Sequence[Any]]  # from a list of arguments, which it empties, to results
 
-MOST = 6  # operations and lines that an error lists
+MAX_LISTED = 6  # how many operations and lines an error lists
 
-PATIENCE = 600.0  # seconds that a process waits for a segment that another compiles; then it does so itself
+PATIENCE = 600.0  # seconds to wait for a segment that another process compiles, before compiling it here
 
 
 class Code(NamedTuple):
-    """What is to be compiled.
+    """A segment to compile.
 
     Attributes:
-        graph: the code.
+        graph: the segment's operations.
         fakes: stand-ins of its arguments.
-        made: stand-ins of its results.
-        name: of its files; equal for equal code.
-        where: of which instruction, for errors.
+        outputs: stand-ins of its results.
+        name: the name of its files; equal for equal code.
+        location: the segment's number, for errors: "segment 2 of 9".
     """
 
     graph: Graph
     fakes: Sequence[torch.Tensor]
-    made: Sequence[Any]
+    outputs: Sequence[Any]
     name: str
-    where: str = "a segment"
+    location: str = "a segment"
 
 
 class CompileError(RuntimeError):
-    """A segment that cannot run compiled; `segment` says which, `reason` why."""
+    """A segment cannot run compiled. `segment` describes the segment; `reason` gives the reason."""
 
     def __init__(self, segment: str, reason: str) -> None:
         super().__init__(f'fzero.jit: {segment}: {reason}. backend="fx" runs without a compiler')
@@ -126,78 +126,78 @@ class CompileError(RuntimeError):
 
 
 def name_of_code(key: Hashable) -> str:
-    """Make the name of the segments that have this key, the same in all processes."""
+    """Return the name of the segments with this key. It is the same in all processes."""
     return hashlib.sha256(str(key).encode()).hexdigest()[:32]
 
 
 def compiled(code: Code) -> Runs:
-    """Compile a segment, and leave a note of it beside Inductor's cache.
+    """Compile a segment, and mark it as compiled in the folder of Inductor's cache.
 
     Raises:
-        CompileError: if Inductor cannot compile it. Names its operations and their source lines.
+        CompileError: if Inductor cannot compile the segment. The message names its operations and their source lines.
     """
-    runs = compile_graph(code.graph, code.fakes, code.made, code.where)
+    runs = compile_graph(code.graph, code.fakes, code.outputs, code.location)
     note_compiled(code)
     return runs
 
 
 def note_compiled(code: Code) -> None:
-    """Leave a note of a segment beside Inductor's cache: see `is_compiled`."""
+    """Mark a segment as compiled in the folder of Inductor's cache, for `is_compiled`."""
     with suppress(OSError):
         _file(code, "done").touch()
 
 
-def compile_all(codes: Sequence[Code], one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
-    """Compile segments, the longest first, and those last that other processes are compiling.
+def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], T]) -> Iterator[tuple[Code, T]]:
+    """Compile segments: the longest first, and segments that other processes are compiling last.
 
     Args:
         codes: distinct segments.
-        one: compiles one of them.
+        compile_one: compiles one segment.
 
     Yields:
-        Each with what `one` made of it, as soon as it is there.
+        Each segment with the result of `compile_one`, as soon as it is compiled.
     """
-    left = sorted(codes, key=lambda code: -len(code.graph.nodes))
-    while left:
+    pending = sorted(codes, key=lambda code: -len(code.graph.nodes))
+    while pending:
         busy = []
-        for code in left:
-            with _taken(code, 0.0) as mine:
-                done = [one(code)] if mine else []
-            if not done:
+        for code in pending:
+            with _segment_lock(code, 0.0) as is_locked:
+                results = [compile_one(code)] if is_locked else []
+            if not results:
                 busy.append(code)
             else:
-                yield code, done[0]
-        if len(busy) == len(left):  # all that is left is another's: wait for one
+                yield code, results[0]
+        if len(busy) == len(pending):  # other processes are compiling all the pending segments: wait for one
             code, *busy = busy
-            with _taken(code, PATIENCE):
-                made = one(code)
-            yield code, made
-        left = busy
+            with _segment_lock(code, PATIENCE):
+                result = compile_one(code)
+            yield code, result
+        pending = busy
 
 
 def can_load() -> bool:
-    """Return whether Inductor itself is loaded, so that a segment takes a moment; if not, begin to, in a thread."""
+    """Return whether Inductor is imported, so that a segment loads quickly. If not, start the import in a thread."""
     return not importing().is_alive()
 
 
 def is_compiled(code: Code) -> bool:
-    """Return whether a process of this machine has compiled a segment, into the cache that this one has."""
+    """Return whether a process of this machine has compiled a segment into this process's cache."""
     try:
         return _file(code, "done").exists()
-    except OSError:  # a folder that cannot be made
+    except OSError:  # the folder cannot be made
         return False
 
 
 @contextmanager
-def _taken(code: Code, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a segment, if it is there within so many seconds, and say whether it was."""
+def _segment_lock(code: Code, seconds: float) -> Iterator[bool]:
+    """Try for some seconds to hold the lock of a segment. Yield whether this process may compile the segment."""
     try:
         lock = FileLock(_file(code, "lock"))
         lock.acquire(timeout=seconds)
     except Timeout:
         yield False
         return
-    except (NotImplementedError, OSError):  # a file system without locks, a folder that cannot be made
+    except (NotImplementedError, OSError):  # the file system has no locks, or the folder cannot be made
         yield True
         return
     try:
@@ -206,47 +206,47 @@ def _taken(code: Code, seconds: float) -> Iterator[bool]:
         lock.release()
 
 
-def _file(code: Code, what: str) -> Path:
+def _file(code: Code, suffix: str) -> Path:
     folder = inductor_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{code.name}.{what}"
+    return folder / f"{code.name}.{suffix}"
 
 
-def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], made: Sequence[Any], where: str) -> Runs:
+def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], outputs: Sequence[Any], location: str) -> Runs:
     """Compile a graph with Inductor.
 
     Raises:
-        CompileError: if that fails. Names the operations and their source lines.
+        CompileError: if that fails. The message names the operations and their source lines.
     """
-    with compile_error(graph, where):
-        return inductor(GraphModule({}, graph), fakes, made)
+    with compile_error(graph, location):
+        return inductor(GraphModule({}, graph), fakes, outputs)
 
 
 @contextmanager
-def compile_error(graph: Graph, where: str) -> Iterator[None]:
-    """Turn what Inductor raises into a `CompileError` that names the operations and their source lines."""
+def compile_error(graph: Graph, location: str) -> Iterator[None]:
+    """Turn an error of Inductor into a `CompileError` that names the operations and their source lines."""
     try:
         yield
     except Exception as error:
-        raise CompileError(described(graph, where), f"Inductor could not compile it: {first_line(error)}") from error
+        raise CompileError(described(graph, location), f"Inductor could not compile it: {first_line(error)}") from error
 
 
-def described(graph: Graph, where: str) -> str:
-    """Describe a segment to a user: its operations, and the lines that they were traced from."""
+def described(graph: Graph, location: str) -> str:
+    """Describe a segment for the user: its operations, and their source lines."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
     names = list(dict.fromkeys(name_of(n) or str(n.target) for n in nodes if not is_view(n)))
-    return f"{where} ({len(nodes)} operations: {_few(names)}), traced from {_few(lines) or 'no line of yours'}"
+    return f"{location} ({len(nodes)} operations: {_few(names)}), traced from {_few(lines) or 'no line of yours'}"
 
 
 def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:MOST]) + ", ..." * (len(texts) > MOST)
+    return ", ".join(texts[:MAX_LISTED]) + ", ..." * (len(texts) > MAX_LISTED)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an error that says what happened, without torch's advice to authors of operations.
+    """Return the first line of an error, without torch's advice to authors of operations.
 
-    Of an error of the C++ compiler it is what that says first.
+    For an error of the C++ compiler, append the compiler's first error.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, compilers = next(iter(lines), type(error).__name__), next((x for x in lines if " error: " in x), "")

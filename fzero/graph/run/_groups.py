@@ -1,4 +1,4 @@
-"""A scheduled graph as groups of nodes, and the values between them. A group runs alone, or is compiled."""
+"""A scheduled graph as groups of nodes, and the values between them. A group runs alone or is compiled."""
 
 import operator
 from bisect import bisect_left
@@ -40,14 +40,14 @@ __all__ = [
     "written_argument",
 ]
 
-# Scalars: 0-d values that are made of 0-d values, such as an optimizer's corrections and learning rate.
+# Scalars: 0-d values computed from 0-d values, such as an optimizer's bias corrections and learning rate.
 #
-# Inductor puts what makes them into each loop that reads them: `std::pow(0.9, t)` in double for every 16 elements. So
-# they run before the loops (`cut`), or their segment hands them out, for which Inductor computes them once.
+# Inductor computes a scalar within each loop that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
+# scalars run before the loops (`cut`), or their segment returns them, since Inductor computes a result only once.
 
 
 def scalars(nodes: Iterable[Node]) -> set[Node]:
-    """Find a graph's scalars. Constants are none, unless they are for scalars only: a compiler folds them."""
+    """Return a graph's scalars. A constant counts only if scalars alone use it: the compiler folds constants."""
     small = [n for n in nodes if n.op == "call_function" and _is_small(n) and not is_random(n)]
     constants: set[Node] = set()
     for n in small:
@@ -61,7 +61,7 @@ def scalars(nodes: Iterable[Node]) -> set[Node]:
 
 
 def read_by_loops(group: Sequence[Node], small: AbstractSet[Node]) -> list[Node]:
-    """List those scalars of a group that its other nodes read, maybe as views."""
+    """List the scalars of a group that its other nodes read, maybe as views."""
     return [n for n in group if n in small and n.target is not COPY and any(u not in small for u in n.users)]
 
 
@@ -69,76 +69,78 @@ def _is_small(node: Node) -> bool:
     return bool(values(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in values(a))
 
 
-# Cut: a scheduled graph as groups of nodes, of which each runs alone or is compiled as a segment.
+# Cut: a scheduled graph as groups of nodes. Each group runs alone or is compiled as a segment.
 
 
 def cut(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Cut a graph at its collectives, their packing and its moves, and where it goes on to another block's parameters.
+    """Split a graph into groups at collectives, their packing and moves, and where the parameters of a block begin.
 
-    Blocks of one shape so give equal segments. A group lies in one memory, so that it runs on one device. Aliases are
-    in no group: they go where they are used. Scalars that depend on no large value of their segment come before it, in
-    groups of their own: an optimizer's corrections, a learning rate. Inductor would compute them anew for each few
-    elements of a loop that reads them.
+    So blocks of one shape give equal segments. A group lies in one memory, so it runs on one device. Aliases are in no
+    group: each group recomputes the aliases that it uses. Scalars that depend on no large value of their segment run
+    before it, in groups of their own: an optimizer's bias corrections, a learning rate. Otherwise Inductor would
+    compute them again for every few elements of a loop that reads them.
 
     Returns:
-        Groups of nodes, in order: of one node that runs alone, of scalars, or of nodes that are compiled together.
+        Groups in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
     groups: list[list[Node]] = []
-    places: list[int] = []  # of the groups of scalars; one lies before each group that is compiled
-    home: dict[Node, int] = {}
+    places: list[int] = []  # the positions of the scalar groups; there is one before each compiled group
+    group_of: dict[Node, int] = {}
     nodes = list(nodes)
     small, host = scalars(nodes), on_host(nodes)
-    block, fresh, space = "", True, False
+    block, begins_group, space = "", True, False
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
-            home[n] = home[n.all_input_nodes[0]]
-            groups[home[n]].append(n)
+            group_of[n] = group_of[n.all_input_nodes[0]]
+            groups[group_of[n]].append(n)
             continue
         if runs_alone(n):
-            home[n] = len(groups)
+            group_of[n] = len(groups)
             groups.append([n])
-            fresh = True
+            begins_group = True
             continue
-        if n in small and (place := _place_of_scalar(n, groups, places, home, fresh)) is not None:
-            home[n] = place
+        if n in small and (place := _place_of_scalar(n, groups, places, group_of, begins_group)) is not None:
+            group_of[n] = place
             groups[place].append(n)
             continue
-        mine = next((b for a in n.all_input_nodes if (b := _block(a))), "")
-        if (mine and mine != block) or (groups and not fresh and _overwrites_unseen(n, groups[-1])):
-            block, fresh = mine, True
+        argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
+        if (argument_block and argument_block != block) or (
+            groups and not begins_group and _overwrites_unseen(n, groups[-1])
+        ):
+            block, begins_group = argument_block, True
         if space != (n in host):
-            space, fresh = n in host, True
-        if fresh:
+            space, begins_group = n in host, True
+        if begins_group:
             _begin_scalars(groups, places)
             groups.append([])
-        home[n] = len(groups) - 1
+        group_of[n] = len(groups) - 1
         groups[-1].append(n)
-        fresh = False
-    _hand_on(groups, home, small)
+        begins_group = False
+    _move_to_readers(groups, group_of, small)
     return [group for group in groups if group]
 
 
-def _hand_on(groups: list[list[Node]], home: dict[Node, int], small: AbstractSet[Node]) -> None:
-    """Move what only the next compiled group needs into it, where less is handed on than otherwise.
+def _move_to_readers(groups: list[list[Node]], group_of: dict[Node, int], small: AbstractSet[Node]) -> None:
+    """Move nodes that only the next compiled group needs into that group, unless more bytes would be stored.
 
-    So a block's gradient is scaled where the block is updated. The scaling reads none of the block's arguments, so it
-    would be compiled with the update of the block before, which would store it.
+    So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
+    arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
     """
     for i, j in _neighbours(groups, small):
         written = {storage_id(x) for n in groups[i] if n.target is COPY for x in values(n)}
         for node in reversed(groups[i]):
             users = users_through_views(node)
-            if not users or any(home.get(u) != j for u in users) or not _may_wait(node, written, j, home):
+            if not users or any(group_of.get(u) != j for u in users) or not _may_run_later(node, written, j, group_of):
                 continue
             groups[i].remove(node)
             groups[j].insert(0, node)
-            home[node] = j
+            group_of[node] = j
 
 
 def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> list[tuple[int, int]]:
-    """List the pairs of groups that are compiled, and have nothing but scalars between them; the last pair first."""
+    """List the pairs of compiled groups with nothing but scalars between them, the last pair first."""
     found, before = [], None
     for i, group in enumerate(groups):
         if not group or small >= {*group}:
@@ -152,47 +154,47 @@ def _neighbours(groups: Sequence[Sequence[Node]], small: AbstractSet[Node]) -> l
     return found[::-1]
 
 
-def _may_wait(node: Node, written: AbstractSet[int], later: int, home: Mapping[Node, int]) -> bool:
-    """Return whether a node is a loop whose result is no smaller than what is kept for it, and what it reads stays."""
+def _may_run_later(node: Node, written: AbstractSet[int], later: int, group_of: Mapping[Node, int]) -> bool:
+    """Return whether a node may run later: it is a loop over unwritten operands that are no larger than its result."""
     if not (is_pointwise(node) or node.target in CASTS) or len(values(node)) != 1:
         return False
-    given = [source_of(a) for a in node.all_input_nodes]
-    if any(storage_id(x) in written for a in given for x in values(a)):
+    inputs = [source_of(a) for a in node.all_input_nodes]
+    if any(storage_id(x) in written for a in inputs for x in values(a)):
         return False
     ends = [
         a
-        for a in given
-        if not is_input(a) and all(home.get(u, later) == later or u is node for u in users_through_views(a))
+        for a in inputs
+        if not is_input(a) and all(group_of.get(u, later) == later or u is node for u in users_through_views(a))
     ]
     return nbytes(*[x for a in ends for x in values(a)]) <= nbytes(*values(node))
 
 
 def _place_of_scalar(
-    node: Node, groups: list[list[Node]], places: list[int], home: dict[Node, int], fresh: bool
+    node: Node, groups: list[list[Node]], places: list[int], group_of: dict[Node, int], begins_group: bool
 ) -> int | None:
-    """Return which group of scalars a scalar goes to, or None if it needs the group that is being made.
+    """Return the position of the scalar group for a scalar; None if the scalar needs the unfinished group.
 
-    It goes to the first after all that it needs, so that those of all units run at once. A write goes to the last: what
-    it overwrites must have been read.
+    It is the first scalar group after all the scalar's operands, so that the scalars of all units run at once. A write
+    goes to the last scalar group, since all readers of the overwritten value must come before.
     """
-    needed = max([home.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
-    is_open = not fresh and bool(groups)
+    needed = max([group_of.get(source_of(a), -1) for a in node.all_input_nodes], default=-1)
+    is_open = not begins_group and bool(groups)
     if is_open and (needed == len(groups) - 1 or _overwrites_for(node, groups[-1])):
         return None
-    if fresh and (node.target is COPY or not places or places[-1] < needed):
+    if begins_group and (node.target is COPY or not places or places[-1] < needed):
         _begin_scalars(groups, places)
     return places[-1] if node.target is COPY else places[bisect_left(places, needed)]
 
 
 def _begin_scalars(groups: list[list[Node]], places: list[int]) -> None:
-    """Begin a group of scalars, if the last one is none."""
+    """Begin a scalar group, unless the last group is one."""
     if not places or places[-1] != len(groups) - 1:
         places.append(len(groups))
         groups.append([])
 
 
 def _overwrites_for(node: Node, group: list[Node]) -> bool:
-    """Return whether a node writes an argument that a group has read."""
+    """Return whether a node writes an argument that a group reads."""
     if node.target is not COPY:
         return False
     written = source_of(node.all_input_nodes[0])
@@ -200,7 +202,7 @@ def _overwrites_for(node: Node, group: list[Node]) -> bool:
 
 
 def _overwrites_unseen(node: Node, group: list[Node]) -> bool:
-    """Return whether a node writes what a group has read as another argument: Inductor takes them for separate."""
+    """Return whether a node writes memory that a group reads by another argument, which Inductor assumes separate."""
     if node.target is not COPY or not is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])
@@ -214,19 +216,19 @@ def is_own_part(node: Node) -> bool:
 
 
 def runs_alone(node: Node) -> bool:
-    """Return whether a node is compiled with no other: a collective, a move, a wait for one, a loop, or a packing."""
+    """Return whether a node runs outside of segments: a collective, a move, a wait, a loop, or a packing."""
     moves = is_move(node) or node.target is arrived
     return moves or is_collective(node) or is_wait(node) or loop_of(node) is not None or _packs(node)
 
 
 def _packs(node: Node) -> bool:
-    """Return whether a node packs a unit's gradients: Inductor would take the buffer as soon as the first is there."""
+    """Return whether a node packs a unit's gradients. Inductor would allocate the buffer at the first gradient."""
     users = users_through_views(node) if name_of(node) in ("cat", "packed") else []
     return bool(users) and all(is_reduction(u) for u in users)
 
 
 def is_alias(node: Node) -> bool:
-    """Return whether a node is a view of one tensor, or an item of several such, of a collective or of a loop."""
+    """Return whether a node is a view, or an item of a view of several tensors, of a collective or of a loop."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and (is_view(source) or is_collective(source) or loop_of(source) is not None)
@@ -234,7 +236,7 @@ def is_alias(node: Node) -> bool:
 
 
 def _block(node: Node) -> str:
-    """Return the repeated block whose argument (a parameter, a moment) a value is a view of, or ""."""
+    """Return the repeated block whose argument (a parameter, a moment) a value views; "" if there is none."""
     source = source_of(node)
     return source.meta.get("block", "") if is_input(source) else ""
 
@@ -247,37 +249,37 @@ def source_of(node: Node) -> Node:
 
 
 def parts_of_arguments(graph: Graph) -> set[Node]:
-    """List the views that cut an argument in several parts of one shape, as micro-batches are.
+    """List the views that divide an argument into several parts of one shape, such as micro-batches.
 
-    They become arguments of segments: with its place in the argument inside, no segment would equal another part's. So
-    does a rank's own part of a unit, which reaches beyond the leaf that it is a view of.
+    The parts become arguments of segments. If a segment contained the part's offset, the segments of different parts
+    would differ. A rank's own part of a unit becomes an argument too, since it reaches beyond the leaf that it views.
     """
-    found: dict[tuple[Node, torch.Size], list[Node]] = {}
+    slices: dict[tuple[Node, torch.Size], list[Node]] = {}
     for n in graph.nodes:
         argument = n.args[0] if name_of(n) == "slice" else None
         if isinstance(argument, Node) and is_input(argument):
-            found.setdefault((argument, n.meta["val"].shape), []).append(n)
-    own = {n for n in graph.nodes if is_own_part(n)}
-    return own | {n for nodes in found.values() if len(nodes) > 1 for n in nodes}
+            slices.setdefault((argument, n.meta["val"].shape), []).append(n)
+    own_parts = {n for n in graph.nodes if is_own_part(n)}
+    return own_parts | {n for nodes in slices.values() if len(nodes) > 1 for n in nodes}
 
 
-# Between groups: which values later groups need, and which views exist as values at all.
+# Between groups: which values later groups need, and which views must exist as values.
 
 
 def written_argument(node: Node) -> Node:
-    """Return the argument that a write wrote, which is its result; other nodes as they are."""
+    """Return the argument that a write overwrites, which is its result; return any other node itself."""
     while node.target is COPY:
         node = node.all_input_nodes[0]
     return node
 
 
 def operands(group: Sequence[Node]) -> list[Node]:
-    """List what the nodes of a group are given."""
+    """List the arguments of the nodes of a group."""
     return [a for n in group for a in n.all_input_nodes]
 
 
 def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
-    """List the values that nodes are, or are aliases of; `parts` count as values."""
+    """List the values that nodes are or alias; `parts` count as values."""
     found: dict[Node, None] = {}
     stack, seen = list(reversed(nodes)), set()
     while stack:
@@ -293,7 +295,7 @@ def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> li
 
 
 def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
-    """List the aliases that must exist as values: operands of what runs alone, and results of the graph."""
+    """List the aliases that must exist as values: operands of groups that run alone, and results of the graph."""
     found: set[Node] = set()
     stack = [a for group in groups if runs_alone(group[0]) for a in group[0].all_input_nodes]
     stack += results
@@ -306,32 +308,32 @@ def needed_views(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> s
 
 
 def exports(groups: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
-    """List for each group the values that later ones, or the caller, need."""
-    home = {n: i for i, group in enumerate(groups) for n in group}
+    """List for each group the values that later groups or the caller need."""
+    group_of = {n: i for i, group in enumerate(groups) for n in group}
     found: list[dict[Node, None]] = [{} for _ in groups]
     for i, group in enumerate(groups):
         for x in sources(operands(group)):
-            if x in home and home[x] != i:
-                found[home[x]][x] = None
+            if x in group_of and group_of[x] != i:
+                found[group_of[x]][x] = None
     for x in sources(results):
-        if x in home:
-            found[home[x]][x] = None
+        if x in group_of:
+            found[group_of[x]][x] = None
     return [list(e) for e in found]
 
 
-def views_to(nodes: Sequence[Node], slot: Mapping[Node, int], alone: AbstractSet[Node]) -> list[Node]:
+def views_to(nodes: Sequence[Node], slot: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
     """List the views that must run for `nodes` to have slots, in an order that can run.
 
     Args:
         nodes: values that are about to be used.
-        slot: of all values that are there.
-        alone: the views that exist as values.
+        slot: the slots of all values computed so far.
+        view_values: the views that exist as values.
     """
     found: dict[Node, None] = {}
     stack = [(n, False) for n in reversed(nodes)]
     while stack:
         n, ready = stack.pop()
-        if n in slot or n not in alone or n in found:
+        if n in slot or n not in view_values or n in found:
             continue
         if ready:
             found[n] = None

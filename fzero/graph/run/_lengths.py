@@ -1,9 +1,9 @@
-"""Lengths: a segment that comes again with a batch of another length runs by code that serves all lengths.
+"""Lengths: a segment that recurs with batches of other lengths runs code that serves all lengths.
 
-From the second length on, a segment is compared with those of the lengths before. Where the two are alike but for
-numbers, and each number is a polynomial of the length, the segment is compiled once with the length as an argument.
+From the second length on, a segment is compared with the segments of earlier lengths. If two differ only in integers,
+and each integer is a polynomial of the length, the segment is compiled once with the length as an argument.
 
-Nothing is guessed: code is used only for a segment whose numbers are just those that its polynomials give. Where two
+Nothing is guessed: the code serves a segment only if its polynomials give exactly the segment's integers. If two
 lengths were planned before the first call, segments are compiled for all lengths at once.
 """
 
@@ -27,17 +27,17 @@ __all__ = ["Lengths", "for_all_lengths"]
 
 @dataclass
 class Lengths:
-    """What is known of a step's segments at the lengths that were compiled so far.
+    """The segments of a step at the lengths that were compiled so far.
 
     Attributes:
         first: the shapes of the first call's arguments.
-        places: which of their sizes change with the length; None until a second length.
+        places: the sizes, `(tensor, dimension)`, that change with the length; None until a second length.
         start: the first length.
         waiting: the segments of the first call, until its length is known.
-        planned: the graphs of calls that have not run, with the shapes of their arguments.
-        samples: by structure, the numbers of segments, each at a length.
+        planned: the graphs of planned calls that have not run, with the shapes of their arguments.
+        samples: by structure, the integers of segments, each at a length.
         refused: the names of templates, and of segments of one length, that cannot run compiled on some rank.
-        compiled: by structure, templates with their functions, and what says for which lengths these hold.
+        compiled: by structure, templates with their functions, and a function that says whether they hold for a length.
     """
 
     first: Shapes | None = None
@@ -50,7 +50,7 @@ class Lengths:
     compiled: dict[Hashable, list[tuple[Template, Runs, Callable[[int], bool]]]] = field(default_factory=dict)
 
     def length_of(self, shapes: Shapes) -> int | None:
-        """Return the length of a call; None before a second is known, or if more than one size changes."""
+        """Return the length of a call; None before a second length is known, or if more than one size changes."""
         if self.first is None:
             self.first = shapes
         if shapes == self.first and self.places is not None:
@@ -72,42 +72,44 @@ class Lengths:
         return now
 
     def template_of(self, code: Code, length: int) -> Template | None:
-        """Return a template that is a segment at this length: a compiled one if there is one, else a new one."""
+        """Return a template of a segment at this length: a compiled template if one fits, else a new one, else None."""
         structure, numbers = structure_of(code), numbers_of(code)
         compiled = self.compiled.get(structure, [])
         for template, _, holds in compiled:
             if template.is_at(numbers, length) and holds(length):
                 return template
-        tried = self.refused | {template.name for template, *_ in compiled}  # these hold for other lengths only
-        known = [s for s in self.samples.get(structure, ()) if s.length != length]
-        for sample in known:
-            others = [s for s in known if s.length != sample.length]
-            found = fit_all([sample, Sample(length, numbers), *others[:1]]) or fit_all(
+        tried = self.refused | {
+            template.name for template, *_ in compiled
+        }  # the compiled ones hold for other lengths only
+        samples = [s for s in self.samples.get(structure, ()) if s.length != length]
+        for sample in samples:
+            rest = [s for s in samples if s.length != sample.length]
+            polynomials = fit_all([sample, Sample(length, numbers), *rest[:1]]) or fit_all(
                 [sample, Sample(length, numbers)]
             )
-            name = name_of_code((structure, found))
-            if found is not None and length > 1 and name not in tried:
-                return Template(code, length, found, name)
+            name = name_of_code((structure, polynomials))
+            if polynomials is not None and length > 1 and name not in tried:
+                return Template(code, length, polynomials, name)
         return None
 
     def runs_of(self, template: Template) -> Runs | None:
-        """Return the compiled function of a template, if it was compiled here."""
-        known = self.compiled.get(structure_of(template.code), ())
-        return next((runs for other, runs, _ in known if other.name == template.name), None)
+        """Return the function of a template if it is compiled, else None."""
+        entries = self.compiled.get(structure_of(template.code), ())
+        return next((runs for other, runs, _ in entries if other.name == template.name), None)
 
     def keep(self, template: Template, runs: Runs, holds: Callable[[int], bool]) -> None:
-        """Keep the function of a template for the lengths to come."""
+        """Keep the function of a template for further lengths."""
         self.compiled.setdefault(structure_of(template.code), []).append((template, runs, holds))
 
     def learn_planned(self, shapes: Shapes) -> None:
-        """Note the segments of calls that were planned, and have not run, but for that of these shapes."""
-        for others, graph in self.planned:
-            if others != shapes and (length := self.length_of(others)) is not None:
+        """Record the segments of planned calls that have not run, except the call with these shapes."""
+        for other_shapes, graph in self.planned:
+            if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
                 self._note(codes_of(program_of(arriving(graph))), length)
         self.planned.clear()
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
-        """Note the segments of a call."""
+        """Record the segments of a call."""
         if length is None:
             self.waiting += [] if self.places is not None else codes
         else:
@@ -126,13 +128,13 @@ def _sizes(s: Sequence[int], t: Sequence[int]) -> Iterator[tuple[int, tuple[int,
 
 
 def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mesh: Mesh | None) -> dict[str, Runs]:
-    """Make functions of those segments that run by code for all lengths; it is compiled if it is not there.
+    """Return functions of the segments whose code serves several lengths. Compile missing code.
 
     Args:
         codes: the distinct segments of a step at one length.
-        lengths: what is known of other lengths. It learns this one.
-        shapes: of the call's arguments.
-        mesh: whose ranks do the same: what one cannot compile, all compile for the one length.
+        lengths: the segments of other lengths. This length is added.
+        shapes: the shapes of the call's arguments.
+        mesh: the mesh whose ranks make the same call. A template that one rank cannot compile, no rank uses.
 
     Returns:
         Functions by the name of the code.
@@ -142,10 +144,10 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     if length is None:
         lengths.learn(codes, None)
         return {}
-    templates = {code.name: found for code in codes if (found := lengths.template_of(code, length))}
+    templates = {code.name: template for code in codes if (template := lengths.template_of(code, length))}
     todo = {t.name: t for t in templates.values() if lengths.runs_of(t) is None}
 
-    def one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
+    def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
         try:
             runs, holds = compile_template(todo[code.name])
             prove(code, bound(runs, length))
@@ -153,11 +155,11 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
             return Refusal(error.segment, error.reason, "")
         return runs, holds
 
-    asked = [t.code._replace(name=t.name) for t in todo.values()]
-    cold = [code for code in asked if not is_compiled(code)]
+    missing = [t.code._replace(name=t.name) for t in todo.values()]
+    cold = [code for code in missing if not is_compiled(code)]
     workers = start(cold, helpers(cold), templates=todo)
     try:
-        outcomes = {code.name: found for code, found in progress(compile_all(asked, one), len(asked))}
+        outcomes = {code.name: outcome for code, outcome in progress(compile_all(missing, compile_one), len(missing))}
     finally:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
@@ -166,12 +168,12 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
         if not isinstance(outcome, Refusal) and name not in refusals:
             lengths.keep(todo[name], *outcome)
     lengths.learn(codes, length)
-    found = {name: lengths.runs_of(template) for name, template in templates.items()}
-    return {name: bound(runs, length) for name, runs in found.items() if runs is not None}
+    functions = {name: lengths.runs_of(template) for name, template in templates.items()}
+    return {name: bound(runs, length) for name, runs in functions.items() if runs is not None}
 
 
 def bound(runs: Runs, length: int) -> Runs:
-    """Make the function of a segment at one length."""
+    """Bind the function of a template to one length."""
 
     def at_length(args: list[Any]) -> Sequence[Any]:
         args.insert(0, length)

@@ -1,4 +1,4 @@
-"""A scheduled graph as instructions over numbered slots, for the executor that runs or compiles segments."""
+"""A scheduled graph as instructions over numbered slots, for the backends that compile segments."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,22 +30,23 @@ from fzero.graph.run._segment import Segment, segment
 
 __all__ = ["Operands", "Program", "SingleOperation", "Turns", "arriving", "program_of"]
 
-# Program: a scheduled graph as instructions over numbered slots, for the executor that compiles segments.
+# Program: a scheduled graph as instructions over numbered slots, for the backends that compile segments.
 #
-# 1. Cut the graph into groups of nodes (`_groups`).
-# 2. Find what each group hands on to others, as whole buffers: a view is made anew where it is used (`_groups`).
-# 3. Make of each group an instruction: an operation that runs by itself, or a segment (`_segment`). Views that an
-#    operation or a result needs run by themselves before it.
-# 4. Note on each instruction which slots are free after it.
+# 1. Split the graph into groups of nodes (`_groups`).
+# 2. Find the values that each group passes to later groups. They are full buffers: each group that uses a view of one
+#    recomputes the view (`_groups`).
+# 3. Turn each group into an instruction: a single operation, or a segment (`_segment`). Views that an operation or a
+#    result needs run as operations before it.
+# 4. Record on each instruction the slots that are free after it.
 
 
 class Operands(NamedTuple):
-    """The arguments of an operation, in which slots stand for values.
+    """The arguments of an operation, with slots in place of values.
 
     Attributes:
-        args: as in the graph.
-        kwargs: as in the graph.
-        slots: of each node in them.
+        args: the node's positional arguments.
+        kwargs: the node's keyword arguments.
+        slots: the slot of each node among them.
     """
 
     args: tuple[Argument, ...]
@@ -53,7 +54,7 @@ class Operands(NamedTuple):
     slots: dict[Node, int]
 
     def of(self, env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments with the values that lie in the slots."""
+        """Return the arguments with the values of their slots in `env`."""
         slots = self.slots
 
         def value(a: Node) -> Any:
@@ -63,12 +64,12 @@ class Operands(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """A loop, and the program of its body; of a pipeline's loop, of each of its phases.
+    """A loop and the program of its body; for a pipeline's loop, the programs of its phases.
 
     Attributes:
         loop: the loop.
-        programs: one, or as many as there are phases.
-        parts: the phases; None of other loops.
+        programs: the program of the body, or one program for each phase.
+        parts: the phases of a pipeline's loop; None for other loops.
     """
 
     loop: Loop
@@ -76,19 +77,19 @@ class Turns(NamedTuple):
     parts: tuple[PhaseGraph, ...] | None = None
 
     def running(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
-        """Make the function of the loop's node, given what runs its programs."""
+        """Make the function of the loop's node, given functions that run its programs."""
         return running(self.loop, bodies[0]) if self.parts is None else following(self.loop, self.parts, bodies)
 
 
 class SingleOperation(NamedTuple):
-    """An operation that runs by itself: a collective, a wait, a packing, or a view that one or a result needs.
+    """An operation outside of segments: a collective, a wait, a packing, or a view that these or a result need.
 
     Attributes:
         target: the function, or the turns of a loop.
-        arguments: which it is given.
-        out: the slot of its result.
-        free: slots that are not needed after it.
-        line: the user's, as "file:line".
+        arguments: the operation's arguments.
+        out: the slot of the result.
+        free: the slots that are free after it.
+        line: the user's source line, as "file:line".
     """
 
     target: Callable[..., Any] | Turns
@@ -99,12 +100,12 @@ class SingleOperation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Instructions over numbered slots, of which the first are the graph's arguments.
+    """Instructions over numbered slots. The first slots are the graph's arguments.
 
     Attributes:
-        instructions: in the order in which they run.
-        slots: how many there are.
-        results: the slots of the graph's results, None where the function returned none.
+        instructions: the instructions, in the order in which they run.
+        slots: the number of slots.
+        results: the slots of the graph's results; None where the function returned None.
     """
 
     instructions: list[SingleOperation | Segment]
@@ -112,7 +113,7 @@ class Program(NamedTuple):
     results: list[int | None]
 
     def compiled(self) -> Iterator[Segment]:
-        """Yield the segments that are compiled, those of loops too, in order."""
+        """Yield the segments to compile in order, also those of loops."""
         for x in self.instructions:
             if isinstance(x, Segment):
                 yield from [] if x.scalars else [x]
@@ -124,37 +125,37 @@ class Program(NamedTuple):
 def program_of(graph: Graph, owned: Sequence[int] = ()) -> Program:
     """Make a program of a scheduled graph.
 
-    The segments to compile grow in number neither with the blocks of a model, if these have one shape, nor with the
+    The number of distinct segments grows neither with a model's blocks, if these have one shape, nor with the
     micro-batches.
 
     Args:
         graph: a scheduled graph.
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
-    items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # values, as parts are
+    items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
     groups, parts, small = cut(graph.nodes), parts_of_arguments(graph) | items, scalars(graph.nodes)
-    wanted = [None if x is None else written_argument(x) for x in results(graph)]
-    values = [x for x in wanted if x is not None]
-    alone = needed_views(groups, values) | parts
+    result_values = [None if x is None else written_argument(x) for x in results(graph)]
+    values = [x for x in result_values if x is not None]
+    view_values = needed_views(groups, values) | parts
     slot = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     instructions: list[SingleOperation | Segment] = []
     for group, exported in zip(groups, exports(groups, values), strict=True):
         single = runs_alone(group[0])
         used = group[0].all_input_nodes if single else sources(operands(group), parts)
-        # a loop's results leave their tuple at once, which would hold all of them as long as the last
-        found = list(group[0].users) if loop_of(group[0]) else []
-        singles = [*views_to(used, slot, alone), *([group[0], *found] if single else [])]
+        # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
+        loop_items = list(group[0].users) if loop_of(group[0]) else []
+        singles = [*views_to(used, slot, view_values), *([group[0], *loop_items] if single else [])]
         instructions += [_single(node, slot) for node in singles]
         compiled = None if single else segment(group, exported, slot, parts, small)
         instructions += [] if compiled is None else [compiled]
-    instructions += [_single(node, slot) for node in views_to(values, slot, alone)]
+    instructions += [_single(node, slot) for node in views_to(values, slot, view_values)]
     inputs = {slot[n] for n in graph.nodes if is_input(n)} - {*owned}
-    kept = [None if x is None else slot[x] for x in wanted]
-    return Program(_with_frees(instructions, inputs | {slot[x] for x in values}), len(slot), kept)
+    result_slots = [None if x is None else slot[x] for x in result_values]
+    return Program(_with_frees(instructions, inputs | {slot[x] for x in values}), len(slot), result_slots)
 
 
 def _single(node: Node, slot: dict[Node, int]) -> SingleOperation:
-    """Make an instruction of a node, and give its result a slot."""
+    """Turn a node into an instruction, and give its result a slot."""
     arguments = Operands(node.args, node.kwargs, {a: slot[written_argument(a)] for a in node.all_input_nodes})
     slot[node] = len(slot)
     loop = loop_of(node)
@@ -170,41 +171,43 @@ def _turns(loop: Loop) -> Turns:
     return Turns(loop, [program_of(part.graph, part.owned) for part in parts], parts)
 
 
-def _with_frees(instructions: Sequence[SingleOperation | Segment], kept: set[int]) -> list[SingleOperation | Segment]:
-    """Note on each instruction which slots are free after it; `kept` ones never are."""
+def _with_frees(
+    instructions: Sequence[SingleOperation | Segment], permanent: set[int]
+) -> list[SingleOperation | Segment]:
+    """Record on each instruction the slots that are free after it; `permanent` slots never are."""
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
         for s in _slots_of(instruction):
             last[s] = i
     frees: list[list[int]] = [[] for _ in instructions]
     for s, i in last.items():
-        if s not in kept:
+        if s not in permanent:
             frees[i].append(s)
     return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]
 
 
 def _slots_of(instruction: SingleOperation | Segment) -> list[int]:
-    """List the slots that an instruction reads, and then those that it writes."""
+    """List the slots that an instruction reads, then the slots that it writes."""
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]
     return [*instruction.arguments.slots.values(), instruction.out]
 
 
-# arriving: copies from a GPU to the host are on their way until the host reads them.
+# arriving: copies from a GPU to the host are asynchronous until the host reads them.
 #
-# The copies stand on the device's own stream, in the order of its work. So what a copy reads cannot be written before
-# it is done, and the host alone has to wait. A copy from the host needs no wait: what reads it stands behind it.
+# The copies run on the device's own stream, in the order of its work. So later work cannot overwrite the source of a
+# copy, and only the host has to wait. A copy from the host needs no wait: its readers come after it on the stream.
 
 
 def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
-    """Start each copy to the host where it stands, and wait for it before its first use.
+    """Make each copy to the host asynchronous, with a wait before its first use.
 
     Args:
         graph: a scheduled graph.
-        kinds: the types of the devices whose copies can be on their way.
+        kinds: the types of the devices whose copies can be asynchronous.
 
     Returns:
-        A graph that an executor runs in its order; the graph itself if it copies nothing from such a device.
+        A graph to run in its order; the graph itself if none of its arguments lies on such a device.
     """
     if not any(values(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and values(n)):
         return graph
@@ -219,16 +222,16 @@ def arriving(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
 
 
 def _wait_before_use(graph: Graph, node: Node, index: dict[Node, int]) -> None:
-    """Let a copy be on its way; its views are made of what has arrived."""
+    """Make a copy asynchronous, and wait for it before its first use. Its views are taken after the wait."""
     views, users = family(node)
     node.target = on_its_way
     with graph.inserting_before(min(users, key=index.__getitem__)):
-        made = {node: graph.call_function(arrived, (node,))}
-        made[node].meta = dict(node.meta)
+        copies = {node: graph.call_function(arrived, (node,))}
+        copies[node].meta = dict(node.meta)
         for view in sorted(views[1:], key=index.__getitem__):
-            made[view] = graph.node_copy(view, lambda a: made.get(a, a))
+            copies[view] = graph.node_copy(view, lambda a: copies.get(a, a))
     for use in users:
         for old in views:
-            use.replace_input_with(old, made[old])
+            use.replace_input_with(old, copies[old])
     for view in sorted(views[1:], key=index.__getitem__, reverse=True):
         graph.erase_node(view)

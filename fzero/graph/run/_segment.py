@@ -1,4 +1,4 @@
-"""Segments: groups of operations as graphs, described so that equal ones are compiled once."""
+"""Segments: groups of operations as graphs, with keys so that equal segments are compiled once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,14 +17,14 @@ from fzero.graph.run._groups import operands, read_by_loops, sources
 
 __all__ = ["Segment", "Template", "compile_template", "numbers_of", "segment", "structure_of", "take_rounded"]
 
-# Rounded: a narrow parameter that is to be its master's rounded value becomes that value, not the old one and a step.
+# Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
 #
-# `optim.master_weights` hands out the difference of two narrow values, and `optim.apply_updates` adds it. Compiled,
-# that reads the old parameter for nothing, and takes a fifth of the update's time.
+# `optim.master_weights` returns the difference of two narrow values, and `optim.apply_updates` adds it to the old
+# parameter. Compiled, this would read the old parameter needlessly, which takes a fifth of the update's time.
 
 
 def take_rounded(graph: Graph) -> None:
-    """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`. It is exact, where the sum may round."""
+    """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:
         rounded = _rounded(node)
         if rounded is not None:
@@ -32,7 +32,7 @@ def take_rounded(graph: Graph) -> None:
 
 
 def _rounded(node: Node) -> Node | None:
-    """Return `r` of a node that is `narrow(p + (wide(r) - wide(p)))`, if nothing else reads it."""
+    """Return `r` of a node `narrow(p + (wide(r) - wide(p)))`, if nothing else reads `wide(r)`; else None."""
     total = _operands(node, "_to_copy", 1)
     parts = _operands(total[0], "add", 2) if total else []
     step = _operands(parts[1], "sub", 2) if parts else []
@@ -45,34 +45,35 @@ def _rounded(node: Node) -> Node | None:
 
 
 def _operands(node: Node, name: str, count: int) -> list[Node]:
-    """List the operands of an operation of this name, if it has so many and no others."""
+    """List the operands of a node if it is the operation `name` with exactly `count` operands, all nodes; else none."""
     if name_of(node) != name or len(node.args) != count or "alpha" in node.kwargs:
         return []
-    found = [a for a in node.args if isinstance(a, Node)]
-    return found if len(found) == count else []
+    operands = [a for a in node.args if isinstance(a, Node)]
+    return operands if len(operands) == count else []
 
 
-# Segments: groups of operations as graphs of their own, described so that equal ones are compiled once.
+# Segments: groups of operations as graphs of their own, with keys so that equal segments are compiled once.
 
 
 class Segment(NamedTuple):
     """Operations that are compiled together.
 
     Attributes:
-        key: segments with equal code have equal ones.
-        graph: the code: its arguments are the slots `ins`, its results go to the slots `outs`.
+        key: equal for segments with equal code.
+        graph: the operations.
         fakes: stand-ins of the arguments.
-        made: stand-ins of the results.
-        ins: slots.
-        outs: slots.
-        free: slots that are not needed after it.
-        scalars: whether it computes 0-d values only. Torch runs them: to compile them takes longer than they ever do.
+        outputs: stand-ins of the results.
+        ins: the slots of the arguments.
+        outs: the slots of the results.
+        free: the slots that are free after it.
+        scalars: whether it computes 0-d values only. Such a segment is not compiled: compiling takes longer than it
+            saves.
     """
 
     key: Hashable
     graph: Graph
     fakes: list[torch.Tensor]
-    made: list[torch.Tensor]
+    outputs: list[torch.Tensor]
     ins: list[int]
     outs: list[int]
     free: list[int]
@@ -86,12 +87,12 @@ def segment(
     parts: AbstractSet[Node],
     small: AbstractSet[Node],
 ) -> Segment | None:
-    """Make a segment of a group, or nothing of a group whose results nobody needs.
+    """Make a segment of a group; None if nothing needs the group's results.
 
     Args:
         group: nodes that are compiled together.
-        exports: those of them that others need. They are given new slots.
-        slot: of all values that are there.
+        exports: the nodes of the group whose values later groups or the caller need. They get new slots.
+        slot: the slots of all values computed so far.
         parts: the views that count as values.
         small: the scalars of the graph.
     """
@@ -113,13 +114,13 @@ def segment(
     graph.eliminate_dead_code()
     for x in exports:
         slot[x] = len(slot)
-    fakes, made = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
-    key, scalars = (_key(graph), tuple([signature(x) for x in made])), small >= {*group}
-    return Segment(key, graph, fakes, made, [slot[x] for x in ins], [slot[x] for x in exports], [], scalars)
+    fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
+    key, scalars = (_key(graph), tuple([signature(x) for x in outputs])), small >= {*group}
+    return Segment(key, graph, fakes, outputs, [slot[x] for x in ins], [slot[x] for x in exports], [], scalars)
 
 
 def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
-    """Make a value anew in a segment's graph if it is not there: a view, and the views that it is made of."""
+    """Recompute a view, and the views that lead to it, in a segment's graph, unless the graph has them already."""
     todo = [node]
     while todo:
         n = todo[-1]
@@ -133,7 +134,7 @@ def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
 
 
 def _key(graph: Graph) -> Hashable:
-    """Describe a graph so that equal descriptions have equal code."""
+    """Describe a graph so that equal descriptions mean equal code."""
     number = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
@@ -149,17 +150,17 @@ class _Number(int):
         return f"%{int(self)}"
 
 
-# Templates: segments whose whole numbers are polynomials of a length, compiled with the length as an argument.
+# Templates: segments whose integers are polynomials of a length, compiled with the length as an argument.
 
 
 class Template(NamedTuple):
     """A segment for all lengths.
 
     Attributes:
-        code: as it was traced at one length.
-        length: which.
-        numbers: all whole numbers in it, in order.
-        name: of its files.
+        code: the segment as traced at one length.
+        length: that length.
+        numbers: polynomials for all integers of the segment, in order.
+        name: the name of its files.
     """
 
     code: Code
@@ -168,7 +169,7 @@ class Template(NamedTuple):
     name: str
 
     def is_at(self, numbers: Sequence[int], length: int) -> bool:
-        """Return whether a segment of the same structure is this one at a length."""
+        """Return whether a segment of the same structure, with these integers, is the template at a length."""
         return all(p.at(length) == n for p, n in zip(self.numbers, numbers, strict=True))
 
 
@@ -176,10 +177,11 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
     """Compile a segment for all lengths.
 
     Returns:
-        A function of a list of the length and the segment's arguments, and one that says for which lengths it holds.
+        A function of a list of the length and the segment's arguments, and a function that says whether the code holds
+        for a length.
 
     Raises:
-        CompileError: if Inductor cannot.
+        CompileError: if Inductor cannot compile the segment.
     """
     code = template.code
     nodes = [n for n in code.graph.nodes if n.op == "call_function"]
@@ -197,19 +199,19 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
             shape, strides = mapped((tuple(x.shape), x.stride()), lambda _: next(numbers).at(length))
             return shape, strides, x.dtype, x.device
 
-        return [form(x) for x in code.fakes], [form(x) for x in code.made]
+        return [form(x) for x in code.fakes], [form(x) for x in code.outputs]
 
-    with compile_error(code.graph, code.where):
-        found = inductor_for_lengths(GraphModule({}, code.graph), arguments, forms, template.length)
+    with compile_error(code.graph, code.location):
+        functions = inductor_for_lengths(GraphModule({}, code.graph), arguments, forms, template.length)
     note_compiled(code._replace(name=template.name))
-    return found
+    return functions
 
 
-# ---------------------------------------------------------------- the numbers of a segment
+# ---------------------------------------------------------------- the integers of a segment
 
 
 def structure_of(code: Code) -> Hashable:
-    """Describe a segment but for its whole numbers."""
+    """Describe a segment without its integers."""
     number = {n: i for i, n in enumerate(code.graph.nodes)}
 
     def line(n: Node) -> Hashable:
@@ -217,13 +219,13 @@ def structure_of(code: Code) -> Hashable:
             return "input"
         return str(n.target), repr(mapped((n.args, n.kwargs), lambda _: "#", lambda a: f"%{number[a]}"))
 
-    forms = [(x.dim(), x.dtype, x.device) for x in (*code.fakes, *code.made)]
+    forms = [(x.dim(), x.dtype, x.device) for x in (*code.fakes, *code.outputs)]
     return tuple([line(n) for n in code.graph.nodes]), tuple(forms), len(code.fakes)
 
 
 def numbers_of(code: Code) -> tuple[int, ...]:
-    """List the whole numbers of a segment: in its nodes' arguments, then in the shapes and strides of its borders."""
-    found = [i for n in code.graph.nodes if n.op == "call_function" for i in whole_numbers((n.args, n.kwargs))]
-    for x in (*code.fakes, *code.made):
-        found += [*x.shape, *x.stride()]
-    return tuple(found)
+    """List the integers of a segment: those of its nodes' arguments, then the shapes and strides of its values."""
+    numbers = [i for n in code.graph.nodes if n.op == "call_function" for i in whole_numbers((n.args, n.kwargs))]
+    for x in (*code.fakes, *code.outputs):
+        numbers += [*x.shape, *x.stride()]
+    return tuple(numbers)

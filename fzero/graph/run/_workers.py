@@ -1,7 +1,7 @@
-"""Workers: processes without a rank that compile segments, into the cache from which the ranks load them.
+"""Workers: processes without a rank that compile segments into the cache from which the ranks load them.
 
-A worker is given all segments at once, and takes them as a rank does, one that no other has begun. It ends when all are
-compiled, or when the process that started it does.
+A worker receives all segments at once. Like a rank, it takes one segment after another that no other process has begun.
+It ends when all are compiled, or when the process that started it ends.
 """
 
 import os
@@ -21,34 +21,34 @@ from fzero.graph.run._segment import Template, compile_template
 __all__ = ["Workers", "helpers", "spare_cores", "start", "work"]
 
 QUIET = subprocess.DEVNULL
-MOST_WORKERS = 7  # workers of one rank: each takes a second of a core, and 300 MB, to import torch
+MOST_WORKERS = 7  # workers of one rank; importing torch takes each a second of a core and 300 MB
 
 
 class Workers(NamedTuple):
     """Processes that compile.
 
     Attributes:
-        processes: they may have ended.
+        processes: the workers, which may have ended.
     """
 
     processes: tuple[subprocess.Popen[bytes], ...] = ()
 
     def are_done(self) -> bool:
-        """Return whether all have ended."""
+        """Return whether all workers have ended."""
         return all(p.poll() is not None for p in self.processes)
 
     def stop(self) -> None:
-        """End them, whatever they are doing."""
+        """Kill the workers."""
         for p in self.processes:
             p.kill()
             p.wait()
             if p.stdin is not None:
-                with suppress(OSError, ValueError):  # it had not read all
+                with suppress(OSError, ValueError):  # the worker had not read all of its input
                     p.stdin.close()
 
 
 def spare_cores() -> int:
-    """Return how many cores this process may use beside its own, if the ranks of a machine share all of them."""
+    """Return how many further cores this process may use if the ranks of a machine share all cores equally."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     share = cores // max(int(ranks) if ranks.isdecimal() else 1, 1)
@@ -56,7 +56,7 @@ def spare_cores() -> int:
 
 
 def helpers(cold: Sequence[Code]) -> int:
-    """Return how many workers help this process to compile segments: none on a GPU, where each would take a context."""
+    """Return how many workers to start for some segments: none on a GPU, where each would need a CUDA context."""
     on_cpu = all(x is None or x.device.type == "cpu" for code in cold for x in code.fakes)  # a torch.Generator is None
     return min(spare_cores(), len(cold) - 1) if on_cpu else 0
 
@@ -66,61 +66,63 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
 
     Args:
         codes: distinct segments.
-        count: how many to start, if it can be: not in a program without an interpreter of its own, or if a graph cannot
-            be written down.
-        nice: how much they give way to other processes, 0 to 19.
-        templates: by the name of the code, of those that are compiled for all lengths.
+        count: how many workers to start. None start if the program has no Python executable, or if a graph cannot be
+            pickled.
+        nice: the workers' niceness, 0 to 19.
+        templates: the templates of segments that are compiled for all lengths, by the name of the code.
     """
-    known = templates or {}
-    lengths = [(known[c.name].length, known[c.name].numbers) if c.name in known else None for c in codes]
+    lookup = templates or {}
+    lengths = [(lookup[c.name].length, lookup[c.name].numbers) if c.name in lookup else None for c in codes]
     try:
-        described = pickled([(code.graph, code.fakes, code.made) for code in codes])
-        data = pickle.dumps(([code.name for code in codes], lengths, described))
-    except Exception:  # a setting of Inductor, or a constant, that cannot be pickled: this process compiles them
+        payload = pickled([(code.graph, code.fakes, code.outputs) for code in codes])
+        data = pickle.dumps(([code.name for code in codes], lengths, payload))
+    except Exception:  # a setting of Inductor or a constant cannot be pickled: this process compiles alone
         return Workers()
     if not sys.executable:
         return Workers()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([x or os.getcwd() for x in sys.path])}
-    found = []
+    processes = []
     for _ in range(min(count, MOST_WORKERS)):
         command = [sys.executable, "-c", f"from fzero.graph.run._workers import work; work({nice})"]
         p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=QUIET, stderr=QUIET)
-        threading.Thread(target=_tell, args=(p, data), daemon=True).start()  # it reads once it has imported torch
-        found.append(p)
-    return Workers(tuple(found))
+        threading.Thread(
+            target=_send, args=(p, data), daemon=True
+        ).start()  # the worker reads after it has imported torch
+        processes.append(p)
+    return Workers(tuple(processes))
 
 
-def _tell(worker: subprocess.Popen[bytes], data: bytes) -> None:
+def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
     assert worker.stdin is not None
-    with suppress(OSError, ValueError):  # it has ended, or was stopped: what it would have compiled is compiled here
+    with suppress(OSError, ValueError):  # the worker has ended or was stopped: its segments are compiled here
         worker.stdin.write(len(data).to_bytes(8, "little") + data)
-        worker.stdin.flush()  # and stays open, which tells that this process lives
+        worker.stdin.flush()  # the pipe stays open, which shows that this process lives
 
 
 def work(nice: int) -> None:
-    """Compile the segments that standard input describes, and leave those that cannot be to who asked."""
+    """Compile the segments that standard input describes. Skip those that fail: the parent process compiles them."""
     os.nice(nice)
     stdin = sys.stdin.buffer
     names, lengths, graphs = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
-    threading.Thread(target=_end_with, args=(stdin,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(stdin,), daemon=True).start()
     codes = []
     for name, make in zip(names, unpickled(graphs), strict=True):
-        with suppress(Exception):  # an operation that only who asked has registered
+        with suppress(Exception):  # an operation that only the parent process has registered
             codes.append(Code(*make(), name))
     numbers = dict(zip(names, lengths, strict=True))
-    for _ in compile_all(codes, lambda code: _attempted(code, numbers[code.name])):
+    for _ in compile_all(codes, lambda code: _try_compile(code, numbers[code.name])):
         pass
-    os._exit(0)  # without the end of an interpreter, which waits for a thread that reads
+    os._exit(0)  # skip the interpreter's shutdown, which would wait for the reading thread
 
 
-def _end_with(stdin: BinaryIO) -> None:
-    """End this process when the one that writes to its input ends."""
+def _exit_with(stdin: BinaryIO) -> None:
+    """End this process when the process that writes to its input ends."""
     stdin.read()
     os._exit(0)
 
 
-def _attempted(code: Code, numbers: tuple[int, tuple[Polynomial, ...]] | None) -> None:
-    """Compile a segment, or leave it: who asked meets the error itself, and can say where it comes from."""
+def _try_compile(code: Code, numbers: tuple[int, tuple[Polynomial, ...]] | None) -> None:
+    """Compile a segment, or skip it on an error: the parent process meets the same error, and can name its source."""
     with suppress(Exception):
         if numbers is None:
             compiled(code)

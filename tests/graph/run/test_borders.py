@@ -265,7 +265,7 @@ def test_what_is_written_is_not_copied():
     with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         graph.call_function(torch.ops.aten.copy_.default, (x, x))
     run = within_borders(lambda args: args, graph, [x.meta["val"]])
-    with pytest.raises(RuntimeError, match="writes into does not lie as when it was traced"):
+    with pytest.raises(RuntimeError, match="writes into differs from the traced layout"):
         run([torch.ones(3, 2).t()])
 
 

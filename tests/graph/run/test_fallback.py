@@ -137,7 +137,9 @@ def test_results_that_are_not_as_traced_are_found_before_the_first_step(monkeypa
     executable, _ = trained()
     assert executable.uncompiled >= 1
     (said,) = notices(caplog)
-    assert re.search(r"result 0 of its compiled code is float\d\d\[.*strides .*; traced was float64\[.*strides", said)
+    assert re.search(
+        r"result 0 of its compiled code is float\d\d\[.*strides .*, but was traced as float64\[.*strides", said
+    )
 
 
 def test_the_whole_step_falls_back_too(monkeypatch, caplog):
@@ -169,7 +171,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 
 def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
-    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.made)
+    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
         runs([torch.zeros(3, 3)])
     prove(code, runs)
@@ -181,7 +183,7 @@ def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.made))
+    prove(code, interpreted(GraphModule({}, code.graph), code.fakes, code.outputs))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -207,7 +209,7 @@ def test_code_whose_results_are_not_finite_is_refused_unless_the_operations_do_t
     prove(code, lambda args: [infinite.nan_to_num() if dtype.itemsize > 1 else infinite, half])
     broken = half.clone()
     broken[1, 2] = math.nan
-    with pytest.raises(CompileError, match="result 1 of its compiled code is not finite; that of the operations"):
+    with pytest.raises(CompileError, match="result 1 of its compiled code is not finite, but that of the uncompiled"):
         prove(code, lambda args: [infinite, broken])
 
 

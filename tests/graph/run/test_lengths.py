@@ -296,10 +296,10 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
 def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(monkeypatch):
     _, run = train("fx", (12, 40))
     first, later = run._entries.values()
-    assert first.asked.knobs.prefetch == "auto"
-    assert later.asked.knobs == Knobs.of(first.chosen.settings) and later.chosen.settings == first.chosen.settings
+    assert first.options.knobs.prefetch == "auto"
+    assert later.options.knobs == Knobs.of(first.chosen.settings) and later.chosen.settings == first.chosen.settings
     _, run = train("fx", (12, 40), memory_budget=1e9)
-    assert [e.asked.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
+    assert [e.options.knobs.prefetch for e in run._entries.values()] == ["auto", "auto"]
 
 
 def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
