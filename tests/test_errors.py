@@ -536,7 +536,7 @@ LAYOUTS: dict[str, Row] = {
     "a partition of boxes": (
         lambda: spmd(fzero.partition, BOXES),
         ValueError,
-        r"params is cut already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
+        r"params is sharded already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
     "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
     "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
@@ -578,7 +578,7 @@ LAYOUTS: dict[str, Row] = {
     "gradients of another shape": (
         lambda: spmd(lambda p: fzero.reduce_scatter({**p, "c": X}, like=fzero.partition(p)), PARAMS),
         ValueError,
-        r"grads leaf 'c' is \[8, 3\], and its layout says \[5\]",
+        r"grads leaf 'c' is \[8, 3\]: expected shape \[5\], as in like",
     ),
     "plain updates to cut parameters": (
         lambda: spmd(lambda p: optim.apply_updates(fzero.partition(p), p), PARAMS),
