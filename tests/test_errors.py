@@ -294,7 +294,7 @@ DIFFERENTIATION: dict[str, Row] = {
     "micro-batch arguments of different sizes": (
         lambda: vag(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
         ValueError,
-        r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; say with batch_argnums=",
+        r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; name the batch with batch_argnums=",
     ),
     "a micro-batch without a dimension": (
         lambda: vag(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),
@@ -324,12 +324,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "a loss that is not 0-d": (
         lambda: vag(lambda p, x: p["c"])(PARAMS, X),
         TypeError,
-        r"f must return a 0-d floating-point loss, and returned torch.float32 \[5\]; reduce it with .mean\(\)",
+        r"f must return a 0-d floating-point loss, but it returned torch.float32 \[5\]; reduce it with .mean\(\)",
     ),
     "an integer loss": (
         lambda: vag(lambda p, x: torch.tensor(3))(PARAMS, X),
         TypeError,
-        r"0-d floating-point loss, and returned torch.int64 \[\]",
+        r"0-d floating-point loss, but it returned torch.int64 \[\]",
     ),
     "no loss": (lambda: vag(lambda p, x: None)(PARAMS, X), TypeError, r"0-d floating-point loss.*NoneType"),
     "a pair without has_aux": (
@@ -340,12 +340,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "has_aux without a pair": (
         lambda: vag(has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), and returned Tensor",
+        r"has_aux=True: f must return \(loss, aux\), but it returned Tensor",
     ),
     "has_aux with three results": (
         lambda: vag(lambda p, x: (loss_of(p, x), x, x), has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), and returned tuple",
+        r"has_aux=True: f must return \(loss, aux\), but it returned tuple",
     ),
     "complex parameters": (
         lambda: vag()({"z": torch.ones(2, dtype=torch.complex64)}, X),

@@ -119,9 +119,7 @@ def check_unsharded(params: Any) -> None:
         if is_box(x):
             if isinstance(x, Shard | Slot) and not facts(x.uid).axes:
                 continue
-            raise ValueError(
-                f"params is sharded already: leaf {path!r} is {x!r}; gather it with the step that sharded it"
-            )
+            raise ValueError(f"params is sharded already: leaf {path!r} is {x!r}; gather it with the step that made it")
         if isinstance(x, torch.nn.Module):
             raise TypeError("params is a module: pass fzero.nn.functional(module).params, a tree of its parameters")
         if x is not None and not isinstance(x, torch.Tensor):
