@@ -94,7 +94,7 @@ MUTANTS = [
     *File("transforms/_remat/_call.py", REMAT).faults(
         Fault("remat drops the origin", "_stand_in", always("A.B is None")),
         Fault("remat takes all for batched", "Map.of.one", becomes("A(y)", "True")),
-        Fault("remat forgets autocast", "BlockCall.run", becomes("with self.casts.A(): ...", "if True: ...")),
+        Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
             "a remat block runs in the first micro-batch",
             "BlockCall._rebound",
