@@ -237,7 +237,7 @@ COLLECTIVES: dict[str, Row] = {
     "psum_scatter that does not divide": (
         lambda: spmd(lambda: fzero.PerRank(fzero.collectives.psum_scatter(X, dim=-1))),
         ValueError,
-        r"cuts dimension 1 of a tensor \[8, 3\] into 2 equal parts, and 3 does not divide by 2; pad it",
+        r"splits dimension 1 of a tensor \[8, 3\] into 2 equal parts, but 3 is not divisible by 2; pad it",
     ),
     "all_gather along no dimension": (
         lambda: spmd(lambda: fzero.collectives.all_gather(X, dim=2)),

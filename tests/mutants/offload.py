@@ -14,7 +14,7 @@ COST = ("tests/graph/test_cost.py",)
 MUTANTS = [
     *File("collectives/_moves.py", MOVES).faults(
         Fault("a move down is its own transpose", "", constant("to_device", "to_host", at="2 of 4")),
-        Fault("a move where it is there already is no copy", "_down", becomes("A(B).copy_", "B.view_as")),
+        Fault("a move where it is there already is no copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
         Fault(
             "the fake of a copy keeps the strides",
             "",
