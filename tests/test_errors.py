@@ -73,7 +73,7 @@ MAKING: dict[str, Row] = {
     "empty axis": (
         lambda: step_of(2, axis=()),
         ValueError,
-        r"axis=\(\).*a batch that all ranks share is given as it is",
+        r"axis=\(\).*pass a batch that all ranks share without splitting it",
     ),
     "no argument at params=": (
         lambda: step_of(2, params=7)(*init(2), PIECES),
@@ -89,7 +89,7 @@ MAKING: dict[str, Row] = {
     "an option for an axis": (
         lambda: fzero.mesh(dp=2, simulte="lockstep"),  # pyright: ignore
         TypeError,
-        r"simulte='lockstep': .* is an int; did you mean simulate= by simulte=\?",
+        r"simulte='lockstep': .* is an int; did you mean simulate=\?",
     ),
     "a plan without arguments": (
         lambda: fzero.plan(step_of(2)),
@@ -103,7 +103,7 @@ MAKING: dict[str, Row] = {
     "no world": (
         lambda: fzero.mesh(dp=2, simulate=False),
         ValueError,
-        r"simulate=False, and no world is at hand: launch with torchrun",
+        r"simulate=False, but there is no world: launch with torchrun",
     ),
 }
 
@@ -117,12 +117,12 @@ def test_a_mesh_whose_size_is_not_the_worlds_is_refused_before_anything_starts(m
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    message = r"dp=2, and the world has 4 processes: launch with torchrun --nproc-per-node 2, or say dp=-1"
+    message = r"dp=2, but the world has 4 processes: launch with torchrun --nproc-per-node 2, or pass dp=-1"
     with pytest.raises(ValueError, match=message):
         fzero.mesh(dp=2)
-    with pytest.raises(ValueError, match=r"dp=4, tp=2, and the world has 4 processes"):
+    with pytest.raises(ValueError, match=r"dp=4, tp=2, but the world has 4 processes"):
         fzero.mesh(dp=4, tp=2)
-    with pytest.raises(ValueError, match=r"dp=-1, tp=3, and the world has 4 processes: 4 does not divide by 3"):
+    with pytest.raises(ValueError, match=r"dp=-1, tp=3, but the world has 4 processes: 4 is not divisible by 3"):
         fzero.mesh(dp=-1, tp=3)
     with pytest.raises(ValueError, match="dp=0: an axis has at least one rank"):
         fzero.mesh(dp=0)
@@ -136,12 +136,12 @@ BATCHES: dict[str, Row] = {
     "does not split": (
         lambda: TWO.split({"x": torch.ones(8, 3), "y": torch.ones(7, 3)}),
         ValueError,
-        r"batch leaf 'y' is \[7, 3\]: dimension 0 must divide by the 2 ranks of Mesh\(dp=2.*drop or pad",
+        r"batch leaf 'y' is \[7, 3\]: dimension 0 must be divisible by the 2 ranks of Mesh\(dp=2.*drop or pad",
     ),
     "split of a 0-d leaf": (
         lambda: TWO.split({"x": X, "lr": torch.ones(())}),
         ValueError,
-        r"batch leaf 'lr' is \[\]: dimension 0 must divide by the 2 ranks",
+        r"batch leaf 'lr' is \[\]: dimension 0 must be divisible by the 2 ranks",
     ),
     "split of a string": (lambda: TWO.split({"x": "hello"}), TypeError, r"batch leaf 'x' is 'hello'.*tensor"),
     "split of a number": (lambda: TWO.split([X, 3]), TypeError, r"batch leaf '1' is 3.*tensor"),
