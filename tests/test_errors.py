@@ -642,7 +642,7 @@ def test_a_shape_error_of_a_simulation_says_that_sizes_count_ranks(simulate: Any
     with pytest.raises(RuntimeError, match="shapes") as caught:
         mesh.spmd(lambda x: x @ torch.ones(2, 2))(mesh.split(torch.ones(8, 7)))
     notes = "".join(getattr(caught.value, "__notes__", ()))
-    assert ("sizes in this message may count the 4 simulated ranks" in notes) == (simulate == "vmap")
+    assert ("shapes in this message may include the 4 simulated ranks" in notes) == (simulate == "vmap")
 
 
 # ---------------------------------------------------------------- trees that change between steps

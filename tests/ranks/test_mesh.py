@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r'device=\'gpu\': expected "cpu" or "cuda", and torch sees no GPUs here; with "cuda" each process takes',
     ),
     "a GPU by number": ({"device": "cuda:7"}, ValueError, r"device='cuda:7': expected .* LOCAL_RANK"),
-    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", and torch sees no GPUs here: say device="cpu"'),
+    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", but torch sees no GPUs here: pass device="cpu"'),
     "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu" or "cuda"'),
     "no name": ({"": 2}, ValueError, r"axis '': the name of an axis is a Python name, such as 'dp'"),
     "a name of two axes": ({"dp,ep": 2}, ValueError, r"axis 'dp,ep': the name of an axis is a Python name"),
