@@ -45,7 +45,7 @@ def note_call(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, differ: Mapping[str, set[int]]) -> None:
+def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, varying: Mapping[str, set[int]]) -> None:
     """Check that a loss that is one value does not use copies of a rank-dependent value as one value.
 
     Rematerialised blocks have no graph yet; they store what to check once it exists.
@@ -53,13 +53,13 @@ def check_copies(results: Sequence[torch.Tensor], one_loss: OneLoss, differ: Map
     Args:
         results: the loss, or results of a rematerialised block that the loss depends on.
         one_loss: the axes along which the loss is one value, and the collectives over them that it called.
-        differ: axis -> the ids of the differentiated tensors that differ by rank along it.
+        varying: axis -> the ids of the differentiated tensors that differ by rank along it.
 
     Raises:
         ValueError: if it does. The message names the line and the function to use.
     """
     for axis in one_loss.axes if one_loss.hidden else ():
-        _check([(y.grad_fn, y.output_nr) for y in results], axis, one_loss, differ[axis])
+        _check([(y.grad_fn, y.output_nr) for y in results], axis, one_loss, varying[axis])
 
 
 def _check(start: Sequence[Edge], axis: str, one_loss: OneLoss, leaves: set[int]) -> None:
@@ -108,12 +108,12 @@ class Exposed:
             arguments: the differentiated arguments, by index.
         """
         arg_ids = {i: id(x) for i, x in arguments.items()}
-        differ = {x for i, x in arg_ids.items() if _differs([self.sources[i]], self.axis, self.leaves)[0]}
+        varying = {x for i, x in arg_ids.items() if _differs([self.sources[i]], self.axis, self.leaves)[0]}
         for i, (name, node) in self.summed.items():
-            if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, differ)[0]:
+            if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, varying)[0]:
                 raise ValueError(_message(name, self.axis, node, self.one_loss.noted))
         start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
-        _check(start, self.axis, self.one_loss, differ)
+        _check(start, self.axis, self.one_loss, varying)
         reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf(node)) is not None}
         sources = [self.sources[i] for i, x in arg_ids.items() if x in reached]
         _check(sources, self.axis, self.one_loss, self.leaves)

@@ -50,7 +50,7 @@ def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Ten
 # ---------------------------------------------------------------- the table
 
 
-def _shown_dim(options: Along, xs: Tensors) -> str:
+def _dim_text(options: Along, xs: Tensors) -> str:
     return f"({options.dim % max(xs[0].ndim, 1)})"
 
 
@@ -84,7 +84,7 @@ add_row(
         local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
         transpose="psum_scatter",
         replicated=True,
-        detail=_shown_dim,
+        detail=_dim_text,
     )
 )
 add_row(
@@ -95,7 +95,7 @@ add_row(
         local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
         transpose="all_gather",
         replicated=False,
-        detail=_shown_dim,
+        detail=_dim_text,
     )
 )
 

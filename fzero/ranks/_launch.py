@@ -263,7 +263,7 @@ def _open_store(world: World, timeout: float) -> Store:
             raise RuntimeError(f"{error} within {timeout:g} s: {meeting}") from error
         except DistNetworkError as error:
             if world.rank == 0:
-                raise RuntimeError(f"rank 0 could open no store: {meeting}") from error
+                raise RuntimeError(f"rank 0 could not open a store: {meeting}") from error
             if time.monotonic() >= end:
                 raise RuntimeError(f"rank {world.rank} did not reach rank 0 within {timeout:g} s: {meeting}") from error
             time.sleep(RETRY)  # rank 0 of an earlier world was ending

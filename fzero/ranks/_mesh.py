@@ -227,21 +227,21 @@ class Mesh:
         """
         names = self.names(axis)
         if rank is None and self.device_mesh is not None:
-            places = {name: self.device_mesh.get_local_rank(name) for name in names}
+            by_axis = {name: self.device_mesh.get_local_rank(name) for name in names}
         else:
-            places = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
-        place, sizes = 0, dict(self.shape)
+            by_axis = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
+        position, sizes = 0, dict(self.shape)
         for name in names:
-            place = place * sizes[name] + places[name]
-        return place
+            position = position * sizes[name] + by_axis[name]
+        return position
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's index along each axis."""
-        places: list[int] = []
+        indices: list[int] = []
         for _, size in reversed(self.shape):
-            rank, place = divmod(rank, size)
-            places.insert(0, place)
-        return tuple(places)
+            rank, index = divmod(rank, size)
+            indices.insert(0, index)
+        return tuple(indices)
 
     def names(self, axis: AxisName) -> tuple[str, ...]:
         """List the axes that `axis` names; all axes if it is None.
@@ -285,8 +285,8 @@ class Mesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
-        place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
-        return f"Mesh({axes}, {place})"
+        label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        return f"Mesh({axes}, {label})"
 
     @api_boundary
     def split(self, batch: Any, axis: AxisName = None) -> PerRank:

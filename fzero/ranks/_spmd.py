@@ -75,8 +75,8 @@ class Spmd:
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
         args, kwargs = own_values(call)
-        own = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
-        scope = Scope(Axes(axes, joint, self.default), self.rules, own=own)
+        memory = () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _own_memory(call, self.mesh)
+        scope = Scope(Axes(axes, joint, self.default), self.rules, own=memory)
         return within(scope, lambda: self.program(*args, **kwargs))
 
     def _on_this_rank(self, call: Any) -> Any:

@@ -82,7 +82,7 @@ def test_a_world_of_one_process():
     assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err
     assert lines[1].startswith("this process was forked from rank 0 and has its connections"), out + err
     assert lines[2] == "Mesh(dp=1, tp=1, rank 0)", out + err
-    assert lines[3].startswith("rank 0 could open no store: 1 process should meet at localhost:"), out + err
+    assert lines[3].startswith("rank 0 could not open a store: 1 process should meet at localhost:"), out + err
 
 
 @pytest.mark.parametrize(

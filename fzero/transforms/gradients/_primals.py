@@ -202,7 +202,7 @@ def as_one_value(primal: Primal) -> Primal:
 
 @dataclass(frozen=True)
 class Argument:
-    """A differentiated argument, taken apart into primals.
+    """A differentiated argument, split into primals.
 
     Attributes:
         entries: the flattened argument, in which a box is one entry.
@@ -235,7 +235,7 @@ class Argument:
 def open_argument(
     arg: Any, axes: Sequence[Axis], name: str, micro_batches: int, gather: bool, precision: Precision | None
 ) -> Argument:
-    """Take a tree of boxes and replicated tensors apart into primals.
+    """Split a tree of boxes and replicated tensors into primals.
 
     Raises:
         TypeError: if a leaf cannot be differentiated, or its dtype is not the dtype of `precision`. The message names
