@@ -3,9 +3,8 @@
 `psum` gives each rank a copy of its result, and its transpose sums the gradients of the copies. This is right if each
 rank uses its copy in its own way. If all ranks compute one loss from the copies, the gradients of the copies are one
 gradient, and the sum is n times too large. As in JAX's `shard_map(check_vma=True)`, types tell the two cases apart. A
-value that depends on a value that differs by rank differs too, and so do copies of its sum; a loss that is one value
-must not differ. The types are read from the autograd graph of the loss. So one check serves simulations, processes and
-traces.
+value differs by rank if it depends on a value that differs, or on copies of its sum. A loss that is one value must not
+differ. The types are read from the autograd graph of the loss. So one check serves simulations, processes and traces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

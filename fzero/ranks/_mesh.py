@@ -30,8 +30,8 @@ def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
     """Check a mesh's axes, as far as this is possible without the world.
 
     Raises:
-        ValueError: if there is no axis, a name is not a Python name, a size is out of range, several sizes are -1, or
-            `alone` is given and no size is -1.
+        ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
+            Also if `alone` is given and no size is -1.
         TypeError: if a size or `alone` is not an int.
     """
     if not axes:

@@ -71,8 +71,8 @@ def partition(
 
     Raises:
         TypeError: if `units` or `split` is not a rule, or `over` is neither a rule nor names of axes.
-        ValueError: if an axis is not bound, if `reduce` is neither "each" nor "once", if `params` is sharded already,
-            or if a leaf cannot be split in equal parts. The message names the leaf.
+        ValueError: if an axis is not bound, or `reduce` is neither "each" nor "once". Also if `params` is sharded
+            already, or a leaf cannot be split in equal parts; the message names the leaf.
 
     Example:
         >>> import fzero, torch

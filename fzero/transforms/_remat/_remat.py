@@ -7,8 +7,8 @@ The algorithm has five parts:
    Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost (`_guards`).
 3. This first run records the results of random draws and of selected operations (`_tape`). They become outputs of the
    Function, and inputs of its backward pass.
-4. A derivative is a `Computation`: the call and the steps that derive it, such as a vjp, a jvp of that vjp, or a map
-   over a batch (`_call`). It runs the block again inside these transforms, and replays the recording.
+4. A derivative is a `Computation`: the call, and the steps that derive it (`_call`). A step is a vjp, a jvp or a map
+   over a batch. The computation runs the block again inside these transforms, and replays the recording.
 5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
    derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.
 """
@@ -283,8 +283,8 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
 
     Raises:
         ValueError: if the block uses a tensor that is not an argument, but requires grad or is tracked by a running
-            transform. Also if the block stores a tensor that depends on its arguments outside its result: in an
-            attribute, in a list, or by a hook that collects tensors. Also if `save` is not one of the values above.
+            transform. Also if the block stores a tensor, computed from its arguments, outside its result: in an
+            attribute, a list, or a hook that collects tensors. Also if `save` is not one of the values above.
         TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant. The block
             would write twice into such an object, for example into the key-value cache of a language model.
         RuntimeError: if the block writes into an argument in place, or its second run does not run the operations whose

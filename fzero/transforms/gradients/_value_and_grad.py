@@ -181,10 +181,10 @@ def value_and_grad(
         has_aux: whether `f` also returns `aux`, a tree of tensors. It is returned as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
         reduce: "mean" averages over ranks and micro-batches. With "weighted", `f` returns `(total, weight)` in place of
-            the loss: the sum of its losses and the sum of their weights (its number of tokens, a constant), each 0-d.
-            The value is then the sum of all totals over the sum of all weights, however unequal the weights of ranks
-            and micro-batches are; it is 0 if no rank has any weight. "sum" is for losses that `f` normalises itself; a
-            psum in `f` sums over the ranks' one micro-batch.
+            the loss, each 0-d. They are the sum of its losses and the sum of their weights (a constant, such as its
+            number of tokens). The value is the sum of all totals over the sum of all weights. It is right for unequal
+            weights of ranks and micro-batches, and 0 if all weights are 0. "sum" is for losses that `f` normalises
+            itself; a psum in `f` sums over the ranks' one micro-batch.
         axis: the axes that the mean is over; `None` for the axes of the running step.
         micro_batches: k. The batch arguments are split into k equal parts along dimension 0. The parts are
             differentiated one after the other, and gradients accumulate. Full gradients accumulate until the last
