@@ -73,7 +73,7 @@ MAKING: dict[str, Row] = {
     "empty axis": (
         lambda: step_of(2, axis=()),
         ValueError,
-        r"axis=\(\).*a batch that all ranks share is given as it is",
+        r"axis=\(\).*pass a batch that all ranks share without splitting it",
     ),
     "no argument at params=": (
         lambda: step_of(2, params=7)(*init(2), PIECES),
@@ -89,7 +89,7 @@ MAKING: dict[str, Row] = {
     "an option for an axis": (
         lambda: fzero.mesh(dp=2, simulte="lockstep"),  # pyright: ignore
         TypeError,
-        r"simulte='lockstep': .* is an int; did you mean simulate= by simulte=\?",
+        r"simulte='lockstep': .* is an int; did you mean simulate=\?",
     ),
     "a plan without arguments": (
         lambda: fzero.plan(step_of(2)),
@@ -103,7 +103,7 @@ MAKING: dict[str, Row] = {
     "no world": (
         lambda: fzero.mesh(dp=2, simulate=False),
         ValueError,
-        r"simulate=False, and no world is at hand: launch with torchrun",
+        r"simulate=False, but there is no world: launch with torchrun",
     ),
 }
 
@@ -117,12 +117,12 @@ def test_a_mesh_whose_size_is_not_the_worlds_is_refused_before_anything_starts(m
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    message = r"dp=2, and the world has 4 processes: launch with torchrun --nproc-per-node 2, or say dp=-1"
+    message = r"dp=2, but the world has 4 processes: launch with torchrun --nproc-per-node 2, or pass dp=-1"
     with pytest.raises(ValueError, match=message):
         fzero.mesh(dp=2)
-    with pytest.raises(ValueError, match=r"dp=4, tp=2, and the world has 4 processes"):
+    with pytest.raises(ValueError, match=r"dp=4, tp=2, but the world has 4 processes"):
         fzero.mesh(dp=4, tp=2)
-    with pytest.raises(ValueError, match=r"dp=-1, tp=3, and the world has 4 processes: 4 does not divide by 3"):
+    with pytest.raises(ValueError, match=r"dp=-1, tp=3, but the world has 4 processes: 4 is not divisible by 3"):
         fzero.mesh(dp=-1, tp=3)
     with pytest.raises(ValueError, match="dp=0: an axis has at least one rank"):
         fzero.mesh(dp=0)
@@ -136,12 +136,12 @@ BATCHES: dict[str, Row] = {
     "does not split": (
         lambda: TWO.split({"x": torch.ones(8, 3), "y": torch.ones(7, 3)}),
         ValueError,
-        r"batch leaf 'y' is \[7, 3\]: dimension 0 must divide by the 2 ranks of Mesh\(dp=2.*drop or pad",
+        r"batch leaf 'y' is \[7, 3\]: dimension 0 must be divisible by the 2 ranks of Mesh\(dp=2.*drop or pad",
     ),
     "split of a 0-d leaf": (
         lambda: TWO.split({"x": X, "lr": torch.ones(())}),
         ValueError,
-        r"batch leaf 'lr' is \[\]: dimension 0 must divide by the 2 ranks",
+        r"batch leaf 'lr' is \[\]: dimension 0 must be divisible by the 2 ranks",
     ),
     "split of a string": (lambda: TWO.split({"x": "hello"}), TypeError, r"batch leaf 'x' is 'hello'.*tensor"),
     "split of a number": (lambda: TWO.split([X, 3]), TypeError, r"batch leaf '1' is 3.*tensor"),
@@ -237,7 +237,7 @@ COLLECTIVES: dict[str, Row] = {
     "psum_scatter that does not divide": (
         lambda: spmd(lambda: fzero.PerRank(fzero.collectives.psum_scatter(X, dim=-1))),
         ValueError,
-        r"cuts dimension 1 of a tensor \[8, 3\] into 2 equal parts, and 3 does not divide by 2; pad it",
+        r"splits dimension 1 of a tensor \[8, 3\] into 2 equal parts, but 3 is not divisible by 2; pad it",
     ),
     "all_gather along no dimension": (
         lambda: spmd(lambda: fzero.collectives.all_gather(X, dim=2)),
@@ -294,7 +294,7 @@ DIFFERENTIATION: dict[str, Row] = {
     "micro-batch arguments of different sizes": (
         lambda: vag(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
         ValueError,
-        r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; say with batch_argnums=",
+        r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; name the batch with batch_argnums=",
     ),
     "a micro-batch without a dimension": (
         lambda: vag(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),
@@ -324,12 +324,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "a loss that is not 0-d": (
         lambda: vag(lambda p, x: p["c"])(PARAMS, X),
         TypeError,
-        r"f must return a 0-d floating-point loss, and returned torch.float32 \[5\]; reduce it with .mean\(\)",
+        r"f must return a 0-d floating-point loss, but it returned torch.float32 \[5\]; reduce it with .mean\(\)",
     ),
     "an integer loss": (
         lambda: vag(lambda p, x: torch.tensor(3))(PARAMS, X),
         TypeError,
-        r"0-d floating-point loss, and returned torch.int64 \[\]",
+        r"0-d floating-point loss, but it returned torch.int64 \[\]",
     ),
     "no loss": (lambda: vag(lambda p, x: None)(PARAMS, X), TypeError, r"0-d floating-point loss.*NoneType"),
     "a pair without has_aux": (
@@ -340,12 +340,12 @@ DIFFERENTIATION: dict[str, Row] = {
     "has_aux without a pair": (
         lambda: vag(has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), and returned Tensor",
+        r"has_aux=True: f must return \(loss, aux\), but it returned Tensor",
     ),
     "has_aux with three results": (
         lambda: vag(lambda p, x: (loss_of(p, x), x, x), has_aux=True)(PARAMS, X),
         TypeError,
-        r"has_aux=True: f must return \(loss, aux\), and returned tuple",
+        r"has_aux=True: f must return \(loss, aux\), but it returned tuple",
     ),
     "complex parameters": (
         lambda: vag()({"z": torch.ones(2, dtype=torch.complex64)}, X),
@@ -536,7 +536,7 @@ LAYOUTS: dict[str, Row] = {
     "a partition of boxes": (
         lambda: spmd(fzero.partition, BOXES),
         ValueError,
-        r"params is cut already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
+        r"params is sharded already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
     "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
     "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
@@ -578,7 +578,7 @@ LAYOUTS: dict[str, Row] = {
     "gradients of another shape": (
         lambda: spmd(lambda p: fzero.reduce_scatter({**p, "c": X}, like=fzero.partition(p)), PARAMS),
         ValueError,
-        r"grads leaf 'c' is \[8, 3\], and its layout says \[5\]",
+        r"grads leaf 'c' is \[8, 3\]: expected shape \[5\], as in like",
     ),
     "plain updates to cut parameters": (
         lambda: spmd(lambda p: optim.apply_updates(fzero.partition(p), p), PARAMS),
@@ -642,7 +642,7 @@ def test_a_shape_error_of_a_simulation_says_that_sizes_count_ranks(simulate: Any
     with pytest.raises(RuntimeError, match="shapes") as caught:
         mesh.spmd(lambda x: x @ torch.ones(2, 2))(mesh.split(torch.ones(8, 7)))
     notes = "".join(getattr(caught.value, "__notes__", ()))
-    assert ("sizes in this message may count the 4 simulated ranks" in notes) == (simulate == "vmap")
+    assert ("shapes in this message may include the 4 simulated ranks" in notes) == (simulate == "vmap")
 
 
 # ---------------------------------------------------------------- trees that change between steps

@@ -682,7 +682,7 @@ def test_bad_policies():
     for bad in (0.0, -1.0, float("nan"), torch.ones(2)):
         with pytest.raises(ValueError, match="expected a positive number, or a 0-d tensor"):
             fzero.scaled_value_and_grad(torch.sum, bad)
-    with pytest.raises(TypeError, match=r"scale is a LossScaleState, .*give its scale, opt_state\.scale"):
+    with pytest.raises(TypeError, match=r"scale is a LossScaleState, .*pass its scale, opt_state\.scale"):
         fzero.scaled_value_and_grad(torch.sum, optim.dynamic_loss_scale(optim.sgd(0.1)).init({}))
     with pytest.raises(TypeError, match=r"scale is a str, expected a positive number, or a 0-d tensor$"):
         fzero.scaled_value_and_grad(torch.sum, "dynamic")  # pyright: ignore[reportArgumentType]

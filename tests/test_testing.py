@@ -109,7 +109,7 @@ def test_the_tolerance_is_the_callers():
 
 
 def test_a_batch_that_does_not_split_is_said_so():
-    with pytest.raises(ValueError, match=r"\[7, 3\]: dimension 0 must divide by the 2 ranks"):
+    with pytest.raises(ValueError, match=r"\[7, 3\]: dimension 0 must be divisible by the 2 ranks"):
         assert_equivalent(GOOD, PARAMS, OPT, batches_of(size=7))
 
 

@@ -1,4 +1,4 @@
-"""Collectives that move tensors from rank to rank without adding them up: all_to_all, ppermute, broadcast."""
+"""Collectives that move tensors between ranks without summing: all_to_all, ppermute, broadcast."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, joint, resolve
-from fzero.collectives._copies import noted
+from fzero.collectives._copies import note_call
 from fzero.collectives._sums import dimension, group_psum, tensor
 from fzero.collectives._table import Along, LinearMap, Pairs, Source, Tensors, add_row, apply, apply_along
 from fzero.tree import Tree
@@ -23,15 +23,15 @@ def _stacked_ppermute(n: int, options: Pairs, xs: Tensors) -> Tensors:
 
 
 def _group_ppermute(binding: Binding, options: Pairs, xs: Tensors) -> Tensors:
-    """Send and receive at most one tensor: an all_to_all with empty parts."""
+    """Send and receive at most one tensor, by an all_to_all with empty parts."""
     (x,), rank = xs, binding.rank
-    sent = [int((rank, r) in options.pairs) for r in range(binding.size)]
-    received = [int((r, rank) in options.pairs) for r in range(binding.size)]
+    send_counts = [int((rank, r) in options.pairs) for r in range(binding.size)]
+    receive_counts = [int((r, rank) in options.pairs) for r in range(binding.size)]
     if x.numel() == 0:
         return [x.clone()]
-    parts = x.unsqueeze(0).contiguous() if sum(sent) else x.new_empty((0, *x.shape))
-    y = c10d.wait_tensor(c10d.all_to_all_single(parts, received, sent, binding.group))
-    return [y.squeeze(0) if sum(received) else torch.zeros_like(x)]
+    parts = x.unsqueeze(0).contiguous() if sum(send_counts) else x.new_empty((0, *x.shape))
+    y = c10d.wait_tensor(c10d.all_to_all_single(parts, receive_counts, send_counts, binding.group))
+    return [y.squeeze(0) if sum(receive_counts) else torch.zeros_like(x)]
 
 
 add_row(
@@ -42,7 +42,7 @@ add_row(
         local=_group_ppermute,
         transpose="ppermute",
         replicated=False,
-        dual=lambda options: Pairs(tuple([(to, sender) for sender, to in options.pairs])),  # the way back
+        dual=lambda options: Pairs(tuple([(to, sender) for sender, to in options.pairs])),  # back to the senders
         detail=lambda options, xs: f"({', '.join([f'{sender} to {to}' for sender, to in options.pairs])})",
     )
 )
@@ -70,7 +70,7 @@ add_row(
 
 
 def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
-    """Return zeros for all ranks but one, which has the sum."""
+    """Return the sum for the source, and zeros for all other ranks."""
     rank = torch.arange(len(xs), device=xs.device).reshape(-1, *[1] * (xs.ndim - 1))
     total = xs.sum(0, dtype=xs.dtype)
     return torch.where(rank == source, total, torch.zeros_like(total))
@@ -112,13 +112,13 @@ add_row(
 )
 
 
-# ---------------------------------------------------------------- the public face
+# ---------------------------------------------------------------- the public functions
 
 
 def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-    """Cut a tensor in n equal parts along `split_dim`, send part r to rank r, and concatenate what arrives.
+    """Split a tensor into n equal parts along `split_dim`, send part r to rank r, and concatenate the received parts.
 
-    What expert parallelism dispatches tokens with (arXiv:2006.16668). JAX's `all_to_all(tiled=True)`.
+    Expert parallelism dispatches tokens with it (arXiv:2006.16668). It is JAX's `all_to_all(tiled=True)`.
 
     Args:
         x: a tensor `[.., n k, ..]`, of one shape on every rank.
@@ -128,11 +128,11 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
         concat_dim: the dimension along which the received parts are concatenated, in rank order.
 
     Returns:
-        A tensor whose `split_dim` is n times smaller and whose `concat_dim` n times larger. The transpose is
-        all_to_all with the two exchanged.
+        A tensor whose `split_dim` is n times smaller and whose `concat_dim` is n times larger. The transpose is
+        all_to_all with the two dimensions exchanged.
 
     Raises:
-        ValueError: if an axis is not bound, a dimension does not exist, or its size does not divide by n.
+        ValueError: if an axis is not bound, a dimension does not exist, or its size is not divisible by n.
 
     Example:
         >>> import fzero, torch
@@ -147,12 +147,12 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
     n = math.prod(sizes)
     if x.shape[split] % n:
         raise ValueError(
-            f"all_to_all cuts dimension {split} of a tensor {list(x.shape)} into {n} equal parts, "
-            f"and {x.shape[split]} does not divide by {n}; pad it"
+            f"all_to_all splits dimension {split} of a tensor {list(x.shape)} into {n} equal parts, "
+            f"but {x.shape[split]} is not divisible by {n}; pad it"
         )
     if not axes:
         return x
-    # [.., n k, ..] -> [to.., .., k, ..]: one dimension an axis, each exchanged on its own
+    # [.., n k, ..] -> [to.., .., k, ..]: one dimension per axis, each exchanged by itself
     y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
     for i, a in enumerate(axes):
         (y,) = apply(a.token, "all_to_all", a.binding, Along(i - y.ndim), y)
@@ -160,12 +160,12 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
 
 
 def _front(first: int, count: int) -> tuple[list[int], list[int]]:
-    """What movedim takes to put some dimensions first."""
+    """Return the arguments of movedim that put `count` dimensions from `first` in front."""
     return list(range(first, first + count)), list(range(count))
 
 
 def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Send a tensor from rank to rank: the boundary of a pipeline stage, the step of a ring.
+    """Send a tensor from rank to rank, as at the boundary of a pipeline stage or in a step of a ring.
 
     Args:
         x: a tensor of one shape on every rank.
@@ -173,10 +173,10 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
         perm: pairs `(from, to)` of ranks along the axis. No rank sends twice, and none receives twice.
 
     Returns:
-        What was sent to this rank, or zeros. The transpose sends back.
+        The tensor that was sent to this rank, or zeros. The transpose sends in the other direction.
 
     Raises:
-        ValueError: if the axis is not bound, or not one, or `perm` names a rank twice or one that is not there.
+        ValueError: if the axis is not bound or is several axes, or `perm` lists a rank twice or a rank off the axis.
 
     Example:
         >>> import fzero, torch
@@ -188,12 +188,12 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     dimension("ppermute", x, 0, least=0)
     axes = resolve(axis)
     if len(axes) > 1:
-        raise ValueError(f"ppermute runs over one axis, and axis={axis!r} means {[a.name for a in axes]}: name one")
+        raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
     n = axis_size(axis)
-    for what, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
+    for verb, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
         if len(set(ranks)) != len(ranks) or any(not 0 <= r < n for r in ranks):
             raise ValueError(
-                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {what} twice"
+                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {verb} twice"
             )
     if not axes:
         return x if perm else torch.zeros_like(x)
@@ -201,19 +201,19 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
 
 
 def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
-    """Give every rank one rank's tensor, or tree of tensors.
+    """Send one rank's tensor, or tree of tensors, to all ranks.
 
     Args:
         x: a tree of tensors, of one shape and dtype on every rank.
         axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
             makes this the identity.
-        source: the rank along the axis (of a tuple: in its order, the first slowest) whose values all get.
+        source: the rank whose values are sent, counted along the axis (along a tuple of axes the first is slowest).
 
     Returns:
-        A tree of tensors, equal on all ranks. The transpose sums to the source, and gives the others zeros.
+        A tree of tensors, equal on all ranks. The transpose sums to the source, and gives all other ranks zeros.
 
     Raises:
-        ValueError: if an axis is not bound, or there is no rank `source`.
+        ValueError: if an axis is not bound, or `source` is not a rank along it.
 
     Example:
         >>> import fzero, torch
@@ -230,6 +230,6 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         for a in reversed(axes):
             rank, i = divmod(rank, a.size)
             (x,) = apply(a.token, "broadcast", a.binding, Source(i), x)
-        return noted("broadcast", axes, x)
+        return note_call("broadcast", axes, x)
 
     return tree.map_with_path(one, x, tree.is_box)

@@ -1,11 +1,11 @@
-"""Collectives of values that are known to be equal on all ranks: what tensor parallelism is made of.
+"""Collectives on values that are equal on all ranks: the building blocks of tensor parallelism.
 
-The transposes in `collectives/_sums.py` are those of the joint map, in which each rank's copy of a replicated value is
-an input of its own. Where ranks compute one loss together, each from its part of the weights, a replicated value is
-one value. The transpose of using it on every rank is the sum: `pvary`, Megatron's f (arXiv:1909.08053). The transpose
-of the sum of partial results is using it: `psum_invariant`, Megatron's g. With the first family the gradients
-would come out n times too large. JAX's `shard_map(check_vma=True)` tells the two by type; here they have names, and a
-simulation checks that what should be equal on all ranks is.
+The collectives in `collectives/_sums.py` have the transposes of the joint map, where each rank's copy of a replicated
+value is a separate input. If the ranks compute one loss together, each from its part of the weights, a replicated value
+is one value. `pvary`, Megatron's f (arXiv:1909.08053), uses it on every rank; its transpose is the sum. Megatron's g,
+`psum_invariant`, sums partial results; its transpose is `pvary`. With the collectives of `_sums.py` the gradients would
+be n times too large. JAX's `shard_map(check_vma=True)` tells the two families apart by type. Here they have separate
+names, and a simulation checks that invariant inputs are equal on all ranks.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ def _pad(binding: Binding, options: Along, xs: Tensors) -> Tensors:
     (x,), (dim,) = xs, options
     shape = list(x.shape)
     shape[dim] *= binding.size
-    whole = x.new_zeros(shape)
-    whole.narrow(dim, binding.rank * x.shape[dim], x.shape[dim]).copy_(x)
-    return [whole]
+    full = x.new_zeros(shape)
+    full.narrow(dim, binding.rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return [full]
 
 
 def _stacked_pad(n: int, options: Along, xs: Tensors) -> Tensors:
@@ -96,7 +96,7 @@ add_row(
         invariant=True,
     )
 )
-# from the joint map to one value: copies that are equal are one, whose gradient they share
+# from the joint map to one value: equal copies become one value, whose gradient they share
 add_row(
     LinearMap(
         name="one_of_copies",
@@ -123,7 +123,7 @@ add_row(
         invariant=True,
     )
 )
-# the same cut as part of the joint map: no rank's value need be another's
+# the same split in the joint map: the ranks' inputs may differ
 add_row(
     LinearMap(
         name="own_part",
@@ -150,7 +150,7 @@ add_row(
 def pvary(x: Tree, axis: AxisName = None) -> Tree:
     """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
 
-    The identity; its transpose sums the ranks' gradients, so that the gradient is replicated too.
+    It is the identity. Its transpose sums the ranks' gradients, so that the gradient is replicated too.
 
     Args:
         x: a tree of tensors, equal on all ranks of `axis`.
@@ -158,7 +158,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
             makes this the identity.
 
     Returns:
-        The tree, to be combined with what differs by rank.
+        The tree, to combine with values that differ by rank.
 
     Raises:
         ValueError: if an axis is not bound; in a simulation also if `x` differs by rank.
@@ -177,9 +177,9 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
 
 
 def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
-    """Sum a tensor, or each tensor of a tree, over ranks that make one result together: Megatron's g.
+    """Sum a tensor, or each tensor of a tree, over ranks that compute one result together: Megatron's g.
 
-    Like `psum`, but the transpose is `pvary`: the result is one value, whose gradient every rank has.
+    It is like `psum`, but its transpose is `pvary`: the result is one value, and every rank holds its gradient.
 
     Args:
         x: a tree of tensors, each rank's part of the sum.
@@ -208,8 +208,8 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
 def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
 
-    Like `all_gather`, but the transpose takes this rank's part of the gradient, which is equal on all ranks, and
-    communicates nothing. See `all_gather` for arguments and errors.
+    It is like `all_gather`, but its transpose takes this rank's part of the gradient, which is equal on all ranks,
+    without communication. See `all_gather` for arguments and errors.
 
     Example:
         >>> import fzero, torch
@@ -223,10 +223,10 @@ def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0
 
 
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
-    """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`."""
+    """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
     return apply_along("own_part", x, joint(resolve(axis)), along("own_part", x, dim))
 
 
 def one_of_copies(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
-    """Hand out a tensor of which each rank of `axes` has a copy as one value: its gradient is one value's, too."""
+    """Return a tensor, of which each rank of `axes` has an equal copy, as one value with one gradient."""
     return apply_along("one_of_copies", x, axes, Whole())

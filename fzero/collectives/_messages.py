@@ -1,4 +1,4 @@
-"""Messages from one rank to another: send and receive, and those that a pipeline schedule lists."""
+"""Messages from one rank to another: send, receive, and the messages of a pipeline schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ from fzero.parallel.schedules import Instruction, Message, Schedule, Value
 
 __all__ = ["StageMessages", "receive", "send", "start_receive", "start_send"]
 
-# Messages from one rank to another, of which no other rank needs to know: send and receive.
+# Messages between two ranks: send and receive. No other rank takes part.
 #
-# A message has a tag, by which the receiver tells it from others. `start_send` and `start_receive` are for schedules,
-# which know where to wait. `send` and `receive` are for rank programs, and each other's transposes: in a backward pass
-# the receiver sends the gradient back. Ranks of a vmap run one program, so there `ppermute` takes their place.
+# A message has a tag, by which the receiver tells it from other messages. `start_send` and `start_receive` are for
+# schedules, which know where to wait. `send` and `receive` are for rank programs, and are each other's transposes: in a
+# backward pass the receiver sends the gradient back. Ranks of a vmap run one program, and use `ppermute` instead.
 
 
-FIRST_TAG = 1 << 21  # above those of fzero.collectives.gloo
+FIRST_TAG = 1 << 21  # above the tags of fzero.collectives.gloo
 TAGS = 1 << 29
 
 
 def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingMessages:
-    """Start to send a tensor to the rank at place `to` of an axis. Until it is waited for, it must not be written."""
+    """Start to send a tensor to rank `to` of an axis. Do not write into the tensor before the wait for the message."""
     x = x.detach().contiguous()
     _record.add("send", binding, x.numel(), x.numel(), x.dtype, "")
     if is_lockstep(binding.group):
@@ -41,7 +41,7 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
 
 
 def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -> PendingMessages:
-    """Start to receive a tensor like `like`, whose values do not matter, from the rank at place `source` of an axis."""
+    """Start to receive a tensor of `like`'s shape, dtype and device from rank `source` of an axis."""
     if is_lockstep(binding.group):
         return PendingMessages([], lambda: mailbox.collect(binding.group, binding.rank, source, tag, like))
     x, group = torch.empty_like(like, memory_format=torch.contiguous_format), group_of(binding.group)
@@ -52,16 +52,15 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
 # ---------------------------------------------------------------- as linear maps
 
 
-# messages of rank programs that may not have left yet, by process group
-_LEAVING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
-MOST = 64  # of them; beyond, the oldest is waited for
+# messages of rank programs that may not be sent yet, by process group
+_OUTGOING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
+MAX_OUTGOING = 64  # with more messages, wait for the oldest
 
 
 def _by_vmap(n: int, options: Post, xs: Tensors) -> Tensors:
     raise RuntimeError(
-        "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, in "
-        "which none does what another "
-        'does not; use fzero.collectives.ppermute, or fzero.mesh(..., simulate="lockstep")'
+        "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, so all ranks "
+        'would send or receive; use fzero.collectives.ppermute, or fzero.mesh(..., simulate="lockstep")'
     )
 
 
@@ -69,19 +68,19 @@ def _check_untraced(name: str) -> None:
     if is_tracing():
         raise RuntimeError(
             f"fzero.collectives.{name} cannot be traced into a graph: use fzero.collectives.ppermute there, or "
-            f"fzero.pipeline, whose own can"
+            f"fzero.pipeline, whose messages can be traced"
         )
 
 
 def _send(binding: Binding, options: Post, xs: Tensors) -> Tensors:
     _check_untraced("send")
     (x,) = xs
-    sent = start_send(x, options.peer, options.tag, binding)
-    if sent.works:
-        leaving = _LEAVING.setdefault(group_of(binding.group), [])
-        leaving.append(sent)
-        while len(leaving) > MOST:
-            wait(leaving.pop(0))
+    message = start_send(x, options.peer, options.tag, binding)
+    if message.works:
+        outgoing = _OUTGOING.setdefault(group_of(binding.group), [])
+        outgoing.append(message)
+        while len(outgoing) > MAX_OUTGOING:
+            wait(outgoing.pop(0))
     return [x.new_zeros(())]
 
 
@@ -91,47 +90,47 @@ def _receive(binding: Binding, options: Post, xs: Tensors) -> Tensors:
     return [wait(start_receive(like, options.peer, options.tag, binding))]
 
 
-def _back(options: Post) -> Post:
+def _transposed(options: Post) -> Post:
     return options._replace(tag=options.tag ^ 1)
 
 
-add_row(LinearMap("send", "", _by_vmap, _send, transpose="receive", replicated=False, dual=_back))
-add_row(LinearMap("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_back))
+add_row(LinearMap("send", "", _by_vmap, _send, transpose="receive", replicated=False, dual=_transposed))
+add_row(LinearMap("receive", "", _by_vmap, _receive, transpose="send", replicated=False, dual=_transposed))
 
 
-def _posted(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, Post]:
-    (found,) = resolve(axis)
-    if not isinstance(peer, int) or not 0 <= peer < found.size or (found.group and peer == found.rank):
+def _checked(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, Post]:
+    (bound,) = resolve(axis)
+    if not isinstance(peer, int) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
-            f"fzero.collectives.{name} over {axis!r}: the other rank is {peer!r}, expected another place along "
-            f"the axis's {found.size}"
+            f"fzero.collectives.{name} over {axis!r}: the peer is {peer!r}, expected another rank of the axis, "
+            f"0 to {bound.size - 1}"
         )
     if not isinstance(tag, int) or not 0 <= tag < TAGS // 2:
-        wanted = f"expected an int from 0 to {TAGS // 2 - 1}"
-        raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {wanted}")
-    return found, Post(peer, 2 * tag, tuple(x.shape), x.dtype)
+        expected = f"expected an int from 0 to {TAGS // 2 - 1}"
+        raise ValueError(f"fzero.collectives.{name} over {axis!r}: tag={tag!r}, {expected}")
+    return bound, Post(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 
 def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
-    """Send a tensor to one rank, which calls `receive`. Nobody waits, and no other rank takes part.
+    """Send a tensor to one rank, which calls `receive`. The sender does not wait, and no other rank takes part.
 
-    For schedules of one's own, on real processes and on ranks in lockstep. It is a linear map, whose transpose is
-    `receive`: where the sender's loss depends on the ticket, its backward pass receives the gradient of `x`.
+    It is for the user's own schedules, on real processes and on ranks in lockstep. It is a linear map, whose transpose
+    is `receive`: if the sender's loss depends on the ticket, its backward pass receives the gradient of `x`.
 
     Args:
-        x: of any shape and dtype.
-        to: the place along the axis of the rank that receives it.
+        x: a tensor of any shape and dtype.
+        to: the receiver's rank along the axis.
         axis: the name of an axis.
-        tag: tells messages between two ranks apart; those of one tag arrive in their order.
+        tag: tells messages between two ranks apart; messages with one tag arrive in order.
 
     Returns:
         A ticket: a zero of shape [] and the dtype of `x`. Add it to the loss if the receiver's loss is to be
         differentiated with respect to `x`.
 
     Raises:
-        ValueError: if `to` is no other place along the axis, or `tag` out of range.
-        RuntimeError: if ranks are a vmap, or the program is traced.
-        DivergedError: in lockstep, if nobody receives it.
+        ValueError: if `to` is not another rank of the axis, or `tag` is out of range.
+        RuntimeError: if the ranks are simulated by vmap, or the program is traced.
+        DivergedError: in lockstep, if no rank receives the message.
 
     Example:
         >>> import fzero, torch
@@ -144,8 +143,8 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
         tensor([[3.],
                 [6.]])
     """
-    found, post = _posted("send", x, to, axis, tag)
-    return apply(found.token, "send", found.binding, post, x)[0]
+    bound, post = _checked("send", x, to, axis, tag)
+    return apply(bound.token, "send", bound.binding, post, x)[0]
 
 
 def receive(
@@ -154,25 +153,25 @@ def receive(
     """Wait for a tensor that one rank sends with `send`.
 
     Args:
-        like: a tensor of the shape and the dtype of what is sent, on the device where it is to lie.
-        source: the place along the axis of the rank that sends it.
+        like: a tensor of the shape and dtype of the message, on the device for the result.
+        source: the sender's rank along the axis.
         axis: the name of an axis.
-        tag: of the message.
-        ticket: a number of shape [] and of the dtype that is differentiated. Where it is given, a derivative with
-            respect to it sends the sender the gradient of what it sent, and is zero.
+        tag: the message's tag.
+        ticket: a tensor of shape [] and of the differentiated dtype. A derivative with respect to it is zero, and sends
+            the gradient of the message back to the sender. None sends no gradient.
 
     Returns:
-        What was sent.
+        The received tensor.
 
     Raises:
-        ValueError: if `source` is no other place along the axis, `tag` out of range, or the ticket no number. In
-            lockstep also if another shape or dtype arrives.
-        RuntimeError: if ranks are a vmap, or the program is traced.
-        DivergedError: in lockstep, if nobody sends.
+        ValueError: if `source` is not another rank of the axis, `tag` is out of range, or the ticket is not of shape
+            []. In lockstep also if another shape or dtype arrives.
+        RuntimeError: if the ranks are simulated by vmap, or the program is traced.
+        DivergedError: in lockstep, if no rank sends the message.
 
     Example:
         >>> import fzero, torch
-        >>> def loss(w, x):  # rank 0 has a layer, and rank 1 what follows it
+        >>> def loss(w, x):  # rank 0 has a layer, and rank 1 the rest of the model
         ...     if fzero.axes.axis_index().item() == 0:
         ...         return fzero.collectives.send(w * x, 1, "pp")
         ...     return fzero.collectives.receive(x, 0, "pp", ticket=w).square().sum() * w
@@ -181,26 +180,26 @@ def receive(
         >>> grads(torch.tensor(3.0), mesh.split(torch.tensor([1.0, 1.0]))).value  # w x = 3; its gradient is 2 x 3 x 3
         tensor([18.,  9.])
     """
-    found, post = _posted("receive", like, source, axis, tag)
-    held = like.new_zeros(()) if ticket is None else ticket
-    if held.ndim:
-        raise ValueError(f"fzero.collectives.receive: the ticket is {list(held.shape)}: expected a number of shape []")
-    return apply(found.token, "receive", found.binding, post, held)[0]
+    bound, post = _checked("receive", like, source, axis, tag)
+    x = like.new_zeros(()) if ticket is None else ticket
+    if x.ndim:
+        raise ValueError(f"fzero.collectives.receive: the ticket is {list(x.shape)}: expected a tensor of shape []")
+    return apply(bound.token, "receive", bound.binding, post, x)[0]
 
 
-# Messages between pipeline stages, sent and received as a schedule says.
+# Messages between pipeline stages, in the order of a schedule.
 
 
 @dataclass
 class StageMessages:
-    """The messages of one rank: what its stages have made, what it sends, and what it receives.
+    """The messages of one rank's pipeline stages: local values, outgoing messages and incoming messages.
 
     Attributes:
-        schedule: which rank has which stage.
-        binding: of the axis along which the ranks lie.
+        schedule: the pipeline schedule, with the rank of each stage.
+        binding: the binding of the axis along which the ranks lie.
         forms: tensors of the shapes and dtypes of a value's leaves, on any device.
-        device: where what arrives is to lie.
-        ready: values that have arrived or were made here, or the messages that bring them.
+        device: the device for received tensors.
+        ready: values that have arrived or were computed here, or the pending messages that carry them.
         in_flight: messages that are being sent.
     """
 
@@ -212,16 +211,16 @@ class StageMessages:
     in_flight: dict[Message, list[PendingMessages]] = field(default_factory=dict)
 
     def put(self, value: Value, xs: Sequence[torch.Tensor]) -> None:
-        """Keep what a stage has made for the next stage, or for the message that is sent."""
+        """Store a stage's output for the next stage, or for the message that sends it."""
         self.ready[value] = list(xs)
 
     def take(self, value: Value) -> list[torch.Tensor]:
-        """Return what another stage has made, waiting for it if it is on its way."""
-        found = self.ready.pop(value)
-        return [wait(x) if isinstance(x, PendingMessages) else x for x in found]
+        """Return and remove another stage's output; wait for it if its message has not arrived."""
+        xs = self.ready.pop(value)
+        return [wait(x) if isinstance(x, PendingMessages) else x for x in xs]
 
     def execute(self, instruction: Instruction) -> None:
-        """Start to send or to receive a message, or wait until one has left."""
+        """Start to send or to receive a message, or wait until a message is sent."""
         message = instruction.of
         assert isinstance(message, Message)
         if instruction.kind == "receive":
@@ -232,11 +231,11 @@ class StageMessages:
         elif instruction.kind == "send":
             self.send(message)
         else:
-            for sent in self.in_flight.pop(message):
-                wait(sent)
+            for pending in self.in_flight.pop(message):
+                wait(pending)
 
     def send(self, message: Message) -> None:
-        """Start to send a message, if that has not been done."""
+        """Start to send a message, unless it was started already."""
         xs = self.ready.pop(_value(message), None)
         if xs is not None:
             tags = self._tags(message)
@@ -245,7 +244,7 @@ class StageMessages:
             ]
 
     def _tags(self, message: Message) -> list[int]:
-        """Return a tag for each leaf, that no other message has."""
+        """Return a tag for each leaf of a message; no other message has these tags."""
         number = message.stage * self.schedule.micro_batches + message.micro_batch
         first = (2 * number + (message.kind == "G")) * len(self.forms)
         return list(range(first, first + len(self.forms)))

@@ -1,12 +1,12 @@
-"""Moves: a tensor's way from the device's memory to the host's, and back. Each is the transpose of the other.
+"""Moves: copies of a tensor from device memory to host memory, and back. Each is the transpose of the other.
 
 | row | forward | transpose |
 | --- | --- | --- |
-| to_host | a tensor on a device to its copy in host memory | to_device |
-| to_device | a tensor in host memory to its copy on a device | to_host |
+| to_host | copy a tensor from a device to host memory | to_device |
+| to_device | copy a tensor from host memory to a device | to_host |
 
-Where both are one memory a move still is a copy, and one operation of a graph. So graphs, plans and laws are the same
-on every machine.
+On a machine without accelerators a move still is a copy, and one operation of a graph. So graphs, plans and laws are
+the same on every machine.
 """
 
 from collections.abc import Callable
@@ -20,28 +20,28 @@ __all__ = ["Coming", "arrived", "on_its_way", "to_device", "to_host"]
 
 
 @torch.library.custom_op("fzero::to_host", mutates_args=())
-def _down(x: torch.Tensor) -> torch.Tensor:
-    return _below(x).copy_(x)
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    return _empty_on_host(x).copy_(x)
 
 
 @torch.library.custom_op("fzero::to_device", mutates_args=())
-def _up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":  # from memory that may be paged out a copy would wait for all of the device's work
+def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":  # a copy from pageable memory would wait for all of the device's work
         x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
 
 
-def _below(x: torch.Tensor) -> torch.Tensor:
-    """Make memory on the host for a tensor; one on a GPU is copied twice as fast where it cannot be paged out."""
+def _empty_on_host(x: torch.Tensor) -> torch.Tensor:
+    """Allocate host memory for a tensor; pinned for a GPU's tensor, which makes the copy twice as fast."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
 
 
-@_down.register_fake
+@_to_host.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape, device="meta" if x.is_meta else "cpu")
 
 
-@_up.register_fake
+@_to_device.register_fake
 def _(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.new_empty(x.shape, device="meta" if x.is_meta else device)
 
@@ -53,14 +53,14 @@ def _add_row(name: str, transpose: str, move: Callable[[torch.Tensor, OnDevice],
     add_row(LinearMap(name=name, wire="", stacked=moved, local=moved, transpose=transpose, replicated=False))
 
 
-_add_row("to_host", "to_device", lambda x, options: _down(x))
-_add_row("to_device", "to_host", lambda x, options: _up(x, options.device))
+_add_row("to_host", "to_device", lambda x, options: _to_host(x))
+_add_row("to_device", "to_host", lambda x, options: _to_device(x, options.device))
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor into host memory, differentiably; in a jitted step it is one operation, whose bytes a plan counts.
+    """Copy a tensor into host memory, differentiably. In a jitted step it is one operation, whose bytes a plan counts.
 
-    Where the tensor is in host memory already, as on a machine without accelerators, it is copied, too.
+    A tensor that is in host memory already, as on a machine without accelerators, is copied too.
 
     Example:
         >>> import fzero
@@ -71,7 +71,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor from host memory onto a device, differentiably: the transpose of `to_host`.
+    """Copy a tensor from host memory to a device, differentiably: the transpose of `to_host`.
 
     Example:
         >>> import fzero
@@ -82,11 +82,11 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class Coming(NamedTuple):
-    """A copy to the host that may be on its way.
+    """A copy to the host that may be in progress.
 
     Attributes:
-        value: in host memory; not to be read before it has arrived.
-        event: after which it has; None if it is there.
+        value: the copy in host memory; do not read it before `event`.
+        event: the event after which the copy is complete; None if it is complete already.
     """
 
     value: torch.Tensor
@@ -94,19 +94,19 @@ class Coming(NamedTuple):
 
 
 def on_its_way(x: torch.Tensor) -> Coming:
-    """Start a copy to the host behind the device's work so far, and do not wait for it."""
+    """Start a copy to the host, after the device's work so far, and return without waiting for it."""
     return _enqueued(x)
 
 
 def _enqueued(x: torch.Tensor) -> Coming:
-    value = _below(x).copy_(x, non_blocking=True)
+    value = _empty_on_host(x).copy_(x, non_blocking=True)
     if x.device.type != "cuda":
         return Coming(value, None)
     return Coming(value, torch.cuda.current_stream(x.device).record_event())
 
 
 def arrived(coming: Coming) -> torch.Tensor:
-    """Wait for a copy to the host."""
+    """Wait for a copy to the host, and return it."""
     if coming.event is not None:
         coming.event.synchronize()
     return coming.value

@@ -1,7 +1,7 @@
-"""A recorder of collectives: what a step sends, in elements and bytes.
+"""A recorder of collectives: it counts the elements and bytes that a step sends.
 
-Elements are those of the full padded buffer of each collective; an all_reduce counts twice, since it is a
-reduce_scatter and an all_gather. What crosses a link is (n - 1) / n of that.
+A collective counts the elements of its full padded buffer. An all_reduce counts them twice, since it is a
+reduce_scatter and an all_gather. A link carries (n - 1) / n of this count.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ __all__ = ["Event", "Log", "record"]
 
 
 class Event(NamedTuple):
-    """One collective: its kind, axis, elements (an all_reduce counted twice), wire dtype, and unit ("": a user's).
+    """One collective: its kind, axis, elements (an all_reduce counted twice), wire dtype, and unit.
 
-    One over two axes has both as its axis: "dp,ep".
+    The axis of a collective over two axes names both: "dp,ep". The unit of a user's collective is "".
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Log:
 
     @property
     def events(self) -> list[Event]:
-        """Those that move units of parameters or gradients."""
+        """The collectives that move units of parameters or gradients."""
         return [e for e in self.order if e.unit]
 
     @property
     def metrics(self) -> list[Event]:
-        """All others: losses, norms, a user's own."""
+        """All other collectives: of losses, of norms, and the user's."""
         return [e for e in self.order if not e.unit]
 
     @property
@@ -66,13 +66,13 @@ class Log:
         return Counter(e.kind for e in self.events)[kind]
 
     def __str__(self) -> str:
-        wide = max([8, *[len(e.axis) + 1 for e in self.order]])
-        lines = [f"{'collective':<16}{'axis':<{wide}}{'unit':<24}{'elements':>12}{'bytes':>14}"]
+        width = max([8, *[len(e.axis) + 1 for e in self.order]])
+        lines = [f"{'collective':<16}{'axis':<{width}}{'unit':<24}{'elements':>12}{'bytes':>14}"]
         lines += [
-            f"{e.kind:<16}{e.axis:<{wide}}{e.unit or '(metric)':<24}{e.elements:>12,}{e.bytes:>14,}"
+            f"{e.kind:<16}{e.axis:<{width}}{e.unit or '(metric)':<24}{e.elements:>12,}{e.bytes:>14,}"
             for e in self.events + self.metrics
         ]
-        return "\n".join([*lines, f"{'units, in all':<{wide + 40}}{self.elements:>12,}{self.bytes:>14,}"])
+        return "\n".join([*lines, f"{'units, in all':<{width + 40}}{self.elements:>12,}{self.bytes:>14,}"])
 
 
 _LOGS: list[Log] = []
@@ -111,10 +111,10 @@ def add(
     dtype: torch.dtype,
     unit: str,
 ) -> None:
-    """Note in every open recorder that a collective ran that took `sent` and gave `received` elements on a rank."""
+    """Add a collective to every open recorder. It took `sent` elements and returned `received` elements on a rank."""
     if not kind or not binding.axis or not _LOGS:
         return
     full = {"all_gather": binding.size * sent, "reduce_scatter": binding.size * received, "all_reduce": 2 * sent}
-    elements = full.get(kind, sent) // binding.mapped  # all_to_all, ppermute, broadcast: one buffer
+    elements = full.get(kind, sent) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
         log.order.append(Event(kind, binding.axis, elements, dtype, unit))

@@ -1,8 +1,9 @@
-"""Sums and gathers over ranks, as linear maps: rows of the table, and their public face.
+"""Sums and gathers over ranks as linear maps: rows of the table, and their public functions.
 
-Transposes are those of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
-rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
-do the same. For values known to be equal on all ranks, as in tensor parallelism, see `collectives/_invariant.py`.
+A transpose is the transpose of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
+rank program computes d(sum over ranks of the loss) / d(this rank's inputs), like JAX's `pmap` and
+`shard_map(check_vma=False)`. For values that are equal on all ranks, as in tensor parallelism, see
+`collectives/_invariant.py`.
 """
 
 import math
@@ -14,13 +15,13 @@ from fzero import tree
 from fzero._torch import c10d
 from fzero.axes import AxisName, Binding, axis_size, joint, resolve
 from fzero.collectives import gloo
-from fzero.collectives._copies import noted
+from fzero.collectives._copies import note_call
 from fzero.collectives._table import Along, LinearMap, Tensors, Whole, add_row, apply_along
 from fzero.tree import Tree
 
 __all__ = ["all_gather", "pmean", "psum", "psum_scatter"]
 
-# ---------------------------------------------------------------- what a rank of a process group does
+# ---------------------------------------------------------------- one rank of a process group
 
 
 def group_psum(x: torch.Tensor, binding: Binding) -> torch.Tensor:
@@ -39,7 +40,7 @@ def group_all_gather(x: torch.Tensor, binding: Binding, dim: int) -> torch.Tenso
 
 
 def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Tensor:
-    """Sum the ranks' tensors and keep the own part along `dim`."""
+    """Sum the ranks' tensors, and return this rank's part along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if x.numel() == 0:
         return x.new_empty((x.shape[0] // binding.size, *x.shape[1:])).movedim(0, dim)
@@ -49,18 +50,18 @@ def group_psum_scatter(x: torch.Tensor, binding: Binding, dim: int) -> torch.Ten
 # ---------------------------------------------------------------- the table
 
 
-def _shown_dim(options: Along, xs: Tensors) -> str:
+def _dim_text(options: Along, xs: Tensors) -> str:
     return f"({options.dim % max(xs[0].ndim, 1)})"
 
 
 def stacked_gather(n: int, options: Along, xs: Tensors) -> Tensors:
-    """Concatenate the ranks' tensors, stacked along dimension 0, along a dimension of their own."""
+    """Concatenate the ranks' tensors, stacked along dimension 0, along dimension `options.dim` of each."""
     dim = options.dim
     return [xs[0].movedim(0, dim - 1).flatten(dim - 1, dim)]  # [n, .., k, ..] -> [.., n, k, ..] -> [.., n k, ..]
 
 
 def stacked_scatter(n: int, options: Along, xs: Tensors) -> Tensors:
-    """Sum the ranks' tensors, stacked along dimension 0, and cut the sum along a dimension of their own."""
+    """Sum the ranks' tensors, stacked along dimension 0, and split the sum along its dimension `options.dim`."""
     total, dim = xs[0].sum(0, dtype=xs[0].dtype), options.dim  # [n, .., n k, ..] -> [.., n k, ..]
     return [total.unflatten(dim, (n, total.shape[dim] // n)).movedim(dim - 1, 0)]  # -> [.., n, k, ..] -> [n, .., k, ..]
 
@@ -83,7 +84,7 @@ add_row(
         local=lambda binding, options, xs: [group_all_gather(xs[0], binding, options.dim)],
         transpose="psum_scatter",
         replicated=True,
-        detail=_shown_dim,
+        detail=_dim_text,
     )
 )
 add_row(
@@ -94,12 +95,12 @@ add_row(
         local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
         transpose="all_gather",
         replicated=False,
-        detail=_shown_dim,
+        detail=_dim_text,
     )
 )
 
 
-# ---------------------------------------------------------------- the public face
+# ---------------------------------------------------------------- the public functions
 
 
 def psum(x: Tree, axis: AxisName = None) -> Tree:
@@ -115,7 +116,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
 
     Raises:
         ValueError: if an axis is not bound.
-        TypeError: if a leaf is no tensor, or a box.
+        TypeError: if a leaf is a box, or not a tensor.
 
     Example:
         >>> import fzero
@@ -125,7 +126,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
     axes = joint(resolve(axis))
 
     def total(path: str, leaf: Any) -> torch.Tensor:
-        return noted("psum", axes, apply_along("psum", number(path, leaf), axes, Whole()))
+        return note_call("psum", axes, apply_along("psum", number(path, leaf), axes, Whole()))
 
     return tree.map_with_path(total, x, tree.is_box)
 
@@ -133,8 +134,8 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
 def pmean(x: Tree, axis: AxisName = None) -> Tree:
     """Average a tensor, or each tensor of a tree, over the ranks of `axis`.
 
-    An integer or bool tensor keeps its dtype: its mean is rounded down, so a bool is true where all ranks' are. See
-    `psum` for the arguments.
+    An integer or bool tensor keeps its dtype, and its mean is rounded down. So a bool is true where it is true on all
+    ranks. See `psum` for the arguments.
 
     Example:
         >>> import fzero, torch
@@ -148,36 +149,36 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = number(path, leaf)
         if x.is_floating_point() or x.is_complex():
-            # divided first: a sum could overflow in half precision
-            return noted("pmean", axes, apply_along("psum", x / n, axes, Whole()))
+            # divide first, since a sum could overflow in half precision
+            return note_call("pmean", axes, apply_along("psum", x / n, axes, Whole()))
         return (apply_along("psum", x.long(), axes, Whole()) // n).to(leaf.dtype)
 
     return tree.map_with_path(mean, x, tree.is_box)
 
 
 def number(path: str, leaf: Any) -> torch.Tensor:
-    """Return a leaf that can be summed."""
+    """Return a leaf as a tensor that can be summed: bool becomes int64."""
     x = tensor(path, leaf)
     return x.long() if x.dtype == torch.bool else x
 
 
 def tensor(path: str, leaf: Any) -> torch.Tensor:
-    """Check that a leaf is a tensor, and no box."""
-    where = f"leaf {path!r}" if path else "its argument"
+    """Check that a leaf is a tensor, not a box, and return it."""
+    label = f"leaf {path!r}" if path else "its argument"
     if tree.is_box(leaf):
         raise TypeError(
-            f"a sum over ranks would add different parts of the tree: {where} is {leaf!r}. Gradients of boxes are "
-            "reduced already; for whole leaves gather it first"
+            f"a sum over ranks would add different parts of the tree: {label} is {leaf!r}. Gradients of boxes are "
+            "reduced already; to sum full leaves gather it first"
         )
     if not isinstance(leaf, torch.Tensor):
-        raise TypeError(f"a collective takes tensors, and {where} is {leaf!r}; make it a torch.tensor")
+        raise TypeError(f"a collective takes tensors, but {label} is {leaf!r}; make it a torch.tensor")
     return leaf
 
 
 def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`, in rank order.
 
-    The dimension grows n times, and none is added: JAX's `all_gather(tiled=True)`.
+    The dimension becomes n times as large, and no dimension is added: JAX's `all_gather(tiled=True)`.
 
     Args:
         x: a tensor `[.., k, ..]`, of one shape on every rank.
@@ -197,13 +198,13 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         tensor([1, 2, 3, 4])
     """
     axes = joint(resolve(axis))
-    return noted("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
+    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], along("all_gather", x, dim)))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
-    """Sum the ranks' tensors and keep the own one of n equal parts along `dim`: a reduce_scatter.
+    """Sum the ranks' tensors, and return this rank's part of n equal parts along `dim`: a reduce_scatter.
 
-    The dimension shrinks n times, and none is taken away: JAX's `psum_scatter(tiled=True)`.
+    The dimension becomes n times smaller, and no dimension is removed: JAX's `psum_scatter(tiled=True)`.
 
     Args:
         x: a tensor `[.., n k, ..]`, of one shape on every rank.
@@ -215,7 +216,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         A tensor `[.., k, ..]`: this rank's part. The transpose of psum_scatter is all_gather.
 
     Raises:
-        ValueError: if an axis is not bound, `x` has no dimension `dim`, or its size does not divide by n.
+        ValueError: if an axis is not bound, `x` has no dimension `dim`, or its size is not divisible by n.
 
     Example:
         >>> import fzero, torch
@@ -230,8 +231,8 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
         raise ValueError(
-            f"psum_scatter cuts dimension {dim} of a tensor {list(x.shape)} into {n} equal parts, "
-            f"and {x.shape[dim]} does not divide by {n}; pad it"
+            f"psum_scatter splits dimension {dim} of a tensor {list(x.shape)} into {n} equal parts, "
+            f"but {x.shape[dim]} is not divisible by {n}; pad it"
         )
     return apply_along("psum_scatter", x, axes, options)
 
@@ -239,12 +240,12 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
 def dimension(name: str, x: Any, dim: int, least: int = 1) -> int:
     """Check a dimension of a tensor, and count it from the front."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} takes one tensor, and was given {x!r}; for a tree use tree.map")
+        raise TypeError(f"{name} takes one tensor, but was given {x!r}; for a tree use tree.map")
     if not -x.ndim <= dim < max(x.ndim, 1 - least):
         raise ValueError(f"dim={dim} is not a dimension of a tensor {list(x.shape)}")
     return dim % max(x.ndim, 1)
 
 
 def along(name: str, x: Any, dim: int) -> Along:
-    """Check a dimension of a tensor, and make the options of a row of it."""
+    """Check a dimension of a tensor, and return it as a row's options."""
     return Along(dimension(name, x, dim) - x.ndim)

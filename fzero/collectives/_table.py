@@ -1,12 +1,12 @@
-"""Linear maps over ranks: a table, one row each, and one autograd Function for all rows.
+"""Linear maps over ranks: a table with one row per map, and one autograd Function for all rows.
 
-A row says what the map does to the stacked values of all ranks (simulation), what one rank does (a process
-group), and which row is its transpose. The Function makes every row differentiable to any order in both
-directions, vmappable, and traceable by make_fx and torch.compile.
+A row defines the map on the stacked values of all ranks (simulation), the code for one rank (a process group), and the
+row of the transpose. The Function makes every row differentiable to any order in both directions, vmappable, and
+traceable by make_fx and torch.compile.
 
-Transposes are those of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
-rank program gives d(sum over ranks of the loss) / d(own inputs). JAX's `pmap` and `shard_map(check_vma=False)`
-do the same.
+A transpose is the transpose of the joint map over all ranks, so `psum` is its own transpose. `torch.func.grad` inside a
+rank program computes d(sum over ranks of the loss) / d(this rank's inputs), like JAX's `pmap` and
+`shard_map(check_vma=False)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,45 +36,44 @@ __all__ = [
     "add_row",
     "apply",
     "apply_along",
-    "not_invariant",
     "row_of",
 ]
 
 Tensors = Sequence[torch.Tensor]
 
 ALONE = "alone"
-"""The group of an axis of one rank that is no axis of the mesh: collectives over no axis at all."""
+"""The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""
 NO_AXIS = Axis("", 1, ALONE, 0, torch.zeros((), dtype=torch.int64))
 
 
 class Whole(NamedTuple):
-    """The options of a map of whole tensors: there is nothing to choose."""
+    """The options of a map of full tensors: none."""
 
 
 class Along(NamedTuple):
-    """The options of a map that cuts or joins tensors along a dimension.
+    """The options of a map that splits or concatenates tensors along a dimension.
 
     Attributes:
-        dim: counted from the end, so that a dimension that a vmap puts in front changes nothing.
+        dim: counted from the end, so that a vmap's leading dimension does not change it.
     """
 
     dim: int
 
 
 class Source(NamedTuple):
-    """The options of a map from one rank to all: its place along the axis."""
+    """The options of a map from one rank to all: that rank's index along the axis."""
 
     rank: int
 
 
 class Pairs(NamedTuple):
-    """The options of a map from rank to rank: `(from, to)`, each rank once at most on either side."""
+    """The options of a map from rank to rank: pairs `(from, to)`, with each rank at most once on either side."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
 class OfUnit(NamedTuple):
-    """The options of a map of whole units: the uid of the unit's spec."""
+    """The options of a map of units: the id of the unit's spec."""
 
     uid: int
 
@@ -95,10 +94,10 @@ class Post(NamedTuple):
     """The options of a message.
 
     Attributes:
-        peer: the place along the axis of the rank at the other end.
-        tag: of the message; gradients have odd ones.
-        shape: of the tensor that is sent.
-        dtype: of it.
+        peer: the index along the axis of the rank at the other end.
+        tag: the message's tag; gradients have odd tags.
+        shape: the shape of the message's tensor.
+        dtype: the dtype of the message's tensor.
     """
 
     peer: int
@@ -121,13 +120,13 @@ class LinearMap(NamedTuple):
         local: `(binding, options, xs) -> ys`, one rank of a process group.
         transpose: the name of the transposed row.
         replicated: whether the results are equal on all ranks.
-        dual: what `options` become for the transposed row.
-        invariant: whether the inputs must be equal on all ranks, as those of Megatron's f are.
-        one: whether the results are one value, whose gradient all ranks share; others have a copy on each rank.
+        dual: `options -> options` of the transposed row.
+        invariant: whether the inputs must be equal on all ranks, like the inputs of Megatron's f.
+        one: whether the results are one value, whose gradient all ranks share. Otherwise each rank has a copy.
         uniform: like `stacked`, for inputs that all ranks share and that have no `[n]` dimension; optional.
-        unit: the name of the unit that the map moves, for the recorder, given `options`; "" for a user's own.
-        detail: what tells this use of the row from another, for messages, given `options` and the inputs.
-        wire_dtype: the dtype on the wire, given `options` and the first input; by default the input's.
+        unit: `options -> name` of the unit that the map moves, for the recorder; "" for a user's collective.
+        detail: `(options, xs) -> text` that tells this use of the row from other uses, for messages.
+        wire_dtype: `(options, first input) -> dtype` on the wire; by default the input's dtype.
     """
 
     name: str
@@ -154,13 +153,13 @@ def add_row(row: LinearMap) -> None:
 
 
 class _LinearMap(torch.autograd.Function):
-    """A row of the table, applied."""
+    """Applies a row of the table."""
 
     @staticmethod
     def forward(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
         row, group = _ROWS[name], binding.group
         if not group:
-            raise RuntimeError(f"{name} over the simulated axis {binding.axis!r} ran outside that axis's vmap")
+            raise RuntimeError(f"{name} over the simulated axis {binding.axis!r} ran outside the axis's vmap")
         if group == ALONE:
             ys = row.stacked(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.replicated else tuple([y.squeeze(0) for y in ys])
@@ -183,22 +182,22 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        filled = [
+        dense = [
             torch.zeros(shape, dtype=dtype, device=device) if t is None else t
             for t, (shape, dtype, device) in zip(tangents[4:], ctx.like, strict=True)
         ]
-        return _LinearMap.apply(ctx.token, ctx.name, ctx.binding, ctx.options, *filled)
+        return _LinearMap.apply(ctx.token, ctx.name, ctx.binding, ctx.options, *dense)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: Options, *xs: Any) -> Any:
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
-        if in_dims[0] is None:  # a user's vmap, or another axis's: carry its dimension through, in front
+        if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
             if any(maps_now(a.token) for a in bound()):
                 binding = binding._replace(mapped=binding.mapped * n)
             ys = _LinearMap.apply(token, name, binding, options, *_in_front(xs, dims, n))
             return ys, (0,) * len(ys)
         if row.invariant and any(d is not None for d in dims):
-            raise ValueError(not_invariant(name, binding.axis))
+            raise ValueError(_differs_message(name, binding.axis))
         if row.uniform is not None and all(d is None for d in dims):
             sent, ys = _numel(xs), tuple(row.uniform(n, options, xs))
         else:
@@ -210,39 +209,37 @@ class _LinearMap(torch.autograd.Function):
 
 
 def row_of(node: Any) -> tuple[LinearMap, Binding, Options] | None:
-    """Return which row of the table, over which axis, a node of an autograd graph differentiates; None for others."""
+    """Return the row, binding and options of a collective's autograd node; None for other nodes."""
     if type(node).__name__.startswith(_LinearMap.__name__):
         return _ROWS[node.name], node.binding, node.options
     return None
 
 
 def _meet(row: LinearMap, binding: Binding, options: Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """Apply a row where all ranks are threads: one of them computes the stacked map for all."""
+    """Apply a row where all ranks are threads: one thread computes the stacked map for all."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:
-        if row.invariant and not all(same(x, y) for other in ranks for x, y in zip(ranks[0], other, strict=True)):
-            raise ValueError(not_invariant(row.name, binding.axis))
+        if row.invariant and not all(same(x, y) for rank in ranks for x, y in zip(ranks[0], rank, strict=True)):
+            raise ValueError(_differs_message(row.name, binding.axis))
         ys = row.stacked(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.replicated else _numel(ys) // len(ranks)
             _record.add(row.wire, binding, _numel(xs), received, row.wire_dtype(options, xs[0]), row.unit(options))
-        # copies, so that no rank writes into another's
+        # copies, so that no rank writes into another rank's result
         return [tuple([(y if row.replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
     unit = row.unit(options)
-    what = row.name + (f" of unit {unit!r}" if unit else row.detail(options, xs))
-    return meet(binding.group, binding.rank, what, xs, compute)
+    label = row.name + (f" of unit {unit!r}" if unit else row.detail(options, xs))
+    return meet(binding.group, binding.rank, label, xs, compute)
 
 
-def not_invariant(name: str, axis: str) -> str:
-    """Say what is wrong with an argument that should be equal on all ranks."""
+def _differs_message(name: str, axis: str) -> str:
+    """Return the error message for an argument that differs by rank and should be equal on all ranks."""
     return (
-        f"{name} over {axis!r} was given a value that differs by rank along it; what it is given must be replicated: "
+        f"{name} over {axis!r} was given a value that differs by rank along it; its argument must be replicated: "
         "sum partial results with fzero.collectives.psum_invariant, and give the axis's ranks one batch "
-        "(mesh.split(batch, axis)). "
-        "In a backward pass: the gradient of what psum_invariant gave differs, so put fzero.collectives.pvary "
-        "where a replicated "
-        "value first meets what is this rank's own"
+        "(mesh.split(batch, axis)). In a backward pass, the gradient of psum_invariant's result differs by rank: put "
+        "fzero.collectives.pvary where a replicated value is first combined with this rank's own"
     )
 
 
@@ -256,12 +253,12 @@ def _in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Ten
 
 @allow_in_graph  # Dynamo would inline the Function and, under functorch, lose its backward (pytorch#193279)
 def apply(token: torch.Tensor, name: str, binding: Binding, options: Options, *xs: torch.Tensor) -> Any:
-    """Apply the row `name` over the axis of `token` and `binding` to tensors; returns a tuple of tensors."""
+    """Apply the row `name`, over the axis of `token` and `binding`, to tensors; return a tuple of tensors."""
     return _LinearMap.apply(token, name, binding, options, *xs)
 
 
 def apply_along(name: str, x: torch.Tensor, axes: Sequence[Axis], options: Options) -> torch.Tensor:
-    """Apply a row of one tensor over one axis after the other."""
+    """Apply a row to one tensor, over one axis after the other."""
     for axis in axes:
         (x,) = apply(axis.token, name, axis.binding, options, x)
     return x

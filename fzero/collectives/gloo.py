@@ -1,9 +1,9 @@
-"""all_gather and reduce_scatter on gloo as messages from rank to rank, which take half the time of gloo's own.
+"""all_gather and reduce_scatter on gloo as messages from rank to rank, in half the time of gloo's collectives.
 
-gloo's all_gather copies its buffer, and its reduce_scatter sums whole buffers (benchmarks/NOTES.md). Here each rank
-sends each other one its part, into the place where it belongs, and sums in the order of ranks, as a simulated mesh
-does: bit for bit on up to four ranks, beyond which torch's `sum` groups its rows. Other backends, and what is traced,
-keep torch's collectives.
+gloo's all_gather copies its buffer, and its reduce_scatter sums full buffers (benchmarks/NOTES.md). Here each rank
+sends every other rank its part, directly into the output, and sums in the order of ranks. So results equal those of a
+simulated mesh bit for bit on up to four ranks; beyond four ranks, torch's `sum` groups its rows. Other backends and
+traces use torch's collectives.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from fzero._torch import c10d, group_of, is_tracing, profiling
 
 __all__ = ["INSTEAD", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
-FIRST_TAG, TAGS = 1 << 20, 1 << 20  # of our messages, which so meet no other's
-# of each process group's exchanges: ranks run them in one order
+FIRST_TAG, TAGS = 1 << 20, 1 << 20  # a range of tags for these messages alone
+# counts each process group's exchanges, which all ranks run in one order
 _NUMBERS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
 
 
 class PendingMessages(NamedTuple):
-    """Messages on their way.
+    """Messages that have started.
 
     Attributes:
-        works: one for each message.
-        finish: makes the result of what has arrived. Until then it holds what is sent.
+        works: a handle for each message.
+        finish: computes the result once the messages have arrived. It keeps the sent tensors alive until then.
     """
 
     works: list[Any]
@@ -38,17 +38,17 @@ class PendingMessages(NamedTuple):
 
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
-    """Start to concatenate the ranks' tensors along dimension 0; `wait` gives the result."""
+    """Start to concatenate the ranks' tensors along dimension 0; `wait` returns the result."""
     if not _applies(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
     x = x.resolve_conj().resolve_neg()
-    whole, rank, held = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group)), [x]
-    works = _exchange([x] * ranks, list(whole), rank, group)
-    whole[rank].copy_(x)
+    output, rank, inputs = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group)), [x]
+    works = _exchange([x] * ranks, list(output), rank, group)
+    output[rank].copy_(x)
 
     def finish() -> torch.Tensor:
-        held.clear()
-        return whole.flatten(0, 1)
+        inputs.clear()
+        return output.flatten(0, 1)
 
     return PendingMessages(works, finish)
 
@@ -56,70 +56,71 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
 def all_gather_into(
     x: torch.Tensor, ranks: int, group: str, leaves: Sequence[torch.Tensor], offsets: Sequence[int]
 ) -> list[Any]:
-    """Start to gather the ranks' tensors `[k]` into `leaves`, which begin at `offsets` of their concatenation.
+    """Start to gather the ranks' tensors `[k]` into `leaves`, which start at `offsets` of the concatenated tensor.
 
-    Each leaf has a wait of its own, and holds nothing of use before.
+    Returns:
+        For each leaf, pending messages to wait for. The leaf's values are undefined before.
     """
     if not _applies(x, group):
-        whole = c10d.all_gather_into_tensor(x, ranks, group)
+        output = c10d.all_gather_into_tensor(x, ranks, group)
 
-        def copied(leaf: torch.Tensor, at: int) -> torch.Tensor:
-            return leaf.copy_(c10d.wait_tensor(whole).narrow(0, at, leaf.numel()).view_as(leaf))
+        def copied(leaf: torch.Tensor, start: int) -> torch.Tensor:
+            return leaf.copy_(c10d.wait_tensor(output).narrow(0, start, leaf.numel()).view_as(leaf))
 
-        return [PendingMessages([], partial(copied, leaf, at)) for leaf, at in zip(leaves, offsets, strict=True)]
+        return [PendingMessages([], partial(copied, leaf, i)) for leaf, i in zip(leaves, offsets, strict=True)]
     x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(group_of(group))
-    held, sent = [x] * len(leaves), []
+    inputs, pending = [x] * len(leaves), []
 
-    def arrived(leaf: torch.Tensor) -> torch.Tensor:
-        held.pop()
+    def finish(leaf: torch.Tensor) -> torch.Tensor:
+        inputs.pop()
         return leaf
 
-    for leaf, at in zip(leaves, offsets, strict=True):
-        mine = _between(x, rank * k, at, at + leaf.numel())
-        rows = [_between(leaf.view(-1), at, r * k, r * k + k) for r in range(ranks)]
-        sent.append(PendingMessages(_exchange([mine] * ranks, rows, rank, group), partial(arrived, leaf)))
-        if rows[rank].data_ptr() != mine.data_ptr():  # else x lies where it belongs
-            rows[rank].copy_(mine)
-    return sent
+    for leaf, start in zip(leaves, offsets, strict=True):
+        part = _between(x, rank * k, start, start + leaf.numel())
+        rows = [_between(leaf.view(-1), start, r * k, r * k + k) for r in range(ranks)]
+        pending.append(PendingMessages(_exchange([part] * ranks, rows, rank, group), partial(finish, leaf)))
+        if rows[rank].data_ptr() != part.data_ptr():  # equal if x is already in the leaf's memory
+            rows[rank].copy_(part)
+    return pending
 
 
-def _between(x: torch.Tensor, at: int, first: int, stop: int) -> torch.Tensor:
-    """View the part of `x`, which begins at `at` of a unit, that lies from `first` to `stop` of the unit."""
-    return x[max(first - at, 0) : max(stop - at, 0)]
+def _between(x: torch.Tensor, offset: int, start: int, stop: int) -> torch.Tensor:
+    """View elements `start` to `stop` of a unit in `x`, which starts at element `offset` of the unit."""
+    return x[max(start - offset, 0) : max(stop - offset, 0)]
 
 
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
-    """Start to sum the ranks' tensors, of which each keeps its part along dimension 0; `wait` gives the result."""
+    """Start to sum the ranks' tensors; `wait` returns this rank's part of the sum along dimension 0."""
     if op != "sum" or not _applies(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
-    mine = x.resolve_conj().resolve_neg().contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
+    parts = x.resolve_conj().resolve_neg().contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
     rank = dist.get_rank(group_of(group))
-    # a tensor each, which dies by itself; its own part needs none
-    rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(mine)]
-    return PendingMessages(_exchange(mine, rows, rank, group), lambda: _summed(rows, rank))
+    # one tensor per row, so that each is freed by itself; this rank's own part is read in place
+    rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(parts)]
+    return PendingMessages(_exchange(parts, rows, rank, group), lambda: _sum_rows(rows, rank))
 
 
-def wait(sent: Any) -> torch.Tensor:
-    """Wait for a collective, ours or torch's, and return its result."""
-    if not isinstance(sent, PendingMessages):
-        return c10d.wait_tensor(sent)
+def wait(pending: Any) -> torch.Tensor:
+    """Wait for a collective, of this file or of torch, and return its result."""
+    if not isinstance(pending, PendingMessages):
+        return c10d.wait_tensor(pending)
     with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
-        while sent.works:  # once each: gloo would wait for a second message
-            sent.works.pop().wait()
-    return sent.finish()
+        while pending.works:  # once per message: a second wait would wait for another message
+            pending.works.pop().wait()
+    return pending.finish()
 
 
 def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank: int, group: str) -> list[Any]:
-    """Start to send entry r of `sends` to rank r, whose own arrives in entry r of `rows`; ours is left alone.
+    """Start to send entry r of `sends` to rank r, and to receive rank r's tensor in entry r of `rows`.
 
-    What is empty is not sent.
+    This rank's own entries are not touched, and empty tensors are not sent.
     """
     process_group: Any = group_of(group)
     ranks = len(sends)
-    # each exchange has a tag of its own, so that no other message, of a user's, is taken for one of them
+    # each exchange has a tag of its own, so that it cannot receive a message of the user's
     tag = FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % TAGS
     works = []
-    for i in range(1, ranks):  # to the next first, so that not all send to one
+    for i in range(1, ranks):  # start with the next rank, so that not all ranks send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks
         if rows[source].numel():
             works.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
@@ -128,10 +129,10 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
     return works
 
 
-def _summed(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Sum in the order of ranks, in the memory of a row that arrived; half precision is rounded once. Takes `rows`."""
-    rows, given = rows[:], rows
-    given.clear()  # a bucket lives on until its last member is waited for, its rows do not
+def _sum_rows(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Sum in the order of ranks, in the memory of a received row, and empty `rows`. Half precision is rounded once."""
+    rows, arg = rows[:], rows
+    arg.clear()  # frees the rows now: the list lives until the wait for the last member of a bucket
     if len(rows) == 1:
         return rows[0].clone()
     if len(rows) > 2 and rows[0].dtype in (torch.bfloat16, torch.float16):
@@ -146,20 +147,20 @@ def _summed(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def _applies(x: torch.Tensor, group: str) -> bool:
-    """Return whether messages take a collective's place: on gloo, and not in a trace, which records the collective."""
+    """Return whether messages replace a collective: on gloo, and outside traces, which record the collective."""
     return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
 
 
 def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Start a collective for each tensor of a list."""
+    """Return a function that starts a collective for each tensor of a list."""
 
-    def starts(xs: Sequence[torch.Tensor], *options: Any) -> list[Any]:
+    def start_all(xs: Sequence[torch.Tensor], *options: Any) -> list[Any]:
         return [start(x, *options) for x in xs]
 
-    return starts
+    return start_all
 
 
-# What an executor runs in place of torch's operations.
+# The functions that an executor runs in place of torch's operations.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.reduce_scatter_tensor.default: reduce_scatter,

@@ -1,4 +1,4 @@
-"""Compare values between the ranks of a distributed mesh: what they are, then by checksum what they hold."""
+"""Compare trees between the ranks of a distributed mesh: structure and shapes first, then checksums of the values."""
 
 import datetime
 import hashlib
@@ -19,85 +19,85 @@ __all__ = ["MissingRank", "check_alike", "check_equal", "checksum", "gather_text
 # Texts from rank to rank, through the store of the process group.
 
 
-TEXT_SECONDS = 300.0  # how long a rank waits for another's text
+TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text
 
-_ROUNDS: Counter[str] = Counter()  # how often ranks have given a text on a topic
+_ROUNDS: Counter[str] = Counter()  # the number of texts sent on each topic
 
 
 class MissingRank(RuntimeError):
-    """A rank gave no text in time; `rank` is which, and `seconds` how long it was waited for."""
+    """Rank `rank` sent no text within `seconds`."""
 
     def __init__(self, rank: int, topic: str, seconds: float) -> None:
-        super().__init__(f"rank {rank} gave no text on {topic!r} within {seconds:g} s")
+        super().__init__(f"rank {rank} sent no text on {topic!r} within {seconds:g} s")
         self.rank, self.seconds = rank, seconds
 
 
 def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
-    """Give a text to all ranks, and get all ranks', in rank order.
+    """Send a text to all ranks, and return the texts of all ranks, in rank order.
 
-    It is no collective, so a rank that gives a text while the others run does not take their messages for its own.
+    It uses the store, not a collective. So a rank may send a text while other ranks run collectives.
 
     Args:
         mine: this rank's text.
-        mesh: a distributed mesh. A mesh is the world.
-        topic: what the texts are about. Its n-th text on a topic is for the other ranks' n-th.
-        seconds: how long to wait for another's text; by default `TEXT_SECONDS`.
+        mesh: a distributed mesh, whose ranks are the world.
+        topic: the topic of the texts. A rank's n-th text on a topic is matched with the other ranks' n-th texts.
+        seconds: how long to wait for another rank's text; by default `TEXT_SECONDS`.
 
     Raises:
-        MissingRank: if a rank gives no text in that time.
+        MissingRank: if a rank sends no text in that time.
     """
-    patience = TEXT_SECONDS if seconds is None else seconds
+    limit = TEXT_SECONDS if seconds is None else seconds
     store = default_store()
     _ROUNDS[topic] += 1
     keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]
     store.set(keys[mesh.rank], mine)
-    found = []
+    texts = []
     for rank, key in enumerate(keys):
         try:
-            store.wait([key], datetime.timedelta(seconds=patience))
+            store.wait([key], datetime.timedelta(seconds=limit))
         except RuntimeError as error:
-            raise MissingRank(rank, topic, patience) from error
-        found.append(store.get(key).decode())
-    return found
+            raise MissingRank(rank, topic, limit) from error
+        texts.append(store.get(key).decode())
+    return texts
 
 
-# A tensor is read in blocks of this many int32 words, 256 KiB, which a core's cache holds. It is 4 times a prime, so
-# a regular pattern, such as a column, does not fall on one word of each block, and elements of 16 bytes fill a block.
+# A tensor is read in blocks of this many int32 words, 256 KiB, which fit into a core's cache. The number is 4 times a
+# prime. So a regular pattern, such as a column, does not hit one word of each block, and 16-byte elements fill a block.
 _WORDS = 4 * 16381
-_FACTOR = 747796405  # odd, so that a product modulo 2**32 keeps all of a word
+_FACTOR = 747796405  # odd, so that a product modulo 2**32 loses no bits of a word
 _SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
     """Return a number that depends on a tensor's bits and their order: an int64 tensor of shape [].
 
-    One read of the tensor, and memory for a few blocks of it, whatever its size, strides and dtype are. Bits are
-    compared, so a nan is equal to itself, and 0.0 is not -0.0.
+    It reads the tensor once, and needs memory for a few blocks, for any size, strides and dtype. It depends on bits, so
+    a nan equals itself, and 0.0 differs from -0.0.
     """
-    words = _folded(x.detach())
-    places = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_SCRAMBLE)
-    weights = places.bitwise_xor_(places >> 32).bitwise_or_(1)  # an odd one for each word
+    words = _fold(x.detach())
+    hashes = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_SCRAMBLE)
+    weights = hashes.bitwise_xor_(hashes >> 32).bitwise_or_(1)  # an odd weight for each word
     return weights.mul_(words).sum()
 
 
-def _folded(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's blocks, each times a power of a factor that tells its place: int32."""
+def _fold(x: torch.Tensor) -> torch.Tensor:
+    """Return the int32 sum of a tensor's blocks, each multiplied by a power of `_FACTOR` that depends on its index."""
     total = torch.empty(0, dtype=torch.int32, device=x.device)
     for i, block in enumerate(_blocks(x)):
         if i == 0:
             total = block
             continue
         if i == 1:
-            total = total.clone()  # it may be a view
+            total = total.clone()  # the first block may be a view of x
         part = total[: len(block)]
         torch.add(block, part, alpha=_FACTOR, out=part)
     return total
 
 
 def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's bytes as int32 words, a block at a time."""
-    in_words = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
-    if in_words and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
+    """Yield a tensor's bytes as int32 words, one block at a time."""
+    is_aligned = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
+    if is_aligned and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
         yield from x.view(-1).view(torch.int32).split(_WORDS)
         return
     size = 4 * _WORDS // x.element_size()
@@ -106,46 +106,46 @@ def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a block `[n]` as int32 words, the last one filled up with zeros."""
+    """Return the bytes of a block `[n]` as int32 words; the last word is padded with zeros."""
     x = x.resolve_conj().resolve_neg()
-    # of at most one element torch takes any stride for contiguous
+    # torch calls a tensor of at most one element contiguous whatever its stride is
     data = (x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
-    rest = -len(data) % 4
-    if rest:
-        data = torch.nn.functional.pad(data, (0, rest))
+    padding = -len(data) % 4
+    if padding:
+        data = torch.nn.functional.pad(data, (0, padding))
     elif data.storage_offset() % 4:  # a part of a larger tensor of small elements
         data = data.clone()
     return data.view(torch.int32)
 
 
 def numbers_of_all(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
-    """Exchange int64 numbers `[m]`, the same m on all ranks: each rank's, in rank order."""
+    """Exchange int64 numbers `[m]`, with one m on all ranks; return each rank's numbers, in rank order."""
     mine = mine.to(mesh.device_mesh.device_type)
     theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
-    torch.distributed.all_gather(theirs, mine)  # a mesh is the world
+    torch.distributed.all_gather(theirs, mine)  # the mesh's ranks are the world
     return [x.tolist() for x in theirs]
 
 
-def _shown(x: Any) -> str:
-    """Describe what must be the same on all ranks; of what may differ, nothing."""
+def _describe(x: Any) -> str:
+    """Describe the properties of a leaf or box that must be the same on all ranks."""
     return "PerRank" if isinstance(x, PerRank) else tree.show(x)
 
 
-def check_equal(what: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor] | None = None) -> None:
-    """Compare a tree between the ranks: its paths in their order, how boxes are cut, numbers, and plain tensors.
+def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor] | None = None) -> None:
+    """Compare a tree between the ranks: its paths in order, the layouts of boxes, numbers, and plain tensors.
 
     Args:
-        what: what the tree is called in messages.
-        values: the tree. Of tensors on the meta device there is nothing to compare but shape and dtype.
-        mesh: the ranks; where they are not processes, nothing is done.
-        sums: the checksums of the tree's leaves, if they are known; they are taken now by default.
+        label: the name of the tree in messages.
+        values: the tree. Tensors on the meta device are compared by shape and dtype only.
+        mesh: the ranks. If they are not processes, there is nothing to compare.
+        sums: the checksums of the tree's leaves; None to compute them now.
 
     Raises:
-        ValueError: on all ranks, if any differs. The message names its path.
+        ValueError: on all ranks, if a leaf differs. The message names the leaf.
     """
     if not mesh.distributed:
         return
-    check_alike(what, values, mesh)
+    check_alike(label, values, mesh)
     paths, leaves, _ = tree.flatten_with_paths(values)
     varies = axes_of(values, mesh.axis_names)
     compared = [
@@ -157,63 +157,63 @@ def check_equal(what: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor]
         return
     device = mesh.device_mesh.device_type
     mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(device) for i in compared]
-    everyones = numbers_of_all(torch.stack(mine), mesh)
+    all_sums = numbers_of_all(torch.stack(mine), mesh)
     for n, i in enumerate(compared):
-        first: dict[tuple[int, ...], int] = {}  # place along the axes that it differs along -> a rank there
+        first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
         for rank in range(mesh.size):
-            places = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
-            other = first.setdefault(tuple([place for place, name in places if name in varies[i]]), rank)
-            if everyones[other][n] != everyones[rank][n]:
-                raise ValueError(_message(tree.place(what, paths[i]), other, rank, varies[i]))
+            coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
+            other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
+            if all_sums[other][n] != all_sums[rank][n]:
+                raise ValueError(_message(tree.place(label, paths[i]), other, rank, varies[i]))
 
 
-def check_alike(what: str, values: Any, mesh: Mesh) -> None:
-    """Compare a tree between the ranks as `check_equal` does, but for what its tensors hold.
+def check_alike(label: str, values: Any, mesh: Mesh) -> None:
+    """Compare a tree between the ranks as `check_equal` does, without the values of its tensors.
 
     Raises:
-        ValueError: on all ranks, if any differs. The message names its path.
+        ValueError: on all ranks, if a leaf differs. The message names the leaf.
     """
     if not mesh.distributed:
         return
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    lines = [f"{tree.place(what, path)} is {_shown(x)}" for path, x in zip(paths, entries, strict=True)]
+    lines = [f"{tree.place(label, path)} is {_describe(x)}" for path, x in zip(paths, entries, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    prints = numbers_of_all(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
-    if any(p != prints[0] for p in prints):
-        everyones: list[Any] = [None] * mesh.size
-        torch.distributed.all_gather_object(everyones, lines)
-        _raise_first_difference(everyones)
+    digests = numbers_of_all(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
+    if any(x != digests[0] for x in digests):
+        all_lines: list[Any] = [None] * mesh.size
+        torch.distributed.all_gather_object(all_lines, lines)
+        _raise_first_difference(all_lines)
 
 
-def _message(where: str, one: int, other: int, axes: tuple[str, ...]) -> str:
+def _message(label: str, one: int, other: int, axes: tuple[str, ...]) -> str:
     if axes:
         return (
-            f"{where} differs between rank {one} and rank {other}, and its box says that it differs along "
-            f"{', '.join(axes)} only: give the ranks of the other axes one value"
+            f"{label} differs between rank {one} and rank {other}, but its box says that it differs along "
+            f"{', '.join(axes)} only: make it equal along the other axes"
         )
     return (
-        f"{where} differs between rank {one} and rank {other}, and a plain tensor must be "
-        "equal on all ranks: reduce it with fzero.collectives.pmean, seed every rank alike before making it, or box it "
+        f"{label} differs between rank {one} and rank {other}, but a plain tensor must be equal on all ranks: "
+        "reduce it with fzero.collectives.pmean, use one seed on all ranks when you make it, or box it "
         f"with mesh.local (in a rank program fzero.PerRank) if it is meant to differ{see('a-loss-that-differs')}"
     )
 
 
-def _raise_first_difference(everyones: list[list[str]]) -> None:
-    for rank, lines in enumerate(everyones):
-        for mine, theirs in zip([*everyones[0], "no more leaves"], [*lines, "no more leaves"], strict=False):
+def _raise_first_difference(all_lines: list[list[str]]) -> None:
+    for rank, lines in enumerate(all_lines):
+        for mine, theirs in zip([*all_lines[0], "no more leaves"], [*lines, "no more leaves"], strict=False):
             if mine != theirs:
                 raise ValueError(
-                    f"the ranks hold different trees: on rank 0 {mine}, and on rank {rank} {theirs}; build them alike, "
-                    "dicts in one order"
+                    f"the ranks hold different trees: on rank 0 {mine}, and on rank {rank} {theirs}; build the same "
+                    "tree on all ranks, with dicts in one order"
                 )
 
 
-_LONGEST = 1024  # bytes of a text that is told
+_MAX_BYTES = 1024  # a text is truncated to this length
 
 
 def texts_of_all(text: str, mesh: Mesh) -> list[str]:
-    """Exchange short texts between all ranks, as numbers: nothing is pickled."""
-    padded = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
-    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _LONGEST, 4)])
-    everyones = numbers_of_all(mine, mesh)
-    return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in everyones]
+    """Exchange short texts between all ranks, encoded as numbers, without pickle."""
+    padded = text.encode()[:_MAX_BYTES].ljust(_MAX_BYTES, b"\0")
+    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)])
+    all_numbers = numbers_of_all(mine, mesh)
+    return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in all_numbers]

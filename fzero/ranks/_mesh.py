@@ -14,39 +14,40 @@ from fzero import tree
 from fzero._notice import see
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName
-from fzero.ranks._launch import TIMEOUT, check_device, check_timeout, join, world_at_hand
+from fzero.ranks._launch import TIMEOUT, check_device, check_timeout, find_world, join
 from fzero.ranks._spmd import Spmd, check_stacked
 from fzero.sharding import PerRank, is_box
 
-__all__ = ["Mesh", "check_axes", "filled", "mesh"]
+__all__ = ["Mesh", "check_axes", "fill_shape", "mesh"]
 
-# The sizes of a mesh's axes: those that are said, and the one that is what is left of the world.
+# The sizes of a mesh's axes: the sizes given, and the size of the axis that takes the rest of the world.
 
 
 Shape = tuple[tuple[str, int], ...]
 
 
 def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
-    """Check what can be checked of a mesh's axes whatever the world is.
+    """Check a mesh's axes, as far as this is possible without the world.
 
     Raises:
-        ValueError: if there is no axis, one has no name of its own, several are -1, or `alone` fills none.
-        TypeError: if a size is no int.
+        ValueError: if there is no axis, a name is not a Python name, a size is out of range, or several sizes are -1.
+            Also if `alone` is given and no size is -1.
+        TypeError: if a size or `alone` is not an int.
     """
     if not axes:
         raise ValueError("a mesh has at least one axis, such as mesh(dp=4)")
     for name, size in axes.items():
-        if not name.isidentifier():  # groups of several axes have names with commas
+        if not name.isidentifier():  # a comma would join the names of several axes
             raise ValueError(f"axis {name!r}: the name of an axis is a Python name, such as 'dp'")
         if not isinstance(size, int) or isinstance(size, bool):
-            near = get_close_matches(name, ("simulate", "alone", "device", "timeout"), 1)
-            hint = f"; did you mean {near[0]}= by {name}=?" if near else ""
+            matches = get_close_matches(name, ("simulate", "alone", "device", "timeout"), 1)
+            hint = f"; did you mean {matches[0]}=?" if matches else ""
             raise TypeError(f"{name}={size!r}: the size of an axis is an int{hint}")
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: an axis has at least one rank; -1 means the whole world")
     open_axes = [name for name, size in axes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can be what is left of the world")
+        raise ValueError(f"{' and '.join(open_axes)} are -1: only one axis can take the rest of the world")
     if alone is None:
         return
     if not isinstance(alone, int) or isinstance(alone, bool):
@@ -54,45 +55,45 @@ def check_axes(axes: Mapping[str, int], alone: int | None) -> None:
     if alone < 1:
         raise ValueError(f"alone={alone}: expected at least one rank to simulate")
     if not open_axes:
-        said, first = _said(axes), next(iter(axes))
-        raise ValueError(f"{said}, alone={alone}, and no axis is -1 to be filled: say {first}=-1, or leave out alone")
+        text, first = _axes_text(axes), next(iter(axes))
+        raise ValueError(f"{text}, alone={alone}, but no axis is -1: pass {first}=-1, or leave out alone")
 
 
-def filled(axes: Mapping[str, int], world: int | None, alone: int | None) -> Shape:
-    """Fill in the size that is -1.
+def fill_shape(axes: Mapping[str, int], world: int | None, alone: int | None) -> Shape:
+    """Replace a size of -1 by the number of ranks that the other axes leave.
 
     Args:
-        axes: the sizes, as `check_axes` lets them pass.
+        axes: the sizes, checked by `check_axes`.
         world: the number of processes; None in a simulation.
-        alone: the number of ranks of a simulation; None for as many as the other sizes make.
+        alone: the number of ranks in a simulation; None for the product of the other sizes.
 
     Raises:
-        ValueError: if the mesh would not have as many ranks as there are.
+        ValueError: if the size of the mesh would differ from the number of ranks.
     """
-    given = math.prod([size for size in axes.values() if size != -1])
-    ranks = (alone or given) if world is None else world
-    shape = tuple([(name, max(ranks // given, 1) if size == -1 else size) for name, size in axes.items()])
+    fixed = math.prod([size for size in axes.values() if size != -1])
+    ranks = (alone or fixed) if world is None else world
+    shape = tuple([(name, max(ranks // fixed, 1) if size == -1 else size) for name, size in axes.items()])
     product = math.prod([size for _, size in shape])
     if world is not None and product != world:
-        raise ValueError(f"{_said(axes)}, and the world has {_processes(world)}: {_advice(axes, world, product)}")
+        raise ValueError(f"{_axes_text(axes)}, but the world has {_processes(world)}: {_advice(axes, world, product)}")
     if alone is not None and world is None and product != alone:
-        raise ValueError(f"{_said(axes)}, alone={alone}: {alone} does not divide by {given}")
+        raise ValueError(f"{_axes_text(axes)}, alone={alone}: {alone} is not divisible by {fixed}")
     return shape
 
 
 def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
-    given = math.prod([size for size in axes.values() if size != -1])
+    fixed = math.prod([size for size in axes.values() if size != -1])
     if -1 in axes.values():
-        return f"{world} does not divide by {given}"
-    rest = "the whole world" if len(axes) == 1 else "what is left of the world"
-    return f"launch with torchrun --nproc-per-node {product}, or say {next(iter(axes))}=-1 for {rest}"
+        return f"{world} is not divisible by {fixed}"
+    rest = "the whole world" if len(axes) == 1 else "the rest of the world"
+    return f"launch with torchrun --nproc-per-node {product}, or pass {next(iter(axes))}=-1 for {rest}"
 
 
 def _processes(world: int) -> str:
     return f"{world} process{'es' * (world != 1)}"
 
 
-def _said(axes: Mapping[str, int]) -> str:
+def _axes_text(axes: Mapping[str, int]) -> str:
     return ", ".join([f"{name}={size}" for name, size in axes.items()])
 
 
@@ -110,30 +111,33 @@ def mesh(
 ) -> "Mesh":
     """Name the ranks: `fzero.mesh(dp=4)`, or `fzero.mesh(dp=2, tp=2)` for two axes.
 
-    Under torchrun, or Slurm's srun, the ranks are its processes, bound through a `torch.distributed.DeviceMesh` (gloo
-    on a CPU, nccl on a GPU), the first axis the slowest. Alone they are simulated in this process.
+    Under torchrun or Slurm's srun, the ranks are the launched processes, in a `torch.distributed.DeviceMesh` (gloo on a
+    CPU, nccl on a GPU). The first axis is the slowest. Without a launcher the ranks are simulated in this process.
 
     Args:
-        simulate: "vmap" (or True) for ranks as a batch dimension, even under torchrun: fast, and can be compiled.
-            "lockstep" for ranks as threads that take turns: runs any Python, and a debugger. False for an error when
-            there is no world. By default a world is used if there is one, else "vmap".
-        alone: the number of ranks to simulate when there is no world: `mesh(dp=-1, alone=4)` is the processes of
-            torchrun, else four simulated ranks.
-        device: "cpu" or "cuda"; by default "cuda" where there is one. Only a distributed mesh uses it.
+        simulate: "vmap" (or True) simulates ranks as a batch dimension, even under torchrun: it is fast, and can be
+            compiled. "lockstep" simulates ranks as threads that run one at a time: any Python and a debugger work.
+            False raises an error if there is no world. By default the ranks are the world's processes if there is a
+            world, else simulated with "vmap".
+        alone: the number of ranks to simulate if there is no world. `mesh(dp=-1, alone=4)` has one rank per process
+            under torchrun, else four simulated ranks.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available. Only a distributed mesh uses it.
         timeout: how long to wait for the world's other processes, in seconds.
-        **axes: the size of each axis; -1, for one of them, means what is left of the world (when alone, of the ranks
-            that `alone` says, else 1).
+        **axes: the size of each axis. One size may be -1: this axis takes the rest of the world, and in a simulation
+            the rest of the `alone` ranks (without `alone`, size 1).
 
     Raises:
-        ValueError: if the size of the mesh is not the world's, a size is below 1, or `alone` does not divide. Also if
-            the name of an axis is no Python name, there is no such device, or the timeout is not above 0.
-        TypeError: if a size, `alone` or the timeout is no number.
-        RuntimeError: if a process of the world does not arrive in time (names it), or was forked from a rank.
+        ValueError: if the size of the mesh differs from the world's, a size is below 1, or `alone` is not divisible by
+            the other sizes. Also if the name of an axis is not a Python name, the device is not available, or the
+            timeout is not above 0.
+        TypeError: if a size, `alone` or the timeout is not a number.
+        RuntimeError: if a process of the world does not arrive in time (the message names its rank), or if this process
+            was forked from a rank.
 
     Example:
         >>> mesh(dp=2, tp=2)
         Mesh(dp=2, tp=2, simulated)
-        >>> mesh(dp=-1, tp=2, alone=8)  # the same under torchrun with 8 processes, and there dp is what is left
+        >>> mesh(dp=-1, tp=2, alone=8)  # the same as under torchrun with 8 processes
         Mesh(dp=4, tp=2, simulated)
     """
     check_axes(axes, alone)
@@ -142,13 +146,13 @@ def mesh(
     if simulate not in (None, True, False, *SIMULATIONS):
         raise ValueError(f'simulate={simulate!r}: expected "vmap", "lockstep", True or False')
     if simulate is False and alone is not None:
-        raise ValueError(f"simulate=False and alone={alone} contradict one another: leave one out")
-    world = world_at_hand()
+        raise ValueError(f"simulate=False and alone={alone} contradict each other: leave one out")
+    world = find_world()
     if simulate is False and world is None:
-        raise ValueError("simulate=False, and no world is at hand: launch with torchrun")
+        raise ValueError("simulate=False, but there is no world: launch with torchrun")
     if simulate or world is None:
-        return Mesh(filled(axes, None, alone), simulation="lockstep" if simulate == "lockstep" else "vmap")
-    shape = filled(axes, world.size, alone)
+        return Mesh(fill_shape(axes, None, alone), simulation="lockstep" if simulate == "lockstep" else "vmap")
+    shape = fill_shape(axes, world.size, alone)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     join(world, kind, timeout)
     names, sizes = zip(*shape, strict=True)
@@ -157,19 +161,19 @@ def mesh(
 
 
 def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
-    """Make a process group for each product of several axes, so that it takes one collective: `("dp,ep", group)`.
+    """Create a process group for each product of several axes: `("dp,ep", group)`.
 
-    All processes make all groups, in one order.
+    With it, a collective over several axes is one operation. All processes create all groups, in one order.
     """
     names, ranks = device_mesh.mesh_dim_names or (), device_mesh.mesh
-    found = []
+    groups = []
     for k in range(2, len(names) + 1):
-        for chosen in combinations(range(len(names)), k):
-            rest = [i for i in range(len(names)) if i not in chosen]
-            rows = ranks.permute(*rest, *chosen).reshape(-1, math.prod([ranks.shape[i] for i in chosen]))
+        for dims in combinations(range(len(names)), k):
+            rest = [i for i in range(len(names)) if i not in dims]
+            rows = ranks.permute(*rest, *dims).reshape(-1, math.prod([ranks.shape[i] for i in dims]))
             group: Any = torch.distributed.new_subgroups_by_enumeration(rows.tolist())[0]
-            found.append((",".join(names[i] for i in chosen), group.group_name))
-    return tuple(found)
+            groups.append((",".join(names[i] for i in dims), group.group_name))
+    return tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ class Mesh:
     Attributes:
         shape: the name and size of each axis, the first the slowest.
         device_mesh: the processes, or None in a simulation.
-        joint: in a distributed mesh of several axes, the process group of each product of them.
+        joint: in a distributed mesh of several axes, the process group of each product of axes.
         simulation: how ranks are simulated: "vmap" or "lockstep".
     """
 
@@ -205,7 +209,7 @@ class Mesh:
 
     @property
     def distributed(self) -> bool:
-        """Whether the ranks are processes that can communicate: neither a simulation nor a plan's stand-ins."""
+        """Whether the ranks are processes that communicate, not a simulation or a plan's stand-ins."""
         return isinstance(self.device_mesh, DeviceMesh)
 
     @property
@@ -217,85 +221,88 @@ class Mesh:
         return 0 if self.device_mesh is None else self.index(self.axis_names)
 
     def index(self, axis: AxisName, rank: int | None = None) -> int:
-        """Return a rank's place along an axis, or along several, the first the slowest; by default this process's."""
+        """Return a rank's index along an axis, or along several axes with the first the slowest.
+
+        The default is this process's rank.
+        """
         names = self.names(axis)
         if rank is None and self.device_mesh is not None:
-            places = {name: self.device_mesh.get_local_rank(name) for name in names}
+            by_axis = {name: self.device_mesh.get_local_rank(name) for name in names}
         else:
-            places = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
-        place, sizes = 0, dict(self.shape)
+            by_axis = dict(zip(self.axis_names, self.coordinates(rank or 0), strict=True))
+        position, sizes = 0, dict(self.shape)
         for name in names:
-            place = place * sizes[name] + places[name]
-        return place
+            position = position * sizes[name] + by_axis[name]
+        return position
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's place along each axis."""
-        places: list[int] = []
+        """Return a rank's index along each axis."""
+        indices: list[int] = []
         for _, size in reversed(self.shape):
-            rank, place = divmod(rank, size)
-            places.insert(0, place)
-        return tuple(places)
+            rank, index = divmod(rank, size)
+            indices.insert(0, index)
+        return tuple(indices)
 
     def names(self, axis: AxisName) -> tuple[str, ...]:
-        """List the axes that `axis` names; all, if it is None.
+        """List the axes that `axis` names; all axes if it is None.
 
         Raises:
-            ValueError: if it names none, or one that the mesh does not have.
-            TypeError: if it is neither a string nor several.
+            ValueError: if it names no axis, or an axis that the mesh does not have.
+            TypeError: if it is neither a string nor a tuple or list.
         """
         if axis is not None and not isinstance(axis, str | tuple | list):
             raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
         names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         if not names:
-            said = "leave it out to mean all; a batch that all ranks share is given as it is"
-            raise ValueError(f"axis={axis!r} names no axis of {self!r}: {said}")
+            advice = "leave it out for all axes; pass a batch that all ranks share without splitting it"
+            raise ValueError(f"axis={axis!r} names no axis of {self!r}: {advice}")
         for name in names:
             if name not in self.axis_names:
                 raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
         return names
 
     def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """List this process's axes, and those that stand for several."""
-        alone = [
+        """List this process's axes, and the joint axes that stand for several."""
+        single = [
             Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i))
             for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
         ]
-        several, sizes = [], dict(self.shape)
+        products, sizes = [], dict(self.shape)
         for name, group in self.joint:
             names = tuple(name.split(","))
             i = self.index(names)
-            several.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
-        return tuple(alone), tuple(several)
+            products.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i)))
+        return tuple(single), tuple(products)
 
     def groups(self) -> dict[str, str]:
-        """Return the axis of each process group that this rank is in, by the group's name; none in a simulation."""
+        """Return group name -> axis for each process group of this rank; empty in a simulation."""
         return {} if self.simulated else {axis.group: axis.name for axes in self.bound_axes() for axis in axes}
 
     def places(self) -> tuple[tuple[str, int], ...]:
-        """Return this rank's place in each process group that it is in, by the group's name; none in a simulation."""
+        """Return pairs (group name, rank in the group) for each process group of this rank; none in a simulation."""
         return () if self.simulated else tuple([(a.group, a.rank) for axes in self.bound_axes() for a in axes])
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
         simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
-        place = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
-        return f"Mesh({axes}, {place})"
+        label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        return f"Mesh({axes}, {label})"
 
     @api_boundary
     def split(self, batch: Any, axis: AxisName = None) -> PerRank:
-        """Cut a global batch along dimension 0 into one equal part a rank, in rank order.
+        """Split a global batch along dimension 0 into one equal part per rank, in rank order.
 
         Args:
             batch: a tree of tensors `[N b, ...]`, the same on every process.
-            axis: the axes whose N ranks get parts of their own; by default all. Ranks along others get the same
-                part: `mesh.split(batch, "dp")` where an axis "tp" computes one loss together.
+            axis: the axes whose N ranks get different parts; by default all. Ranks along other axes get the same part:
+                use `mesh.split(batch, "dp")` if the ranks of an axis "tp" compute one loss together.
 
         Returns:
             A `PerRank` of tensors `[b, ...]` (in a simulation stacked: `[N, b, ...]`).
 
         Raises:
-            ValueError: if a leaf does not divide by N, or has no dimension. The message names it.
-            TypeError: if a leaf is no tensor.
+            ValueError: if a leaf's dimension 0 is missing, or not divisible by N. The message names the leaf.
+            TypeError: if a leaf is not a tensor.
 
         Example:
             >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
@@ -308,8 +315,8 @@ class Mesh:
             _check_tensor("batch", path, x)
             if x.ndim == 0 or x.shape[0] % n:
                 raise ValueError(
-                    f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must divide by the {n} ranks of {self!r}; "
-                    f"drop or pad the last batch{see('shapes-that-change')}"
+                    f"batch leaf {path!r} is {list(x.shape)}: dimension 0 must be divisible by the {n} ranks of "
+                    f"{self!r}; drop or pad the last batch{see('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
             return stacked if self.simulated else stacked[mine]
@@ -320,7 +327,7 @@ class Mesh:
         return math.prod([dict(self.shape)[name] for name in names])
 
     def _varying(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return the axes for a box: None for all. A simulation stacks along the axes in the mesh's order."""
+        """Return the axes of a box, None for all axes. A simulation stacks along axes in the mesh's order."""
         ordered = tuple([name for name in self.axis_names if name in names])
         if ordered != names:
             raise ValueError(f"axis={names}: name the axes in the order of {self!r}")
@@ -328,20 +335,20 @@ class Mesh:
 
     @api_boundary
     def local(self, batch: Any, axis: AxisName = None) -> PerRank:
-        """Wrap what each rank loaded itself.
+        """Wrap a batch that each rank loaded itself.
 
         Args:
-            batch: a tree of this rank's tensors; in a simulation of all ranks' tensors, stacked: `[N, ...]`. Or a
-                function `rank -> tree`, which is called for this process's rank, or in a simulation for each.
-            axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the place along
-                them.
+            batch: a tree of this rank's tensors; in a simulation a tree of all ranks' tensors, stacked: `[N, ...]`. Or
+                a function `rank -> tree`, which is called for this process's rank, in a simulation for every rank.
+            axis: the axes along which the N ranks loaded different parts; by default all. `rank` is the index along
+                these axes.
 
         Returns:
-            A `PerRank` of it.
+            A `PerRank` of the tree.
 
         Raises:
-            ValueError: if, in a simulation, a leaf's dimension 0 is not N.
-            TypeError: if a leaf is no tensor.
+            ValueError: in a simulation, if a leaf's dimension 0 is not N.
+            TypeError: if a leaf is not a tensor.
 
         Example:
             >>> mesh(dp=3).local(lambda rank: torch.tensor(rank)).value
@@ -363,18 +370,18 @@ class Mesh:
         return PerRank(tree.map_with_path(check, batch, is_box), varying)
 
     def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """Run a rank program on every rank: JAX's shard_map, with layouts that travel with the values.
+        """Make a function that runs a rank program on every rank: JAX's shard_map, with layouts stored in the values.
 
         Args:
-            program: what each rank runs. A `PerRank` argument arrives unwrapped, a `Shard` holds the rank's own
-                piece, a plain tensor is the same on all ranks.
+            program: the function that each rank runs. A `PerRank` argument arrives without its box, a `Shard` holds the
+                rank's own piece, and a plain tensor is the same on all ranks.
 
         Returns:
-            A function of the same arguments. A result that differs by rank must be returned as `PerRank` or in
-            a `Shard`; a plain result is replicated, and in a simulation that is checked.
+            A function of the same arguments. A result that differs by rank must be in a `PerRank` or a `Shard`. A plain
+            result must be replicated; a simulation checks this.
 
         Raises:
-            ValueError: when called, if a plain result differs by rank (simulation), or a box has not N pieces.
+            ValueError: when called, if a plain result differs by rank (simulation), or a box does not have N pieces.
 
         Example:
             >>> import fzero
@@ -385,9 +392,9 @@ class Mesh:
         return Spmd(self, program)
 
 
-def _check_tensor(what: str, path: str, x: Any) -> None:
+def _check_tensor(label: str, path: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{tree.place(what, path)} is {x!r}: what differs by rank must be a tensor")
+        raise TypeError(f"{tree.place(label, path)} is {x!r}: a value that differs by rank must be a tensor")
 
 
 def _stack(parts: list[Any]) -> Any:
@@ -399,7 +406,7 @@ def _stack(parts: list[Any]) -> Any:
             _check_tensor(f"rank {rank}'s batch", path, x)
             if tree.show(x) != tree.show(xs[0]):
                 raise ValueError(
-                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, and rank 0's is {tree.show(xs[0])}: "
-                    f"all ranks hold tensors of one shape; pad or drop the rest{see('shapes-that-change')}"
+                    f"rank {rank}'s batch leaf {path!r} is {tree.show(x)}, but rank 0's is {tree.show(xs[0])}: "
+                    f"all ranks must hold tensors of one shape; pad or drop the rest{see('shapes-that-change')}"
                 )
     return tree.unflatten(structure, [torch.stack(xs) for xs in zip(*columns, strict=True)])

@@ -1,4 +1,4 @@
-"""gather: shards → full leaves. One all_gather a unit; its transpose is reduce_scatter."""
+"""gather: shards → full leaves. One all_gather per unit; its transpose is reduce_scatter."""
 
 from typing import Any
 
@@ -25,22 +25,23 @@ __all__ = ["gather"]
 
 
 def gather(params: Any) -> Any:
-    """Gather every shard of a tree: plain leaves again, equal on all ranks that it was cut over.
+    """Gather every shard of a tree into plain leaves, equal on all ranks that the tree was sharded over.
 
-    The second transform. One all_gather a unit, over the axes that it was cut over, and none for boxes that
-    `partition` has just made. The leaves are views into one buffer a unit. Differentiable: the gradient arrives
-    as shards, by one reduce_scatter a unit, as soon as the backward pass has the unit's last gradient. A leaf that
-    is split along a further axis (tensor or expert parallel) comes out as this rank's part of it.
+    This is the second transform. It runs one all_gather per unit, over the axes that the unit is sharded over, and none
+    for boxes that `partition` has just made. The leaves of a unit are views into one buffer. The gather is
+    differentiable: one reduce_scatter per unit returns the gradient as shards, as soon as the backward pass has the
+    unit's last gradient. For a leaf that is split along another axis (tensor or expert parallelism) the gather returns
+    this rank's part.
 
     Args:
-        params: a tree in which some leaves may be boxes; others are passed through.
+        params: a tree whose leaves may be boxes; other leaves are passed through.
 
     Returns:
         The tree with plain tensors.
 
     Raises:
-        ValueError: if an axis of a box is not bound or has another size than the box was cut for, or if the tree
-            does not hold whole units. Outside a rank program use `step.gather` or `mesh.spmd(fzero.gather)`.
+        ValueError: if an axis of a box is not bound, or has another size than the box was sharded for. Also if the tree
+            holds only part of a unit. Outside a rank program use `step.gather` or `mesh.spmd(fzero.gather)`.
 
     Example:
         >>> import fzero, torch
@@ -57,44 +58,46 @@ def _leaves(unit: CutUnit) -> tuple[torch.Tensor, ...]:
 
 
 def replicate(params: Any) -> Any:
-    """Gather as `gather` does, but leave units that are split in boxes: what stages 0 to 2 hold between steps.
+    """Gather as `gather` does, but leave split units in boxes: the layout of stages 0 to 2 between steps.
 
     Raises:
         RuntimeError: if a box was written through `.data`.
     """
 
     def replicated(unit: CutUnit) -> Any:
-        known = facts(unit.uid)
-        if not known.split:
+        unit_facts = facts(unit.uid)
+        if not unit_facts.split:
             return gather_unit(unit.uid, unit.shard.data, _origin_of(unit.shard))
-        whole = on_mesh(unit.uid, (), "each", axis_names())
-        return Shard(gather_flat(unit.uid, unit.shard.data), whole)
+        spec_id = on_mesh(unit.uid, (), "each", axis_names())
+        return Shard(gather_flat(unit.uid, unit.shard.data), spec_id)
 
     return map_units(replicated, params)
 
 
 def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
-    """Return the origin of a box that a step returns, checked: what was written through `.data` is not counted.
+    """Return the origin of a box that a step returns, after a check that the box still holds its values.
 
-    This costs a pass over the shard, and only a box that the step returns as it was given it has an origin.
+    Tensor versions do not count writes through `.data`, so the check compares values: one pass over the shard. Only
+    boxes that the step returns unchanged have an origin.
     """
-    if torch.compiler.is_dynamo_compiling():  # which cannot say whether the box was written
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot tell whether the box was written
         return None
     axes, origin = unit_axes(box.uid), box.origin
-    if origin is None or is_tracing() or any(not a.group for a in axes):  # a trace and a vmap refuse or find `.data`
+    # traces and vmaps detect or refuse writes through `.data` themselves
+    if origin is None or is_tracing() or any(not a.group for a in axes):
         return origin
     with torch.no_grad():
-        (own,) = apply_over_unit_axes("partition", joint(axes), box.uid, [unwrapped(x) for x in origin])
-    if not same(own, unwrapped(box.data)):
+        (shard,) = apply_over_unit_axes("partition", joint(axes), box.uid, [unwrapped(x) for x in origin])
+    if not same(shard, unwrapped(box.data)):
         raise RuntimeError(
-            f"{box!r} was written through .data, which torch does not count, so whole leaves that were gathered before "
-            "may not be its own: write into the tensor itself under torch.no_grad(), or return new values"
+            f"{box!r} was written through .data, which torch does not count as a write, so the leaves gathered before "
+            "may be stale: write into the tensor itself under torch.no_grad(), or return new values"
         )
     return origin
 
 
 def assemble(params: Any) -> Any:
-    """Gather every shard of a tree, and every part of a split leaf: whole leaves, equal on all ranks."""
+    """Gather every shard of a tree and all parts of split leaves into full leaves, equal on all ranks."""
 
     def assembled(unit: CutUnit) -> list[torch.Tensor]:
         leaves = list(_leaves(unit))

@@ -1,4 +1,4 @@
-"""partition: replicated leaves → own shard. Its transpose puts the own part among zeros; neither communicates."""
+"""partition: replicated leaves → this rank's shard. The transpose pads it with zeros; neither communicates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,33 +46,33 @@ def partition(
     split: SplitRules | None = None,
     reduce: str = "each",
 ) -> Any:
-    """Cut a replicated tree into this rank's shards, one per unit.
+    """Partition a replicated tree into this rank's shards, one per unit.
 
-    The first of the four transforms. Copies only the own range of each unit. The boxes remember the leaves that
-    they were cut from as long as they are unchanged, so gathering them again costs nothing.
+    This is the first of the four transforms. It copies only this rank's range of each unit. A box remembers the full
+    leaves of its unit until its data changes, so gathering it again costs nothing.
 
     Args:
         params: a tree of tensors, equal on all ranks. Integer and bool leaves stay as they are, replicated;
-            leaves that are one tensor object (tied) are stored once and stay tied. Boxes that no axis shards, as
-            stages 0 to 2 hold the parts of split leaves, are cut further.
+            leaves that are one tensor object (tied) are stored once and stay tied. Boxes that are not sharded over
+            any axis are sharded now: stages 0 to 2 hold the parts of split leaves in boxes like these.
         axis: the axis, or tuple of axes, to shard over; `None` for the axes of the running step.
         units: a rule `(path, leaf) -> unit name`, or `None` to leave the leaf replicated. By default each
             repeated block is a unit, and each other top-level child is one.
-        over: those of the axes that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along
-            the others they are replicated.
-        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along a further axis has its
-            own part: tensor and expert parallelism. Such a leaf's unit is not sharded over that axis.
-        reduce: when `value_and_grad(micro_batches=k)` reduces gradients: "each" micro-batch into shards (stages 2
-            and 3), or "once", after the last (stage 1).
+        over: the axes that units are sharded over, or a rule `(path, leaf) -> axes`; by default all of `axis`. Units
+            are replicated along the remaining axes.
+        split: a rule `(path, leaf) -> {axis: dimension}` for tensor and expert parallelism: each rank along another
+            axis holds its own part of the leaf. A split leaf's unit is not sharded over that axis.
+        reduce: when `value_and_grad(micro_batches=k)` reduces gradients: after "each" micro-batch, into shards (stages
+            2 and 3), or "once", after the last micro-batch (stage 1).
 
     Returns:
-        The same tree with a `Shard` in place of the first leaf of each unit and a `Slot` in place of the others.
+        The same tree with a `Shard` in place of each unit's first leaf and a `Slot` in place of its other leaves.
         Outside any mesh, `params` itself.
 
     Raises:
-        TypeError: if `units` or `split` is no rule, or `over` neither one nor names of axes.
-        ValueError: if an axis is not bound, if `reduce` is neither, if `params` holds shards already, or if a leaf
-            cannot be split in equal parts. Names the path.
+        TypeError: if `units` or `split` is not a rule, or `over` is neither a rule nor names of axes.
+        ValueError: if an axis is not bound, or `reduce` is neither "each" nor "once". Also if `params` is sharded
+            already, or a leaf cannot be split in equal parts; the message names the leaf.
 
     Example:
         >>> import fzero, torch
@@ -86,25 +86,25 @@ def partition(
         return params
     axes = resolve(axis)
     check_unsharded(params)
-    given, around = given_rules(units, over, split), rules_here()
-    rules = around._replace(units=given.units or around.units, over=given.over or around.over)
-    rules = rules._replace(split=given.split, stacks=given.stacks) if given.split else rules
+    arg_rules, step_rules = given_rules(units, over, split), rules_here()
+    rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)
+    rules = rules._replace(split=arg_rules.split, stacks=arg_rules.stacks) if arg_rules.split else rules
     assignment = assign(_further(params, axes, rules, reduce), axes, rules, reduce)
     return assignment.with_shards([_own_shard(unit.uid, unit.leaves) for unit in assignment.units])
 
 
-def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
-    (data,) = apply_to_unit("partition", uid, leaves)
-    return Shard(data, uid, origin=tuple(leaves))
+def _own_shard(spec_id: int, leaves: Sequence[torch.Tensor]) -> Shard:
+    (data,) = apply_to_unit("partition", spec_id, leaves)
+    return Shard(data, spec_id, origin=tuple(leaves))
 
 
 def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str) -> Any:
-    """Shard the units of a tree that are in boxes, and sharded over no axis yet."""
+    """Shard a tree's boxed units, which no axis shards yet."""
 
     def sharded(unit: CutUnit) -> Shard:
         spec = spec_of(unit.uid)
-        whole = torch.empty(facts(unit.uid).whole_shapes[0], dtype=spec.dtype, device="meta")
-        over = wanted_axes(spec.paths[0], whole, axes, rules, spec.varies)
+        full = torch.empty(facts(unit.uid).whole_shapes[0], dtype=spec.dtype, device="meta")
+        over = wanted_axes(spec.paths[0], full, axes, rules, spec.varies)
         if not over:
             return unit.shard
         mesh = tuple([(a.name, a.size) for a in axes if a.name in over])
@@ -114,12 +114,12 @@ def _further(params: Any, axes: Sequence[Axis], rules: LayoutRules, reduced: str
 
 
 def check_unsharded(params: Any) -> None:
-    """Check that parameters are sharded over no axis yet: plain tensors, or boxes of the parts of split leaves."""
+    """Check that no axis shards parameters yet: each is a plain tensor or a box of a split leaf's part."""
     for path, x in zip(*tree.flatten_with_paths(params, is_box)[:2], strict=True):
         if is_box(x):
             if isinstance(x, Shard | Slot) and not facts(x.uid).axes:
                 continue
-            raise ValueError(f"params is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+            raise ValueError(f"params is sharded already: leaf {path!r} is {x!r}; gather it with the step that made it")
         if isinstance(x, torch.nn.Module):
             raise TypeError("params is a module: pass fzero.nn.functional(module).params, a tree of its parameters")
         if x is not None and not isinstance(x, torch.Tensor):

@@ -1,4 +1,4 @@
-"""reduce_scatter: per-rank full leaves → summed shards. One collective a unit; its transpose is gather."""
+"""reduce_scatter: per-rank full leaves → summed shards. One collective per unit; its transpose is gather."""
 
 from typing import Any
 
@@ -13,20 +13,21 @@ __all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(grads: Tree, like: Tree) -> Tree:
-    """Sum full gradients over the ranks, and keep the own shard of each unit.
+    """Sum full gradients over the ranks, and return this rank's shard of each unit.
 
-    The third transform, and the transpose of `gather`.
+    This is the third transform, and the transpose of `gather`.
 
     Args:
         grads: a tree of tensors that differ by rank, with the structure of the gathered `like`.
-        like: a tree of boxes, as `partition` gives it: its layout is the result's.
+        like: a tree of boxes, as `partition` returns it. The result has the same layout.
 
     Returns:
-        A tree like `like`, holding sums (divide by `axis_size()` for means). Leaves that are replicated in `like`
-        are summed by an all_reduce of their own.
+        A tree like `like` that holds sums (divide by `axis_size()` for means). Leaves that are replicated in `like` are
+        summed by an all_reduce each.
 
     Raises:
-        ValueError: if the trees differ in structure or a gradient has another shape than its leaf. Names the path.
+        ValueError: if the trees differ in structure, or a gradient differs from its leaf in shape. The message names
+            the leaf.
 
     Example:
         >>> import fzero, torch
@@ -49,13 +50,13 @@ def reduce_scatter(grads: Tree, like: Tree) -> Tree:
 
 
 def _sum_ties(unit: CutUnit, full: list[Any], paths: list[str]) -> list[torch.Tensor]:
-    """Return a unit's full gradients in its order; different tensors at the places of one tied leaf add up."""
+    """Return a unit's full gradients in the unit's order; gradients of one tied leaf are summed."""
     leaves: dict[int, torch.Tensor] = {}
     for position, index in unit.members:
         g = full[position]
         expected = list(spec_of(unit.uid).shapes[index])
         if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
-            given = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
-            raise ValueError(f"grads leaf {paths[position]!r} is {given}, and its layout says {expected}")
+            shown = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
+            raise ValueError(f"grads leaf {paths[position]!r} is {shown}: expected shape {expected}, as in like")
         leaves[index] = g if index not in leaves or g is leaves[index] else leaves[index] + g
     return [leaves[i] for i in range(len(leaves))]

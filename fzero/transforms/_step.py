@@ -1,4 +1,4 @@
-"""step: the optimizer's update, on whatever layout the trees have."""
+"""step: the optimizer's update, on trees of any layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ __all__ = ["step"]
 
 
 def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Make a function that updates parameters: the fourth transform.
+    """Make the function that updates parameters: the fourth transform.
 
-    On shards each rank updates its own 1/N, with 1/N of the optimizer's state.
+    On shards each rank updates 1/N of the parameters, with 1/N of the optimizer's state.
 
     Args:
         opt: an (init, update) pair.
@@ -20,8 +20,8 @@ def step(opt: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         `(params, grads, opt_state) -> (params, opt_state)`.
 
     Raises:
-        TypeError: if `opt` is no pair, such as an optimizer of torch.optim.
-        ValueError: when called, if the trees differ in structure or are cut differently. Names the path.
+        TypeError: if `opt` is not a pair, for example an optimizer of torch.optim.
+        ValueError: when called, if the trees differ in structure or layout. The message names the leaf.
 
     Example:
         >>> import torch

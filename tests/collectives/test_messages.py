@@ -149,7 +149,7 @@ def test_another_shape_or_dtype_is_an_error_on_the_receiver():
 def test_bad_arguments_are_named():
     def program() -> None:
         for to in (0, 5, -1, 1.0):
-            with pytest.raises(ValueError, match="expected another place along"):
+            with pytest.raises(ValueError, match="expected another rank of the axis"):
                 fzero.collectives.send(torch.ones(1), to, "pp") if here() == 0 else fzero.collectives.send(
                     torch.ones(1), 7, "pp"
                 )

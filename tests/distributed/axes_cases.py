@@ -121,7 +121,7 @@ def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
     try:
         step(params, state)
     except ValueError as error:
-        assert "argument 0, leaf 'w.0' differs between rank 0 and rank 2, and its box says" in str(error), error
+        assert "argument 0, leaf 'w.0' differs between rank 0 and rank 2, but its box says" in str(error), error
     else:
         raise AssertionError("not refused")
     step.gather(params)  # all ranks are still in step
@@ -165,7 +165,7 @@ def a_mesh_is_the_world_whatever_its_axes(_: fzero.ranks.Mesh) -> None:
         try:
             fzero.mesh(**axes)
         except ValueError as error:
-            assert "and the world has 4 processes" in str(error)
+            assert "but the world has 4 processes" in str(error)
         else:
             raise AssertionError("not refused")
 

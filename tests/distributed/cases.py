@@ -381,7 +381,7 @@ def a_mesh_of_another_size_than_the_world_is_refused(mesh: fzero.ranks.Mesh) -> 
     try:
         fzero.mesh(dp=mesh.size + 1)
     except ValueError as error:
-        assert f"dp={mesh.size + 1}, and the world has {mesh.size} processes" in str(error)
+        assert f"dp={mesh.size + 1}, but the world has {mesh.size} processes" in str(error)
     else:
         raise AssertionError("not refused")
     assert fzero.mesh(dp=-1).size == mesh.size and not fzero.mesh(dp=-1).simulated

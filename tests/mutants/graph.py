@@ -281,7 +281,7 @@ MUTANTS = [
         Fault("ranks compare what a vmap has batched", "ShardedStep._checks_now", dropped("A()")),
     ),
     *File("ranks/_spmd.py", JIT).faults(
-        Fault("a vmap around the world breaks", "Spmd._by_vmap", dropped("alone")),
+        Fault("a vmap around the world breaks", "Spmd._by_vmap", dropped("is_outermost")),
     ),
     *File("graph/_agree.py", GRAPH).faults(
         Fault(

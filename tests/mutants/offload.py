@@ -14,7 +14,7 @@ COST = ("tests/graph/test_cost.py",)
 MUTANTS = [
     *File("collectives/_moves.py", MOVES).faults(
         Fault("a move down is its own transpose", "", constant("to_device", "to_host", at="2 of 4")),
-        Fault("a move where it is there already is no copy", "_down", becomes("A(B).copy_", "B.view_as")),
+        Fault("a move where it is there already is no copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
         Fault(
             "the fake of a copy keeps the strides",
             "",
@@ -170,13 +170,13 @@ MUTANTS = [
         Fault("a view is there at once", "seconds", skipped("A.B(C)")),
     ),
     *File("transforms/_remat/_remat.py", REMAT).faults(
-        Fault("leaves wait on the host", "taken_down", dropped("not A[B].is_leaf")),
-        Fault("numbers wait on the host", "taken_down", dropped("A[B].dim()")),
-        Fault("copies that wait are not tracked", "taken_down", becomes("torch.enable_grad", "torch.no_grad")),
+        Fault("leaves wait on the host", "offload", dropped("not A[B].is_leaf")),
+        Fault("numbers wait on the host", "offload", dropped("A[B].dim()")),
+        Fault("copies that wait are not tracked", "offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
     *File("transforms/_remat/_call.py", REMAT).faults(
         Fault("a slot alone is no box", "StandIns.has_boxes", bare("A | B")),
-        Fault("boxes wait on the host", "BlockCall.waiting", bare("A - self.arguments.B()")),
+        Fault("boxes wait on the host", "BlockCall.offload_numbers", bare("A - self.arguments.B()")),
     ),
     *File("graph/passes/_keep_on_host.py", REMAT).faults(
         Fault("gathered parameters wait on the host", "keep_on_host", negated("all(A.target is B for A in C)")),

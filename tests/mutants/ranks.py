@@ -17,24 +17,24 @@ MUTANTS = [
             "_as_rank_0",
             (
                 becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
-                elsewhere("_as_another", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
+                elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
             ),
         ),
-        Fault("each rank has its own clock", "_as_another", becomes("2 * A", "A / 2")),
+        Fault("each rank has its own clock", "_as_other_rank", becomes("2 * A", "A / 2")),
         Fault(
             "worlds share what is in the store",
-            "_met",
+            "_open_store",
             becomes("PrefixStore(A, store)", "(A, store)[1]"),
             ("tests/ranks/test_restart.py",),
         ),
         Fault("a fork is a rank", "join", (swapped("!=", "=="), becomes("A == os.getpid()", "A == 0")), LAUNCH),
-        Fault("ranks beyond the world", "world_at_hand", never("A >= B"), LAUNCH),
+        Fault("ranks beyond the world", "find_world", never("A >= B"), LAUNCH),
         Fault("nan seconds", "check_timeout", becomes("not 0 < A < 1000000000.0", "A <= 0 or A >= 1000000000.0"), MESH),
         Fault("any device", "check_device", never("A != 'cuda'"), MESH),
     ),
     *File("ranks/_mesh.py", MESH).faults(
-        Fault("alone is not heard", "filled", bare("B or A")),
-        Fault("alone need not divide", "filled", never("A != alone")),
+        Fault("alone is not heard", "fill_shape", bare("B or A")),
+        Fault("alone need not divide", "fill_shape", never("A != alone")),
         Fault("an axis may be two", "check_axes", bare("A.isidentifier()")),
     ),
     *File("data/_batch_plan.py", HALF).faults(
@@ -44,7 +44,7 @@ MUTANTS = [
         Fault("axes apart have one name", "_data_axes", becomes("list(A.B(C))", "shared")),
     ),
     *File("ranks/_spmd.py", STEP).faults(
-        Fault("results are not compared", "_together", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),
+        Fault("results are not compared", "_combined", becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])")),
     ),
     *File("axes/lockstep.py", STEP).faults(
         Fault("diverging calls meet", "_compute_for_all", never("len(A) > 1")),

@@ -82,7 +82,7 @@ MUTANTS = [
         Fault("what needs all tokens has a part", "_kind", always("is_norm")),
     ),
     *File("collectives/_copies.py", COPIES).faults(
-        Fault("copies are not looked at", "noted", skipped("A.hidden |= bool(B)")),
+        Fault("copies are not looked at", "note_call", skipped("A.hidden |= bool(B)")),
         Fault(
             "copies of what is equal are refused",
             "_differs",

@@ -17,7 +17,7 @@ MUTANTS = [
             dropped("A.requires_grad"),
             ("tests/transforms/test_independent_losses.py",),
         ),
-        Fault("sum for mean", "_Loss._of", becomes("A / self.parts", "A / self.batch.count")),
+        Fault("sum for mean", "_Loss._of", becomes("A / self.divisor", "A / self.batch.count")),
         Fault("mean over ranks only", "value_and_grad.differentiated", bare("B * A")),
         Fault("scale a sum", "value_and_grad.differentiated", always("A == 'mean'")),
         Fault(
@@ -30,7 +30,7 @@ MUTANTS = [
             never("one_value", at="2 of 2"),
             ("tests/transforms/test_derivatives_of_gradients.py",),
         ),
-        Fault("the loss is not fenced", "_Loss._of", never("self.fenced", at="2 of 2"), ("tests/distributed",)),
+        Fault("the loss is not fenced", "_Loss._of", never("self.is_fenced", at="2 of 2"), ("tests/distributed",)),
         Fault(
             "weights of the own rank", "weighted_mean", becomes("A(B.sum(), C)", "(lambda x, _: x)(B.sum(), C)"), HALF
         ),
@@ -77,7 +77,7 @@ MUTANTS = [
             becomes("A = [B for B in C if D]", "A: list[Axis] = []"),
             AXES,
         ),
-        Fault("experts are averaged", "_of_shard", becomes("A.name not in B(C).D", "A.name not in own"), AXES),
+        Fault("experts are averaged", "_of_shard", becomes("A.name not in B(C).D", "A.name not in shard_axes"), AXES),
         Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
     ),
     *File("transforms/gradients/_loss_scale.py", HALF).faults(
@@ -94,7 +94,7 @@ MUTANTS = [
     *File("transforms/_remat/_call.py", REMAT).faults(
         Fault("remat drops the origin", "_stand_in", always("A.B is None")),
         Fault("remat takes all for batched", "Map.of.one", becomes("A(y)", "True")),
-        Fault("remat forgets autocast", "BlockCall.run", becomes("with self.casts.A(): ...", "if True: ...")),
+        Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
             "a remat block runs in the first micro-batch",
             "BlockCall._rebound",

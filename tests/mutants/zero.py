@@ -76,7 +76,7 @@ MUTANTS = [
         Fault("order is not in the checksum", "checksum", constant(2, 0)),
         Fault("blocks may change places", "_FACTOR", constant(747796405, 1)),
         Fault(
-            "one block counts", "_folded", becomes("torch.add(A, B, alpha=C, out=B)", "torch.add(A, B, alpha=0, out=B)")
+            "one block counts", "_fold", becomes("torch.add(A, B, alpha=C, out=B)", "torch.add(A, B, alpha=0, out=B)")
         ),
         Fault("a lazy conjugate is read as it lies", "_blocks", dropped("not (A.is_conj() or A.is_neg())")),
     ),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.ranks._launch import AbsentError, shake_hands
+from fzero.ranks._launch import AbsentError, rendezvous
 
 
 class Dead(BaseException):
@@ -52,7 +52,7 @@ class Mortal:
 def outcome(store: Any, rank: int, size: int, timeout: float, late: float = 0.0) -> Any:
     time.sleep(late)
     try:
-        return shake_hands(store, rank, size, timeout)
+        return rendezvous(store, rank, size, timeout)
     except (AbsentError, Dead) as error:
         return error
 
@@ -115,7 +115,7 @@ def test_without_rank_0_nobody_meets():
     store = dist.HashStore()
     meet(store, [0, 1, 2], 3)
     found = meet(store, [1, 2], 3, timeout=0.2)
-    assert [str(error) for error in found] == ["rank 1 met no rank 0", "rank 2 met no rank 0"]
+    assert [str(error) for error in found] == ["rank 1 did not reach rank 0", "rank 2 did not reach rank 0"]
 
 
 deaths = st.integers(2, 3).flatmap(

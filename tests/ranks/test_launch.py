@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import fzero
-from fzero.ranks._launch import _first_host, world_at_hand
+from fzero.ranks._launch import _first_host, find_world
 from tests.distributed.launch import Done, forked, free_port, python, rank_variables
 
 SCRIPT = """
@@ -46,7 +46,7 @@ def test_a_rank_that_never_arrives_is_named_in_time():
 
 def test_without_rank_0_nobody_can_meet():
     err = alone(3, **rank_variables(1, 2, free_port())).stderr
-    assert "RuntimeError: rank 1 met no rank 0 within 3 s: 2 processes should meet at localhost" in err
+    assert "RuntimeError: rank 1 did not reach rank 0 within 3 s: 2 processes should meet at localhost" in err
 
 
 ONE = """
@@ -82,7 +82,7 @@ def test_a_world_of_one_process():
     assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err
     assert lines[1].startswith("this process was forked from rank 0 and has its connections"), out + err
     assert lines[2] == "Mesh(dp=1, tp=1, rank 0)", out + err
-    assert lines[3].startswith("rank 0 could open no store: 1 process should meet at localhost:"), out + err
+    assert lines[3].startswith("rank 0 could not open a store: 1 process should meet at localhost:"), out + err
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ def test_a_batch_script_is_alone(monkeypatch):
     """In an sbatch script Slurm's variables tell of tasks that only srun starts."""
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
-    assert world_at_hand() is None and fzero.mesh(dp=-1).simulated
+    assert find_world() is None and fzero.mesh(dp=-1).simulated
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # srun --pty bash
-    assert world_at_hand() is None
+    assert find_world() is None
 
 
 def test_torchruns_variables_go_before_slurms(monkeypatch):
     """torchrun inside srun: one torchrun a machine is a task, and its workers are the ranks."""
     for name, value in {**slurms(1, 2, 7), **rank_variables(5, 16, 1234), "LOCAL_RANK": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert world_at_hand() == (5, 16, 1, "localhost:1234")
+    assert find_world() == (5, 16, 1, "localhost:1234")
 
 
 def test_where_slurms_tasks_meet(monkeypatch):
     variables = {**slurms(3, 8, 123456), "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": 2, "SLURM_LOCALID": 1}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    assert world_at_hand() == (3, 8, 1, "gpu07:23458")
+    assert find_world() == (3, 8, 1, "gpu07:23458")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4711")
-    assert world_at_hand() == (3, 8, 1, "10.0.0.1:4711")
+    assert find_world() == (3, 8, 1, "10.0.0.1:4711")
 
 
 @pytest.mark.parametrize(

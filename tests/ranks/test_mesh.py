@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r'device=\'gpu\': expected "cpu" or "cuda", and torch sees no GPUs here; with "cuda" each process takes',
     ),
     "a GPU by number": ({"device": "cuda:7"}, ValueError, r"device='cuda:7': expected .* LOCAL_RANK"),
-    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", and torch sees no GPUs here: say device="cpu"'),
+    "no GPU": ({"device": "cuda"}, ValueError, r'device="cuda", but torch sees no GPUs here: pass device="cpu"'),
     "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu" or "cuda"'),
     "no name": ({"": 2}, ValueError, r"axis '': the name of an axis is a Python name, such as 'dp'"),
     "a name of two axes": ({"dp,ep": 2}, ValueError, r"axis 'dp,ep': the name of an axis is a Python name"),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no axis to fill": (
         {"dp": 2, "tp": 2, "alone": 4},
         ValueError,
-        r"dp=2, tp=2, alone=4, and no axis is -1 to be filled: say dp=-1, or leave out alone",
+        r"dp=2, tp=2, alone=4, but no axis is -1: pass dp=-1, or leave out alone",
     ),
     "never alone": ({"dp": -1, "alone": 4, "simulate": False}, ValueError, r"simulate=False and alone=4 contradict"),
 }
@@ -62,9 +62,9 @@ def test_a_gpu_that_is_not_there_is_named_where_others_are(monkeypatch):
 
 
 def test_a_size_alone_that_does_not_divide():
-    with pytest.raises(ValueError, match="dp=-1, tp=3, alone=8: 8 does not divide by 3"):
+    with pytest.raises(ValueError, match="dp=-1, tp=3, alone=8: 8 is not divisible by 3"):
         fzero.mesh(dp=-1, tp=3, alone=8)
-    with pytest.raises(ValueError, match="dp=-1, tp=8, alone=4: 4 does not divide by 8"):
+    with pytest.raises(ValueError, match="dp=-1, tp=8, alone=4: 4 is not divisible by 8"):
         fzero.mesh(dp=-1, tp=8, alone=4)
 
 

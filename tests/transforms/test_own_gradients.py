@@ -137,7 +137,7 @@ def test_integers_in_a_box_are_refused_by_name():
 
 def test_the_batch_must_be_named_when_a_box_may_be_it():
     x = torch.ones(4, 7).double()
-    with pytest.raises(ValueError, match=r"arguments \[1, 2\] may be the batch; say with batch_argnums="):
+    with pytest.raises(ValueError, match=r"arguments \[1, 2\] may be the batch; name the batch with batch_argnums="):
         fzero.value_and_grad(loss, argnums=1, micro_batches=2)({}, PerRank(x), x)
     with pytest.raises(ValueError, match=r"batch_argnums=0: expected positions below 3"):
         fzero.value_and_grad(loss, argnums=(0, 1), micro_batches=2, batch_argnums=0)({}, PerRank(x), x)

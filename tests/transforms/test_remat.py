@@ -506,7 +506,7 @@ def test_a_captured_tensor_that_is_differentiated_is_an_error(save, hidden):
         lambda: grad(grad(lambda w: loss(w, x * w.sum())))(w),
     ]
     for case in cases:
-        with pytest.raises(ValueError, match=r"a tensor float64 \[4, 4\] that it was not given as an argument"):
+        with pytest.raises(ValueError, match=r"a tensor float64 \[4, 4\] that was not given as an argument"):
             case()
 
 

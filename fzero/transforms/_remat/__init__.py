@@ -1,1 +1,1 @@
-"""remat: a block keeps only its inputs for the backward pass, and runs again there."""
+"""remat: a block saves only its inputs for the backward pass, and runs again there."""

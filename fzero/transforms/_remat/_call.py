@@ -1,4 +1,4 @@
-"""A call of a rematerialised block as data: its tensors, and the derivatives that may be taken of it."""
+"""A call of a rematerialised block as data: its tensors, and the steps that derive its derivatives."""
 
 import enum
 import functools
@@ -16,13 +16,13 @@ from fzero.axes import Axis, Scope, scope_here, within
 from fzero.collectives import Exposed
 from fzero.sharding import Shard, Slot
 from fzero.transforms._gather import gather
-from fzero.transforms._remat._guards import Guard, check_captured, check_given
-from fzero.transforms._remat._tape import Chosen, Player, RandomTape
+from fzero.transforms._remat._guards import Guard, check_captured, check_sources
+from fzero.transforms._remat._tape import Player, RandomTape, SaveFilter
 
 __all__ = [
     "Batched",
     "BlockCall",
-    "Distinct",
+    "DistinctTensors",
     "Jvp",
     "Map",
     "StandIns",
@@ -30,15 +30,15 @@ __all__ = [
     "Tuples",
     "Vjp",
     "arguments",
+    "call_gathered",
     "call_of",
-    "called",
     "result",
-    "tracked",
+    "within_vjp",
 ]
 
-# Trees with numbers in the places of their tensors, and the distinct tensors that the numbers stand for.
+# Trees with numbers in place of tensors, and the list of distinct tensors that the numbers index.
 #
-# Tensors travel through the transforms of torch.func, which must see each once; the rest of a tree is constant.
+# The transforms of torch.func must see each tensor once; the rest of a tree is constant.
 
 
 CONSTANTS: tuple[type, ...] = (
@@ -49,33 +49,33 @@ CONSTANTS: tuple[type, ...] = (
 )
 
 
-class _At(NamedTuple):
-    """Stands for a tensor: its number among the distinct ones."""
+class _TensorStandIn(NamedTuple):
+    """Stands for a tensor: its number among the distinct tensors."""
 
-    index: int
+    number: int
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[self.index]
+    def restore(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[self.number]
 
 
 class _ShardStandIn(NamedTuple):
-    """Stands for a `Shard`: its unit, and the numbers of its pieces and of its origin."""
+    """Stands for a `Shard`: the id of its spec, and the numbers of its pieces and of its origin."""
 
-    uid: int
+    spec_id: int
     data: tuple[int, ...]
     origin: tuple[int, ...] | None
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Shard:
+    def restore(self, tensors: Sequence[torch.Tensor]) -> Shard:
         origin = None if self.origin is None else tuple([tensors[i] for i in self.origin])
         pieces = [tensors[i] for i in self.data]
-        return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), self.uid, origin)
+        return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), self.spec_id, origin)
 
 
-class Distinct:
-    """Collects distinct tensors.
+class DistinctTensors:
+    """Numbers distinct tensors.
 
     Attributes:
-        tensors: those that were numbered, in the order of their numbers.
+        tensors: the tensors, in the order of their numbers.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Distinct:
         self._numbers: dict[int, int] = {}
 
     def number(self, x: torch.Tensor) -> int:
-        """Return the number of a tensor, a new one if it is new."""
+        """Return the number of a tensor; a new tensor gets the next number."""
         if id(x) not in self._numbers:
             self._numbers[id(x)] = len(self.tensors)
             self.tensors.append(x)
@@ -95,33 +95,33 @@ class StandIns:
     """A tree without its tensors.
 
     Attributes:
-        leaves: its leaves, with stand-ins for tensors and boxes.
-        structure: its structure.
+        leaves: the tree's leaves, with stand-ins for tensors and boxes.
+        structure: the tree's structure.
     """
 
     leaves: tuple[Any, ...]
     structure: Any
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tree with tensors in the places of their stand-ins."""
-        leaves = [x.of(tensors) if isinstance(x, _At | _ShardStandIn) else x for x in self.leaves]
+    def restore(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the tree with tensors in place of their stand-ins."""
+        leaves = [x.restore(tensors) if isinstance(x, _TensorStandIn | _ShardStandIn) else x for x in self.leaves]
         return tree.unflatten(self.structure, leaves)
 
-    def boxed(self) -> frozenset[int]:
+    def boxed_numbers(self) -> frozenset[int]:
         """Return the numbers of the tensors in boxes."""
         boxes = [x for x in self.leaves if isinstance(x, _ShardStandIn)]
         return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
     def has_boxes(self) -> bool:
-        """Return whether a leaf is a box: also a slot alone, whose shard is elsewhere, for the error that says so."""
+        """Return whether a leaf is a box. A slot without its shard counts too, so that gathering it raises an error."""
         return any(isinstance(x, _ShardStandIn | Slot) for x in self.leaves)
 
 
-def arguments(args: Any, kwargs: Any, distinct: Distinct) -> StandIns:
-    """Take the tensors, and those in boxes, out of the arguments of a call.
+def arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> StandIns:
+    """Replace the tensors in a call's arguments, and in their boxes, by stand-ins.
 
     Raises:
-        TypeError: if one holds an object that is neither a tensor, a box, nor a constant.
+        TypeError: if an argument holds an object that is neither a tensor, a box, nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
     stand_ins = [
@@ -131,11 +131,11 @@ def arguments(args: Any, kwargs: Any, distinct: Distinct) -> StandIns:
     return StandIns(tuple(stand_ins), structure)
 
 
-def result(out: Any, distinct: Distinct) -> StandIns:
-    """Take the tensors out of a result, in which a box is a tree like any other.
+def result(out: Any, distinct: DistinctTensors) -> StandIns:
+    """Replace the tensors in a result by stand-ins; boxes are flattened like other trees.
 
     Raises:
-        TypeError: if it holds an object that is neither a tensor nor a constant.
+        TypeError: if the result holds an object that is neither a tensor nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths(out)
     stand_ins = [_stand_in(y, distinct, tree.place("result", path)) for path, y in zip(paths, leaves, strict=True)]
@@ -143,13 +143,13 @@ def result(out: Any, distinct: Distinct) -> StandIns:
 
 
 def _is_leaf(x: Any) -> bool:
-    # some caches are registered as trees, and would be rebuilt: the block would write into the copy
+    # some caches are registered as pytree nodes, and would be rebuilt: the block would write into the copy
     return isinstance(x, Shard | Slot) or type(x).__name__.endswith("Cache")
 
 
-def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
+def _stand_in(x: Any, distinct: DistinctTensors, label: str) -> Any:
     if isinstance(x, torch.Tensor):
-        return _At(distinct.number(x))
+        return _TensorStandIn(distinct.number(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.number(y) for y in x.origin])
         return _ShardStandIn(x.uid, tuple([distinct.number(y) for y in x.parts]), origin)
@@ -162,34 +162,34 @@ def _stand_in(x: Any, distinct: Distinct, where: str) -> Any:
         else "pass trees (dicts, lists, tuples) of tensors and constants, and let the block capture constants"
     )
     raise TypeError(
-        f"remat: {where} is a {name}, an object that the block, which runs twice, could write into; {advice}"
+        f"remat: {label} is a {name}, an object that the block could write into each time it runs; {advice}"
     )
 
 
-# A call of a rematerialised block as a function of tensors, which can be run again later, elsewhere.
+# A call of a rematerialised block as a function of tensors, which can run again later in another context.
 
 
-def called(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a block with its boxes gathered."""
+def call_gathered(block: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Gather the boxes in a block's arguments, and call the block."""
     args, kwargs = gather((args, kwargs))
     return block(*args, **kwargs)
 
 
 @dataclass(frozen=True)
-class Casts:
-    """Autocast at a call, which a backward pass may run outside of.
+class AutocastState:
+    """The autocast settings at a call. A backward pass may run outside the autocast context, and restores them.
 
     Attributes:
-        dtypes: device -> the dtype that autocast has for it.
-        enabled: the devices on which it is on.
+        dtypes: device -> its autocast dtype.
+        enabled: the devices whose autocast is enabled.
     """
 
     dtypes: dict[str, torch.dtype]
     enabled: frozenset[str]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Set autocast as it was."""
+    def restored(self) -> Iterator[None]:
+        """Restore the autocast settings of the call."""
         with ExitStack() as stack:
             for device, dtype in self.dtypes.items():
                 enabled = device in self.enabled
@@ -198,11 +198,11 @@ class Casts:
             yield
 
 
-def casts_here() -> Casts:
-    """Take autocast down."""
+def autocast_state() -> AutocastState:
+    """Return the current autocast settings."""
     devices = ("cpu", "cuda")
     dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
-    return Casts(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
+    return AutocastState(dtypes, frozenset([device for device in devices if torch.is_autocast_enabled(device)]))
 
 
 @dataclass(frozen=True)
@@ -211,53 +211,57 @@ class BlockCall:
 
     Attributes:
         block: the function.
-        save: which operations' results are kept.
-        arguments: its arguments, with stand-ins for tensors.
+        save: selects the operations whose results are saved.
+        arguments: the arguments, with stand-ins for tensors.
         differentiated: for each distinct tensor whether it is differentiated.
-        scope: the axes that are bound.
-        tokens: the number of each of their tokens among the distinct tensors.
-        casts: its autocast.
-        host: whether what it is given waits in host memory for the backward pass.
+        scope: the scope of the call, with its bound axes.
+        tokens: the numbers of the axes' tokens among the distinct tensors.
+        autocast: the autocast settings of the call.
+        uses_host: whether saved arguments are offloaded to host memory until the backward pass.
     """
 
     block: Callable[..., Any]
-    save: Chosen | None
+    save: SaveFilter | None
     arguments: StandIns
     differentiated: tuple[bool, ...]
     scope: Scope | None
     tokens: tuple[int, ...]
-    casts: Casts
-    host: bool
+    autocast: AutocastState
+    uses_host: bool
 
     @property
-    def waiting(self) -> frozenset[int]:
-        """The numbers of the tensors that wait on the host: what is differentiated, but for parameters' boxes."""
-        if not self.host:
+    def offload_numbers(self) -> frozenset[int]:
+        """The numbers of the tensors to offload to the host: all differentiated tensors outside boxes."""
+        if not self.uses_host:
             return frozenset()
-        return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed()
+        return frozenset([i for i, d in enumerate(self.differentiated) if d]) - self.arguments.boxed_numbers()
 
     def run(
         self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | Player
     ) -> tuple[tuple[torch.Tensor, ...], StandIns]:
-        """Run the block on its tensors, in the scope and under the casts of its call.
+        """Run the block on its tensors, in the scope and under the autocast settings of its call.
 
         Returns:
-            The distinct tensors of its result, and the result without them.
+            The distinct tensors of the block's result, and the result with stand-ins for them.
         """
 
         def run() -> Any:
-            args, kwargs = self.arguments.filled(tensors)
+            args, kwargs = self.arguments.restore(tensors)
             with guard, tape:
-                return called(self.block, args, kwargs) if self.arguments.has_boxes() else self.block(*args, **kwargs)
+                return (
+                    call_gathered(self.block, args, kwargs)
+                    if self.arguments.has_boxes()
+                    else self.block(*args, **kwargs)
+                )
 
-        with self.casts.again():
+        with self.autocast.restored():
             out = run() if self.scope is None else within(self._rebound(self.scope, tensors), run)
-        distinct = Distinct()
-        found = result(out, distinct)
-        return tuple(distinct.tensors), found
+        distinct = DistinctTensors()
+        stand_ins = result(out, distinct)
+        return tuple(distinct.tensors), stand_ins
 
     def _rebound(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
-        """Return the scope with this run's tokens, which the transforms around it may have wrapped."""
+        """Return the scope with this run's tokens, which outer transforms may have wrapped."""
         tokens = iter([tensors[i] for i in self.tokens])
 
         def rebound(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
@@ -268,48 +272,50 @@ class BlockCall:
 
 
 def call_of(
-    block: Callable[..., Any], save: Chosen | None, args: Any, kwargs: Any, host: bool = False
+    block: Callable[..., Any], save: SaveFilter | None, args: Any, kwargs: Any, uses_host: bool = False
 ) -> tuple[BlockCall, tuple[torch.Tensor, ...]]:
-    """Take a call down: return it, and its distinct tensors, the tokens of the bound axes among them.
+    """Return a call as data, and its distinct tensors, which include the tokens of the bound axes.
 
     Raises:
         TypeError: if an argument holds an object that is neither a tensor nor a constant.
         ValueError: if the block's closure holds a tensor that is differentiated.
     """
     check_captured(block)
-    distinct, scope = Distinct(), scope_here()
-    given = arguments(args, kwargs, distinct)
+    distinct, scope = DistinctTensors(), scope_here()
+    stand_ins = arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.number(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return BlockCall(block, save, given, differentiated, scope, tokens, casts_here(), host), tuple(distinct.tensors)
+    return BlockCall(block, save, stand_ins, differentiated, scope, tokens, autocast_state(), uses_host), tuple(
+        distinct.tensors
+    )
 
 
-# Steps of a derivation as data: the vjp of a function of tensors, its jvp, its map over a batch.
+# The steps of a derivation as data: a vjp, a jvp, or a map over a batch.
 #
-# Each step makes of a function of a flat list of tensors another one.
+# Each step turns a function of a flat list of tensors into another.
 
 
 Tensors = Sequence[torch.Tensor]
 Tuples = Callable[..., tuple[torch.Tensor, ...]]
 Batched = tuple[bool, ...]
-"""For each output whether it has the batch of a map."""
+"""For each output whether it has the batch dimension of a map."""
 
 
 @dataclass(frozen=True)
 class Vjp:
-    """Derives `(inputs, cotangents) -> gradients`, of the inputs that want one, for the outputs that have one.
+    """Derives `(inputs, cotangents) -> gradients`.
 
     Attributes:
-        inputs: how many there are.
-        wanted: those that want a gradient.
-        given: the outputs that have one.
-        exposed: what to check of the graph, by axis.
+        num_inputs: the number of inputs.
+        wrt: the inputs to differentiate with respect to.
+        outputs: the outputs that have a cotangent.
+        exposed: the checks of the block's autograd graph, by axis.
     """
 
-    inputs: int
-    wanted: tuple[int, ...]
-    given: tuple[int, ...]
+    num_inputs: int
+    wrt: tuple[int, ...]
+    outputs: tuple[int, ...]
     exposed: Mapping[str, Exposed] | None = None
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
@@ -317,52 +323,63 @@ class Vjp:
 
         def pulled(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                ys = f(*_put(tensors[: self.inputs], self.wanted, xs))
-                out = tuple([ys[i] for i in self.given])
+                ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
+                out = tuple([ys[i] for i in self.outputs])
                 for exposed in (self.exposed or {}).values():
-                    results = {1 + i: y for i, y in zip(self.given, out, strict=True)}  # the first is no tensor
-                    exposed.check(results, dict(zip(self.wanted, xs, strict=True)))
+                    results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is no tensor
+                    exposed.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 
-            _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wanted])  # pyright: ignore
-            # lets go of the tensors of each operation as soon as it is done, unless this is differentiated again
-            return pull(tuple(tensors[self.inputs :]), retain_graph=torch.is_grad_enabled())
+            _, pull = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore
+            # frees each operation's residuals once it has run, unless this is differentiated again
+            return pull(tuple(tensors[self.num_inputs :]), retain_graph=torch.is_grad_enabled())
 
         return pulled
 
 
 @dataclass(frozen=True)
 class Jvp:
-    """Derives `(inputs, tangents) -> tangents`, of the inputs that have one, and of the outputs that can."""
+    """Derives `(inputs, tangents) -> tangents`.
 
-    inputs: int
-    given: tuple[int, ...]
-    wanted: tuple[int, ...]
+    Attributes:
+        num_inputs: the number of inputs.
+        wrt: the inputs that have a tangent.
+        outputs: the outputs whose dtype can have a tangent.
+    """
+
+    num_inputs: int
+    wrt: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
         """Return the jvp of `f`."""
 
         def pushed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                ys = f(*_put(tensors[: self.inputs], self.given, xs))
-                return tuple([ys[i] for i in self.wanted])
+                ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
+                return tuple([ys[i] for i in self.outputs])
 
-            at = tuple([tensors[i] for i in self.given])
-            _, tangents = torch.func.jvp(partial, at, tuple(tensors[self.inputs :]))  # pyright: ignore
+            primals = tuple([tensors[i] for i in self.wrt])
+            _, tangents = torch.func.jvp(partial, primals, tuple(tensors[self.num_inputs :]))  # pyright: ignore
             return tangents
 
         return pushed
 
 
-@dataclass(frozen=True)  # not a NamedTuple: torch.func would take it for a tree, and copy it
+@dataclass(frozen=True)  # not a NamedTuple: torch.func would treat it as a tree, and copy it
 class Map:
-    """Maps over a batch."""
+    """Maps over a batch, with the arguments of `torch.vmap`.
+
+    Attributes:
+        dims: the batch dimension of each input; None for an input without the batch.
+        randomness: as in `torch.vmap`.
+    """
 
     dims: tuple[int | None, ...]
     randomness: str
 
     def of(self, f: Tuples, batched: list[Batched]) -> Tuples:
-        """Return `f` mapped over a batch; when it runs, it adds to `batched` which outputs have it."""
+        """Return `f` mapped over a batch; each run appends to `batched` which outputs have the batch."""
 
         def one(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = f(*xs)
@@ -371,8 +388,8 @@ class Map:
 
         def mapped(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = torch.vmap(one, in_dims=self.dims, randomness=self.randomness)(*xs)
-            # an output without the batch stays so: along an axis it is equal on all ranks
-            return tuple([y if has_it else y[0] for y, has_it in zip(ys, batched[-1], strict=True)])
+            # an output without the batch stays without it: along an axis it is equal on all ranks
+            return tuple([y if has_batch else y[0] for y, has_batch in zip(ys, batched[-1], strict=True)])
 
         return mapped
 
@@ -380,34 +397,33 @@ class Map:
 Step = Vjp | Jvp | Map
 
 
-def tracked(f: Tuples, wanted: Sequence[int], check: bool) -> Tuples:
-    """Run `f` within a vjp of its own, so that torch takes composite operations apart in the same way in each run.
+def within_vjp(f: Tuples, wrt: Sequence[int], check: bool) -> Tuples:
+    """Run `f` within a vjp of its own, so that torch decomposes composite operations in the same way in each run.
 
-    It does that in another way for a tensor that is differentiated, or mapped and not differentiated. Without this, the
-    results that are kept in the forward pass might belong to other operations than those of the recomputation, or be
-    laid out otherwise.
+    The decomposition differs for a tensor that is differentiated, or mapped and not differentiated. Otherwise results
+    saved in the forward pass might have other strides than the recomputation's results, or belong to other operations.
 
     Args:
         f: the function.
-        wanted: which of its arguments are differentiated.
-        check: whether to refuse results that depend on others which require grad.
+        wrt: the indices of the differentiated arguments.
+        check: whether to refuse results that depend on other tensors that require grad.
     """
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def partial(*xs: torch.Tensor) -> Any:
-            ys = f(*_put(tensors, wanted, xs))
+            ys = f(*_put(tensors, wrt, xs))
             if check:
-                check_given(ys, xs)
+                check_sources(ys, xs)
             return xs[0], ys
 
-        _, _, outputs = torch.func.vjp(partial, *[tensors[i] for i in wanted], has_aux=True)  # pyright: ignore
+        _, _, outputs = torch.func.vjp(partial, *[tensors[i] for i in wrt], has_aux=True)  # pyright: ignore
         return outputs
 
     return run
 
 
-def _put(xs: Tensors, places: Sequence[int], new: Tensors) -> list[torch.Tensor]:
+def _put(xs: Tensors, indices: Sequence[int], new: Tensors) -> list[torch.Tensor]:
     out = list(xs)
-    for i, x in zip(places, new, strict=True):
+    for i, x in zip(indices, new, strict=True):
         out[i] = x
     return out

@@ -1,7 +1,8 @@
-"""Guards of a rematerialised block: tensors that it captures, or leaves elsewhere, would lose their gradients.
+"""Guards of a rematerialised block: they refuse tensors whose gradients would be lost.
 
-The block runs below all transforms that run at its call, on tensors that require no grad. So a tensor that a transform
-tracks, or that requires grad, is none of its arguments.
+A tensor's gradient is lost if the block captures the tensor, or computes it and stores it outside its results. The
+block runs below all transforms that are active at its call, on tensors that do not require grad. So a tensor that a
+transform tracks, or that requires grad, cannot be an argument.
 """
 
 import functools
@@ -18,63 +19,63 @@ from fzero import tree
 from fzero._torch.levels import is_foreign, is_wrapped
 from fzero.transforms._remat._tape import Tape
 
-__all__ = ["Guard", "check_captured", "check_given"]
+__all__ = ["Guard", "check_captured", "check_sources"]
 
-_CUTS = (torch.Tensor.detach, torch.detach)  # a tensor that is held after these is meant to have no gradient
+_CUTS = (torch.Tensor.detach, torch.detach)  # results of these may be stored: the user wants no gradient for them
 
 
 class Guard(TorchFunctionMode):
-    """Refuses tensors that the block was not given and whose gradient, or batch, would be lost.
+    """Refuses captured tensors whose gradient, or batch, would be lost.
 
     Args:
-        given: in the first run, the arguments that are differentiated: the guard also remembers, by weak references,
-            the tensors that are computed of them. None in a later run.
+        inputs: in the first run the arguments that are differentiated. The guard then also records weak references to
+            the tensors computed from them. None in a later run.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor] | None) -> None:
         super().__init__()
-        self.strict = given is not None  # the first run: a tensor that requires grad comes from outside
-        self.given = {id(x) for x in given or ()}
-        self.made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.strict = inputs is not None  # in the first run a tensor that requires grad must be captured
+        self.input_ids = {id(x) for x in inputs or ()}
+        self.results: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def _is_made(self, x: torch.Tensor) -> bool:
-        ref = self.made.get(id(x))
-        return id(x) in self.given or (ref is not None and ref() is x)
+    def _depends_on_inputs(self, x: torch.Tensor) -> bool:
+        ref = self.results.get(id(x))
+        return id(x) in self.input_ids or (ref is not None and ref() is x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for x in (*args, *kwargs.values()):
             for y in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(y, torch.Tensor) and (is_foreign(y) or (self.strict and _requires_grad(y))):
-                    raise ValueError(_captured(y))
+                    raise ValueError(_capture_message(y))
         out = func(*args, **kwargs)
-        if self.strict and func not in _CUTS and any(self._is_made(x) for x in tree.tensors((args, kwargs))):
+        if self.strict and func not in _CUTS and any(self._depends_on_inputs(x) for x in tree.tensors((args, kwargs))):
             for y in tree.tensors(out):
                 if y.is_floating_point():
-                    self.made[id(y)] = weakref.ref(y)
+                    self.results[id(y)] = weakref.ref(y)
         return out
 
     def check_escapes(self, results: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors that were computed of the arguments and are held elsewhere than in the results of the run.
+        """Refuse tensors that were computed from the arguments and are stored outside the results of the run.
 
         Raises:
             ValueError: if there is one.
         """
-        known = {id(y) for y in results} | {id(y._base) for y in results}
+        result_ids = {id(y) for y in results} | {id(y._base) for y in results}
 
-        def alive() -> list[torch.Tensor]:
-            return [x for ref in self.made.values() if (x := ref()) is not None and id(x) not in known]
+        def escaped() -> list[torch.Tensor]:
+            return [x for ref in self.results.values() if (x := ref()) is not None and id(x) not in result_ids]
 
-        if alive():
-            gc.collect()  # lets go of those that only a cycle holds
-            for x in (found := alive()):
-                holders = [h for h in gc.get_referrers(x) if h is not found]
+        if escaped():
+            gc.collect()  # frees tensors that only a reference cycle holds
+            for x in (tensors := escaped()):
+                holders = [h for h in gc.get_referrers(x) if h is not tensors]
                 if all(isinstance(h, Tape | types.FrameType) for h in holders):
-                    continue  # a block around this one, or torch itself: it is the base of a view, say
+                    continue  # an outer block holds it, or torch, for example as the base of a view
                 raise ValueError(
-                    f"remat: a tensor {_shown(x)} that the block computed of its arguments is held elsewhere than in "
-                    "its result: by an attribute, a list, or a hook that collects (output_attentions, "
-                    "output_router_logits of transformers). Its gradient would be lost: have the block return it, or "
+                    f"remat: a tensor {_describe(x)} that the block computed from its arguments is held elsewhere than "
+                    "in its result: by an attribute, a list, or a hook that collects tensors (output_attentions or "
+                    "output_router_logits of transformers). Its gradient would be lost: return it from the block, or "
                     "detach() it"
                 )
 
@@ -83,61 +84,61 @@ def _requires_grad(x: torch.Tensor) -> bool:
     return not is_wrapped(x) and x.requires_grad
 
 
-def check_given(ys: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-    """Refuse results that depend on a tensor that requires grad and is not among `own`.
+def check_sources(ys: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse results that depend on a tensor that requires grad and is not among `inputs`.
 
     Raises:
         ValueError: if there is one.
     """
-    known = {id(x) for x in own}
+    input_ids = {id(x) for x in inputs}
     todo = [y.grad_fn for y in ys if y.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            raise ValueError(_captured(leaf))
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        todo += following
+        if leaf is not None and id(leaf) not in input_ids:
+            raise ValueError(_capture_message(leaf))
+        sources = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= sources
+        todo += sources
 
 
 def check_captured(block: Any) -> None:
-    """Refuse differentiated tensors that are seen in a function's closure, whether it uses them or not.
+    """Refuse differentiated tensors in a function's closure, whether the function uses them or not.
 
     Raises:
         ValueError: if there is one.
     """
     for _ in range(10):
         if isinstance(block, functools.partial):
-            held, following = [block.args, block.keywords], block.func
+            contents, inner = [block.args, block.keywords], block.func
         elif isinstance(block, types.MethodType):
-            held, following = [block.__self__], block.__func__
+            contents, inner = [block.__self__], block.__func__
         else:
             cells = getattr(block, "__closure__", None) or ()
-            held = [c.cell_contents for c in cells if _filled(c)]
-            following = getattr(block, "__wrapped__", None)
-        for x in tree.tensors(held):
+            contents = [c.cell_contents for c in cells if _has_contents(c)]
+            inner = getattr(block, "__wrapped__", None)
+        for x in tree.tensors(contents):
             if is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled()):
-                raise ValueError(_captured(x))
-        if following is None:
+                raise ValueError(_capture_message(x))
+        if inner is None:
             return
-        block = following
+        block = inner
 
 
-def _filled(cell: Any) -> bool:
+def _has_contents(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
 
 
-def _shown(x: torch.Tensor) -> str:
+def _describe(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def _captured(x: torch.Tensor) -> str:
+def _capture_message(x: torch.Tensor) -> str:
     return (
-        f"remat: the block uses a tensor {_shown(x)} that it was not given as an argument, and that is differentiated, "
-        "or differs by rank or example: in the backward pass it would be lost; pass it as an argument"
+        f"remat: the block uses a tensor {_describe(x)} that was not given as an argument, and that is differentiated, "
+        "or differs by rank or example: the backward pass would lose it; pass it as an argument"
     )

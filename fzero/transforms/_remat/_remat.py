@@ -1,17 +1,16 @@
-"""remat: a block keeps only its inputs for the backward pass, and runs again there.
+"""remat: a block saves only its inputs for the backward pass, and runs again there.
 
-The algorithm, in five steps, each a file:
+The algorithm has five parts:
 
-1. A call of the block is taken down as a function of distinct tensors; in the places of tensors, its arguments hold
-   their numbers (`_stand_ins`, `_call`).
-2. One Function runs it below all transforms of torch.func, where nothing is tracked and nothing stays alive. Guards
-   refuse tensors that it captures, or leaves elsewhere: they would lose their gradients (`_guards`).
-3. This first run records the results of random draws, and of operations that are chosen (`_tape`); they become outputs
-   of the Function, and inputs of its backward pass.
-4. A derivative is work: the call, and the steps that derive it, its vjp, the jvp of that, a map over a batch
-   (`_steps`). To run it is to run the block again, with the recording played, inside these transforms (`_work`).
-5. The backward pass, the jvp and the vmap rule of the Function are the same Function, applied to the work that they
-   derive. So each order of differentiation keeps inputs only, in host memory if that is asked (`_waiting`).
+1. A call of the block becomes a function of distinct tensors; its arguments hold numbers in place of tensors (`_call`).
+2. One autograd Function runs the call below all transforms of torch.func, where nothing is tracked or kept alive.
+   Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost (`_guards`).
+3. This first run records the results of random draws and of selected operations (`_tape`). They become outputs of the
+   Function, and inputs of its backward pass.
+4. A derivative is a `Computation`: the call, and the steps that derive it (`_call`). A step is a vjp, a jvp or a map
+   over a batch. The computation runs the block again inside these transforms, and replays the recording.
+5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
+   derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.
 """
 
 import functools
@@ -33,45 +32,45 @@ from fzero.transforms._remat._call import (
     Step,
     Tuples,
     Vjp,
+    call_gathered,
     call_of,
-    called,
-    tracked,
+    within_vjp,
 )
 from fzero.transforms._remat._guards import Guard
-from fzero.transforms._remat._tape import Chosen, Player, RandomTape, Script, is_matmul
+from fzero.transforms._remat._tape import Player, RandomTape, SaveFilter, Script, is_matmul
 
-__all__ = ["RunFinds", "Work", "brought_up", "remat", "taken_down"]
+__all__ = ["Computation", "RunInfo", "offload", "reload", "remat"]
 
-# Waiting: what a rematerialised block keeps for its backward pass lies in host memory, if that is asked.
-
-
-Up = dict[int, torch.device]
-"""The places of tensors that wait on the host, and the devices that they belong to."""
+# Offload: with save="host" a block's saved inputs lie in host memory until its backward pass.
 
 
-def taken_down(tensors: Sequence[torch.Tensor], places: Collection[int]) -> tuple[list[torch.Tensor], Up]:
-    """Copy those tensors to the host that were computed; others, such as parameters, stay alive in any case.
+Devices = dict[int, torch.device]
+"""The indices of offloaded tensors, and the devices that they come from."""
 
-    The copies are tracked, since a second derivative is one of what they hold.
+
+def offload(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[list[torch.Tensor], Devices]:
+    """Copy the computed tensors among `indices` to the host. Leaves, such as parameters, stay alive in any case.
+
+    Autograd tracks the copies, since a second derivative differentiates through them.
 
     Args:
-        tensors: what is kept.
-        places: those that may wait on the host.
+        tensors: the tensors to save.
+        indices: the indices of tensors that may be offloaded.
 
     Returns:
-        What is kept, and what is to be brought up.
+        The tensors to save, and the devices of the offloaded ones.
     """
-    up = {i: tensors[i].device for i in places if tensors[i].dim() and not tensors[i].is_leaf}
+    devices = {i: tensors[i].device for i in indices if tensors[i].dim() and not tensors[i].is_leaf}
     with torch.enable_grad():
-        return [to_host(x) if i in up else x for i, x in enumerate(tensors)], up
+        return [to_host(x) if i in devices else x for i, x in enumerate(tensors)], devices
 
 
-def brought_up(tensors: Sequence[torch.Tensor], up: Mapping[int, torch.device]) -> list[torch.Tensor]:
-    """Copy what waits on the host back to its device."""
-    return [to_device(x, up[i]) if i in up else x for i, x in enumerate(tensors)]
+def reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device]) -> list[torch.Tensor]:
+    """Copy offloaded tensors back to their devices."""
+    return [to_device(x, devices[i]) if i in devices else x for i, x in enumerate(tensors)]
 
 
-# The runs of a rematerialised block: the first, which records, and the later ones, which compute derivatives.
+# The runs of a rematerialised block: the first run records, and later runs compute derivatives.
 
 
 Tensors = Sequence[torch.Tensor]
@@ -79,26 +78,26 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """The finds of the first run besides tensors.
+    """The first run's results besides tensors.
 
     Attributes:
-        script: says which operations the kept tensors belong to.
+        script: the operations of the tensors on the tape.
         result: the block's result, with stand-ins for tensors.
-        tracked: whether each run is within a transform of its own that differentiates.
+        is_tracked: whether each run is within a vjp of its own.
     """
 
     script: Script
     result: StandIns
-    tracked: bool
+    is_tracked: bool
 
 
-@dataclass(frozen=True)  # not a NamedTuple: torch.func would take it for a tree, and copy it
-class RunFinds:
-    """The finds of a run besides tensors.
+@dataclass(frozen=True)  # not a NamedTuple: torch.func would treat it as a tree, and copy it
+class RunInfo:
+    """A run's results besides tensors.
 
     Attributes:
-        batched: for each step of its work which outputs have the batch; empty for a step that is no map.
-        recording: the first run's.
+        batched: for each step of the computation which outputs have its batch; empty for a step that is not a map.
+        recording: the recording of the first run.
     """
 
     batched: tuple[Batched, ...]
@@ -106,13 +105,13 @@ class RunFinds:
 
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """A call of a block and the steps of its derivation: a function of tensors.
 
     Attributes:
         call: the call.
-        steps: in the forward pass only maps over a batch.
-        recording: None in the forward pass. Later its kept tensors come before the inputs.
+        steps: the steps; in the forward pass only maps over a batch.
+        recording: the first run's recording, whose tape comes before the inputs; None in the forward pass.
     """
 
     call: BlockCall
@@ -120,176 +119,176 @@ class Work:
     recording: Recording | None = None
 
     @property
-    def kept(self) -> int:
-        """How many kept tensors come before the inputs."""
-        return 0 if self.recording is None else self.recording.script.kept
+    def tape_size(self) -> int:
+        """The number of tensors from the tape, which come before the inputs."""
+        return 0 if self.recording is None else self.recording.script.size
 
     @property
-    def waiting(self) -> frozenset[int]:
-        """Which inputs wait on the host for the backward pass; those of a derivative are needed at once."""
-        return self.call.waiting if self.recording is None else frozenset()
+    def offload_numbers(self) -> frozenset[int]:
+        """The inputs to offload to the host until the backward pass; none in a derivative, which needs them at once."""
+        return self.call.offload_numbers if self.recording is None else frozenset()
 
-    def then(self, step: Step) -> "Work":
-        """Return the work with one more step."""
+    def then(self, step: Step) -> "Computation":
+        """Return the computation with one more step."""
         return replace(self, steps=(*self.steps, step))
 
-    def run(self, tensors: Tensors) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
+    def run(self, tensors: Tensors) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
         """Run the block and its steps, below all transforms.
 
         Args:
-            tensors: the kept ones, then the inputs of the last step.
+            tensors: the tape, then the inputs of the last step.
 
         Returns:
-            The finds, and the outputs of the last step; in the forward pass the tensors to keep follow them.
+            The run's information, and the outputs of the last step; in the forward pass the tape follows the outputs.
 
         Raises:
             RuntimeError: if the block writes into an argument, or runs other operations than in the forward pass.
-            ValueError: if it uses a tensor, or leaves one elsewhere, whose gradient would be lost.
+            ValueError: if the block captures a tensor, or stores one elsewhere, whose gradient would be lost.
         """
         return self._record(tensors) if self.recording is None else self._run_again(tensors, self.recording)
 
-    def _record(self, tensors: Tensors) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
+    def _record(self, tensors: Tensors) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
         call, tape = self.call, RandomTape(self.call.save)
-        seen: list[tuple[Guard, StandIns]] = []
+        runs: list[tuple[Guard, StandIns]] = []
 
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             guard = Guard([x for x, d in zip(xs, call.differentiated, strict=True) if d])
             ys, result = call.run(xs, guard, tape)
-            seen.append((guard, result))
+            runs.append((guard, result))
             return ys
 
         is_tracked = any(call.differentiated) and (call.save is not None or bool(self.steps))
         versions = [x._version for x in tensors]
         out, batched = self._through(f, tensors, is_tracked)
         if versions != [x._version for x in tensors]:
-            raise RuntimeError("remat: the block writes into an argument in place: let it return a new value instead")
-        guard, result = seen[-1]
-        guard.check_escapes([*out, *tape.kept])
-        given = {storage_id(x) for x in tensors}  # writing into a result must not reach an argument
-        out = tuple([y.clone() if storage_id(y) in given else y for y in out])
-        return RunFinds(batched, Recording(tape.script(), result, is_tracked)), (*out, *[x.detach() for x in tape.kept])
+            raise RuntimeError("remat: the block writes into an argument in place: return a new value instead")
+        guard, result = runs[-1]
+        guard.check_escapes([*out, *tape.tape])
+        arg_storages = {storage_id(x) for x in tensors}  # a write into a result must not change an argument
+        out = tuple([y.clone() if storage_id(y) in arg_storages else y for y in out])
+        return RunInfo(batched, Recording(tape.script(), result, is_tracked)), (*out, *[x.detach() for x in tape.tape])
 
-    def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunFinds, tuple[torch.Tensor, ...]]:
-        # tangents are made by matrix products too, so that those of the block cannot be told from them
-        selective = not any(isinstance(step, Jvp) for step in self.steps)
-        tape = Player(recording.script, tensors[: self.kept], self.call.save if selective else None)
+    def _run_again(self, tensors: Tensors, recording: Recording) -> tuple[RunInfo, tuple[torch.Tensor, ...]]:
+        # a jvp computes tangents by matrix products too, which cannot be told from the block's own
+        is_selective = not any(isinstance(step, Jvp) for step in self.steps)
+        tape = Player(recording.script, tensors[: self.tape_size], self.call.save if is_selective else None)
 
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.call.run(xs, Guard(None), tape)[0]
 
-        out, batched = self._through(f, tensors[self.kept :], recording.tracked)
+        out, batched = self._through(f, tensors[self.tape_size :], recording.is_tracked)
         tape.finish()
-        return RunFinds(batched, recording), out
+        return RunInfo(batched, recording), out
 
     def _through(
         self, f: Tuples, inputs: Tensors, is_tracked: bool
     ) -> tuple[tuple[torch.Tensor, ...], tuple[Batched, ...]]:
-        """Run `f` through the steps; return the outputs, and which have the batch of each step."""
+        """Run `f` through the steps; return the outputs, and for each step which outputs have its batch."""
         batched: list[list[Batched]] = [[] for _ in self.steps]
         if is_tracked:
-            wanted = [i for i, d in enumerate(self.call.differentiated) if d]
-            f = tracked(f, wanted, check=self.recording is None)
-        for step, found in zip(self.steps, batched, strict=True):
-            f = step.of(f, found)
+            wrt = [i for i, d in enumerate(self.call.differentiated) if d]
+            f = within_vjp(f, wrt, check=self.recording is None)
+        for step, runs in zip(self.steps, batched, strict=True):
+            f = step.of(f, runs)
         out = f(*[x.detach() for x in inputs])
-        return tuple(out), tuple([found[-1] if found else () for found in batched])
+        return tuple(out), tuple([runs[-1] if runs else () for runs in batched])
 
 
 class _Remat(torch.autograd.Function):
-    """Runs work below all transforms: `(work, *tensors) -> (ran, *outputs)`."""
+    """Runs a computation below all transforms: `(computation, *tensors) -> (info, *outputs)`."""
 
     @staticmethod
-    def forward(work: Work, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        ran, outputs = work.run(tensors)
-        return ran, *outputs
+    def forward(computation: Computation, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        info, outputs = computation.run(tensors)
+        return info, *outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        work, *tensors = inputs
-        ran, *outputs = output
-        ctx.work = replace(work, recording=ran.recording)
-        ctx.before = 1 + work.kept  # arguments before the inputs
-        ctx.inputs = len(tensors) - work.kept
-        ctx.outputs = len(output)
-        ctx.exposed = None  # until a loss finds that there is something to check
-        last = len(outputs)
-        if work.recording is None:
-            last -= ctx.work.kept
-            tensors = [*outputs[last:], *tensors]
-        ctx.floats = [i for i, y in enumerate(outputs[:last]) if y.is_floating_point() or y.is_complex()]
+        computation, *tensors = inputs
+        info, *outputs = output
+        ctx.computation = replace(computation, recording=info.recording)
+        ctx.first_input = 1 + computation.tape_size  # the arguments before it are the computation and the tape
+        ctx.num_inputs = len(tensors) - computation.tape_size
+        ctx.num_outputs = len(output)
+        ctx.exposed = None  # set by check_copies, if a loss depends on results that it must check later
+        end = len(outputs)
+        if computation.recording is None:
+            end -= ctx.computation.tape_size
+            tensors = [*outputs[end:], *tensors]
+        ctx.floats = [i for i, y in enumerate(outputs[:end]) if y.is_floating_point() or y.is_complex()]
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(*tensors)
-        waiting, ctx.up = taken_down(tensors, work.waiting)
-        ctx.save_for_backward(*waiting)
+        saved, ctx.devices = offload(tensors, computation.offload_numbers)
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx: Any, _: None, *grads: Any) -> Any:
-        given = tuple([i for i in ctx.floats if grads[i] is not None])
-        wanted = tuple([i for i, needed in enumerate(ctx.needs_input_grad[ctx.before :]) if needed])
-        found: list[Any] = [None] * (ctx.before + ctx.inputs)
-        if given and wanted:
-            work = ctx.work.then(Vjp(ctx.inputs, wanted, given, ctx.exposed))
-            saved = brought_up(ctx.saved_tensors, ctx.up)
-            gradients: Any = _Remat.apply(work, *saved, *[grads[i] for i in given])
-            for i, g in zip(wanted, gradients[1:], strict=True):
-                found[ctx.before + i] = g
-        return tuple(found)
+        outputs = tuple([i for i in ctx.floats if grads[i] is not None])
+        wrt = tuple([i for i, needs_grad in enumerate(ctx.needs_input_grad[ctx.first_input :]) if needs_grad])
+        results: list[Any] = [None] * (ctx.first_input + ctx.num_inputs)
+        if outputs and wrt:
+            computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.exposed))
+            saved = reload(ctx.saved_tensors, ctx.devices)
+            gradients: Any = _Remat.apply(computation, *saved, *[grads[i] for i in outputs])
+            for i, g in zip(wrt, gradients[1:], strict=True):
+                results[ctx.first_input + i] = g
+        return tuple(results)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs = tangents[ctx.before :]
-        given = tuple([i for i, t in enumerate(inputs) if t is not None])
-        found: list[Any] = [None] * ctx.outputs
-        if given and ctx.floats:
-            work = ctx.work.then(Jvp(ctx.inputs, given, tuple(ctx.floats)))
-            pushed: Any = _Remat.apply(work, *ctx.saved_tensors, *[inputs[i] for i in given])
+        inputs = tangents[ctx.first_input :]
+        wrt = tuple([i for i, t in enumerate(inputs) if t is not None])
+        results: list[Any] = [None] * ctx.num_outputs
+        if wrt and ctx.floats:
+            computation = ctx.computation.then(Jvp(ctx.num_inputs, wrt, tuple(ctx.floats)))
+            pushed: Any = _Remat.apply(computation, *ctx.saved_tensors, *[inputs[i] for i in wrt])
             for i, t in zip(ctx.floats, pushed[1:], strict=True):
-                found[1 + i] = t
-        return tuple(found)
+                results[1 + i] = t
+        return tuple(results)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, work: Work, *tensors: torch.Tensor) -> Any:
-        dims = tuple(in_dims[1 + work.kept :])
-        # a vmap that the forward pass did not run under (jacrev's, over cotangents) must not draw anew for each
-        known = any(d is not None for d in dims[: len(work.call.differentiated)])
-        out: Any = _Remat.apply(work.then(Map(dims, info.randomness if known else "same")), *tensors)
-        ran: RunFinds = out[0]
-        batched = [0 if has_it else None for has_it in ran.batched[len(work.steps)]]
+    def vmap(info: Any, in_dims: Any, computation: Computation, *tensors: torch.Tensor) -> Any:
+        dims = tuple(in_dims[1 + computation.tape_size :])
+        # under a vmap that the forward pass was not under (jacrev's, over cotangents) all examples share the draws
+        has_batch = any(d is not None for d in dims[: len(computation.call.differentiated)])
+        out: Any = _Remat.apply(computation.then(Map(dims, info.randomness if has_batch else "same")), *tensors)
+        run_info: RunInfo = out[0]
+        batched = [0 if is_batched else None for is_batched in run_info.batched[len(computation.steps)]]
         return out, (None, *batched, *[None] * (len(out) - 1 - len(batched)))
 
 
-def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callable[..., Any]:
-    """Make a function that computes as `block` does, and runs it again for the backward pass instead of remembering.
+def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Callable[..., Any]:
+    """Make a function that computes `block`, and runs it again in the backward pass instead of saving its residuals.
 
     Between the passes only the block's arguments are alive (rematerialisation, activation checkpointing). Arguments may
-    hold boxes: the block is handed whole leaves, which are gathered for it alone, and gathered again for the backward
-    pass. So `fzero.remat(block)(params["blocks"][i], x)` inside `value_and_grad(loss_fn, gather=False)` holds the whole
+    hold boxes: the block receives full leaves, which are gathered for it alone, and gathered again for the backward
+    pass. So `fzero.remat(block)(params["blocks"][i], x)` inside `value_and_grad(loss_fn, gather=False)` holds the full
     parameters of one block at a time. Derivatives of any order, `vmap`, and plain autograd work, and `remat` nests.
 
-    Random numbers that torch's generators draw in the block are kept for the second run, a byte for each element of a
-    dropout mask. Draws by a key (`fzero.random`, also in a `seeded` function around it) cost nothing. Under
-    `torch.compile` the block is called as it is: the compiler decides which operations to repeat.
+    Random numbers that the block draws from torch's generators are saved for the second run, one byte per element of a
+    dropout mask. Draws by a key (`fzero.random`, also in an outer `seeded` function) cost no memory. Under
+    `torch.compile` the block is called directly: the compiler decides which operations to recompute.
 
     Args:
-        block: a pure function of trees: all that is differentiated must be an argument. Constants may be captured.
-        save: the results to keep besides; None for none. "matmuls" keeps those of matrix products, convolutions and
-            attention, so that only the cheap rest is computed again. Or a function that is given an aten operation
-            (`torch.ops.aten.mm.default`) and says whether to keep its results. Forward-mode derivatives (`jvp`) compute
-            these again. "host" keeps nothing besides, and the arguments that earlier blocks computed wait in host
-            memory for the backward pass; parameters stay where they are.
+        block: a pure function of trees. All differentiated tensors must be arguments; constants may be captured.
+        save: the results to save besides the arguments; None for none. "matmuls" saves the results of matrix products,
+            convolutions and attention, so that only cheap operations are recomputed. A function receives an aten
+            operation (`torch.ops.aten.mm.default`) and returns whether to save its results. Forward-mode derivatives
+            (`jvp`) recompute saved results. "host" saves only the arguments, and offloads those that earlier blocks
+            computed to host memory until the backward pass; parameters stay where they are.
 
     Returns:
         A function of the block's arguments.
 
     Raises:
-        ValueError: if the block uses a tensor that is no argument, and that a running transform tracks or that requires
-            grad. Also if it leaves a tensor that depends on its arguments elsewhere than in its result: an attribute, a
-            list, a hook that collects. Also if `save` is none of these.
+        ValueError: if the block uses a tensor that is not an argument, but requires grad or is tracked by a running
+            transform. Also if the block stores a tensor, computed from its arguments, outside its result: in an
+            attribute, a list, or a hook that collects tensors. Also if `save` is not one of the values above.
         TypeError: if an argument or a result holds an object that is neither a tensor nor a simple constant. The block
-            would write twice into such an object, as into the key-value cache of a language model.
-        RuntimeError: if the block writes into an argument in place, or runs other operations the second time than those
-            whose results were kept.
+            would write twice into such an object, for example into the key-value cache of a language model.
+        RuntimeError: if the block writes into an argument in place, or its second run does not run the operations whose
+            results were saved.
 
     Example:
         >>> import torch
@@ -300,22 +299,22 @@ def remat(block: Callable[..., Any], save: str | Chosen | None = None) -> Callab
         >>> torch.func.grad(loss)(p)["w"].equal(torch.func.grad(lambda p: block(p, x).sum())(p)["w"])
         True
     """
-    host = save == "host"
-    chosen = None if host else is_matmul if save == "matmuls" else save
-    if isinstance(chosen, str) or not (chosen is None or callable(chosen)):
+    uses_host = save == "host"
+    save_filter = None if uses_host else is_matmul if save == "matmuls" else save
+    if isinstance(save_filter, str) or not (save_filter is None or callable(save_filter)):
         raise ValueError(f'save={save!r}: expected None, "matmuls", "host", or a function of an operation')
 
     @functools.wraps(block)
-    def drawing(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return draw_from(key, block, *args, **kwargs)
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         key = next_key()  # inside a seeded function: both runs draw from this key, which becomes an argument
-        f, args = (block, args) if key is None else (drawing, (key, *args))
+        f, args = (block, args) if key is None else (seeded_block, (key, *args))
         if torch.compiler.is_dynamo_compiling() or not (torch.is_grad_enabled() or in_transform()):
-            return called(f, args, kwargs)
-        call, tensors = call_of(f, chosen, args, kwargs, host)
-        ran, *outputs = _Remat.apply(Work(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
-        return ran.recording.result.filled(outputs)
+            return call_gathered(f, args, kwargs)
+        call, tensors = call_of(f, save_filter, args, kwargs, uses_host)
+        info, *outputs = _Remat.apply(Computation(call), *tensors)  # pyright: ignore[reportGeneralTypeIssues]
+        return info.recording.result.restore(outputs)
 
     return rematerialised

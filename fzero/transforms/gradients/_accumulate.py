@@ -1,4 +1,4 @@
-"""Micro-batches: the batch in equal parts, and gradients summed over them."""
+"""Micro-batches: split the batch into equal parts, and sum gradients over them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ def accumulate(
     variables: list[torch.Tensor],
     dtypes: list[torch.dtype],
     micro_batches: int,
-    looped: bool,
+    is_looped: bool,
     in_float32: bool,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-    """Sum the values and the gradients of the micro-batches, and stack what else they return.
+    """Sum the values and gradients of the micro-batches, and stack their aux.
 
     Args:
         loss_of: maps the number of a micro-batch to its loss, `variables -> (loss, aux)`.
-        variables: what is differentiated.
-        dtypes: in which to sum, one for each variable.
-        micro_batches: how many there are.
-        looped: whether a trace is to record one of them, as the body of a loop.
+        variables: the tensors to differentiate.
+        dtypes: the dtypes in which to sum, one for each variable.
+        micro_batches: the number of micro-batches.
+        is_looped: whether a trace records one micro-batch, as the body of a loop.
         in_float32: whether the values are summed in float32 at least.
 
     Returns:
@@ -46,15 +46,15 @@ def accumulate(
         return widened(value), aux, gradients
 
     def forward(j: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        returned: list[Any] = []
-        found: Any = torch.func.vjp(_with_tensors(loss_of(j), j, returned), variables, has_aux=True)
-        return widened(found[0]), _with(found[2], returned.pop())
+        auxes: list[Any] = []
+        outputs: Any = torch.func.vjp(_with_tensors(loss_of(j), j, auxes), variables, has_aux=True)
+        return widened(outputs[0]), _with(outputs[2], auxes.pop())
 
-    if looped:
+    if is_looped:
         return _in_a_loop(run, forward, dtypes, micro_batches)
     total, aux, gradients = run(0)
     auxes = [aux]
-    if micro_batches > 1:  # what is added takes the dtype of what it is added to
+    if micro_batches > 1:  # later gradients are cast to these dtypes as they are added
         _in_place(gradients, lambda g, dtype: g.to(dtype), dtypes)
     for j in range(1, micro_batches):
         value, aux, new = run(j)
@@ -70,19 +70,19 @@ def _in_a_loop(
     dtypes: list[torch.dtype],
     micro_batches: int,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-    """Record one micro-batch as a turn of a loop, with what it adds to the turns before."""
-    turn = loop.turn(micro_batches)
+    """Record one micro-batch as an iteration of a loop, and its additions to the sums of earlier iterations."""
+    iteration = loop.turn(micro_batches)
 
     def summed(share: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        before = loop.sum_before(share, turn, dtype)
+        before = loop.sum_before(share, iteration, dtype)
         return loop.sum_after(torch.add(before, share), before)
 
-    value, aux, gradients = run(turn)
+    value, aux, gradients = run(iteration)
     _in_place(gradients, summed, list(dtypes))
     total = summed(value, value.dtype)
-    stacked = tree.map(lambda x: loop.rows(x, turn, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
+    stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
-    again = loop.again(turn)
+    again = loop.again(iteration)
     other_value, other_aux = forward(again)
     _check_alike(aux, other_aux)
     first, second = [value, *tree.tensors(aux)], [other_value, *tree.tensors(other_aux)]
@@ -90,18 +90,18 @@ def _in_a_loop(
 
 
 def _check_alike(aux: Any, other: Any) -> None:
-    """Check that two micro-batches return the same tree, and in it the same values that are no tensors."""
-    (leaves, structure), (others, another) = tree.flatten(aux), tree.flatten(other)
-    if structure != another:
-        raise loop.NotScannable("the aux of the second micro-batch is another tree than that of the first")
-    for a, b in zip(leaves, others, strict=True):
-        tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
-        if tensors != (True, True) and (any(tensors) or not _equal(a, b)):
-            raise loop.NotScannable(f"the aux of the second micro-batch has {b!r} where that of the first has {a!r}")
+    """Check that two micro-batches return trees of one structure, with equal values in all leaves but tensors."""
+    (leaves, structure), (other_leaves, other_structure) = tree.flatten(aux), tree.flatten(other)
+    if structure != other_structure:
+        raise loop.NotScannable("the aux of the second micro-batch differs in structure from the first one's")
+    for a, b in zip(leaves, other_leaves, strict=True):
+        are_tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+        if are_tensors != (True, True) and (any(are_tensors) or not _equal(a, b)):
+            raise loop.NotScannable(f"the aux of the second micro-batch has {b!r} where the first one's has {a!r}")
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are known to be equal; of an array of numpy that is not asked."""
+    """Return whether two values are surely equal; False for values such as numpy arrays, whose `==` is no bool."""
     try:
         return a is b or bool(a == b)
     except Exception:
@@ -114,38 +114,36 @@ def _differentiated(
     j: int | torch.Tensor,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Return the value, aux and gradients of micro-batch j."""
-    returned: list[Any] = []  # aux as it is: torch.func carries out only its tensors
-    gradients, (value, tensors) = torch.func.grad_and_value(_with_tensors(loss_of, j, returned), has_aux=True)(
-        variables
-    )
-    return value, _with(tensors, returned.pop()), gradients
+    auxes: list[Any] = []  # the full aux: torch.func returns only its tensors
+    gradients, (value, tensors) = torch.func.grad_and_value(_with_tensors(loss_of, j, auxes), has_aux=True)(variables)
+    return value, _with(tensors, auxes.pop()), gradients
 
 
 def _with(tensors: list[torch.Tensor], aux: Any) -> Any:
-    """Put tensors in the places of those of a tree."""
-    left, (leaves, structure) = iter(tensors), tree.flatten(aux)
-    return tree.unflatten(structure, [next(left) if isinstance(x, torch.Tensor) else x for x in leaves])
+    """Replace the tensors of a tree by `tensors`, in order."""
+    new, (leaves, structure) = iter(tensors), tree.flatten(aux)
+    return tree.unflatten(structure, [next(new) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def _with_tensors(
-    loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]], j: int | torch.Tensor, returned: list[Any]
+    loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]], j: int | torch.Tensor, auxes: list[Any]
 ) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Make a function of the variables to the loss of micro-batch j and the tensors of aux, which `returned` gets."""
+    """Make a function `variables -> (loss, tensors of aux)` of micro-batch j, which appends its aux to `auxes`."""
 
     def loss_and_tensors(xs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         loss, aux = in_micro_batch(j, loss_of, xs)
-        returned.append(aux)
+        auxes.append(aux)
         return loss, tree.tensors(aux)
 
     return loss_and_tensors
 
 
 def _in_place(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) -> None:
-    """Put `f(x, y)` in the place of each x, one at a time and letting go of y, so that each is freed at once."""
-    others = ys[::-1]
+    """Replace each x by `f(x, y)`, one at a time. The list `ys` is emptied, so each x and y is freed at once."""
+    stack = ys[::-1]
     ys.clear()
     for i in range(len(xs)):
-        xs[i] = f(xs[i], others.pop())
+        xs[i] = f(xs[i], stack.pop())
 
 
 def _stacked(*xs: Any) -> Any:
@@ -154,12 +152,12 @@ def _stacked(*xs: Any) -> Any:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the arguments of the loss function are cut.
+    """How the arguments of the loss function are split into micro-batches.
 
     Attributes:
         count: k, the number of micro-batches.
-        argnums: the positions of the arguments that are cut.
-        size: of one micro-batch, along dimension 0.
+        argnums: the positions of the arguments that are split.
+        size: the size of one micro-batch along dimension 0.
     """
 
     count: int
@@ -167,7 +165,7 @@ class MicroBatches:
     size: int = 0
 
     def part(self, arg: Any, i: int, j: int | torch.Tensor) -> Any:
-        """Return what argument i is for micro-batch j."""
+        """Return micro-batch j of argument i, or all of an argument that is not split."""
 
         def narrowed(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -182,16 +180,17 @@ class MicroBatches:
 def micro_batches_of(
     args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
 ) -> MicroBatches:
-    """Find the arguments that are the batch, and cut them in equal parts along dimension 0.
+    """Find the arguments that are the batch, and the size of k equal parts along dimension 0.
 
     Args:
-        args: of the loss function.
-        nums: the positions of those that are differentiated.
-        batch_argnums: the positions of the batch, if they were given.
+        args: the loss function's arguments.
+        nums: the positions of the differentiated arguments.
+        batch_argnums: the positions of the batch; None to infer them.
         count: k.
 
     Raises:
-        ValueError: if it is unclear which arguments are the batch, or k does not divide its size. Names them.
+        ValueError: if it is unclear which arguments are the batch, or k does not divide its size. The message names the
+            arguments.
     """
     if count == 1:
         return MicroBatches(1)
@@ -202,11 +201,11 @@ def micro_batches_of(
             if isinstance(x, torch.Tensor):
                 sizes[f"argument {i}" + (f", leaf {path!r}" if path else "")] = x.shape[0] if x.ndim else "0-d"
     if not sizes:
-        raise ValueError(f"micro_batches={count} found no tensor to cut: pass the batch by position, not by keyword")
+        raise ValueError(f"micro_batches={count} found no tensor to split: pass the batch by position, not by keyword")
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"micro_batches={count} cuts the batch along dimension 0, and its leaves' sizes differ: {sizes}; "
-            "say which arguments are the batch with batch_argnums="
+            f"micro_batches={count} splits the batch along dimension 0, but its leaves' sizes differ: {sizes}; "
+            "name the arguments that are the batch with batch_argnums="
         )
     (size,) = set(sizes.values())
     if isinstance(size, str) or size % count:
@@ -220,23 +219,23 @@ def micro_batches_of(
 def _batch_positions(
     args: Sequence[Any], nums: Sequence[int], batch_argnums: int | Sequence[int] | None, count: int
 ) -> list[int]:
-    """List the positions of the arguments that are cut: those given, or the only one that may be the batch."""
-    may_be_cut = [i for i, x in enumerate(args) if i not in nums or isinstance(x, PerRank)]
+    """List the positions of the batch: `batch_argnums`, or the only argument that may be the batch."""
+    candidates = [i for i, x in enumerate(args) if i not in nums or isinstance(x, PerRank)]
     if batch_argnums is not None:
-        chosen = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
-        if any(i not in may_be_cut for i in chosen):
+        argnums = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+        if any(i not in candidates for i in argnums):
             raise ValueError(
-                f"batch_argnums={batch_argnums}: expected positions below {len(args)} of arguments that are not "
-                "differentiated, or that are fzero.PerRank"
+                f"batch_argnums={batch_argnums}: expected positions below {len(args)}, of arguments that are not "
+                "differentiated or that are fzero.PerRank"
             )
-        return chosen
-    found = [i for i in may_be_cut if tree.tensors(args[i]) and not _holds_units(args[i])]
-    if len(found) > 1:
+        return argnums
+    batches = [i for i in candidates if tree.tensors(args[i]) and not _holds_units(args[i])]
+    if len(batches) > 1:
         raise ValueError(
-            f"micro_batches={count}: each of the arguments {found} may be the batch; say with batch_argnums= which of "
-            "them are"
+            f"micro_batches={count}: each of the arguments {batches} may be the batch; name the batch with "
+            "batch_argnums="
         )
-    return found
+    return batches
 
 
 def _holds_units(arg: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A loss scale, put in and taken out: the gradients in between lie within half precision's range."""
+"""Loss scaling: the loss is scaled and the gradients are unscaled, so that they lie in half precision's range."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ __all__ = ["scaled_value_and_grad"]
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is `scale` times as large: the loss itself cannot overflow."""
+    """The identity, whose backward pass multiplies the gradient by `scale`. So the loss itself cannot overflow."""
 
     generate_vmap_rule = True
 
@@ -47,24 +47,25 @@ def _scale_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def scaled_value_and_grad(
     f: Callable[..., Any], scale: torch.Tensor | float, argnums: int | Sequence[int] = 0, **options: Any
 ) -> Callable[..., Any]:
-    """Make what `fzero.value_and_grad` makes, with the loss scaled in between (arXiv:1710.03740).
+    """Make a function like `fzero.value_and_grad`'s, with loss scaling in its backward pass (arXiv:1710.03740).
 
-    The backward pass sees `scale` times the gradients, so that small ones do not vanish in float16; the value and the
-    gradients returned are the true ones. Those that overflowed are infinite or nan: `optim.dynamic_loss_scale` skips
-    the step, and keeps the scale. All that follows, clipping for one, sees no scale.
+    The backward pass computes `scale` times the gradients, so that small gradients do not vanish in float16. The
+    function returns the unscaled value and unscaled gradients, so later operations such as clipping need not know the
+    scale. Gradients that overflowed are infinite or nan: `optim.dynamic_loss_scale` skips the step, and maintains
+    the scale.
 
     Args:
-        f: as `fzero.value_and_grad` takes it; its loss is best in float32 (`logits.float()`).
+        f: a loss function, as for `fzero.value_and_grad`; its loss is best in float32 (`logits.float()`).
         scale: a 0-d tensor, such as `optim.loss_scale(opt_state).scale`, or a number.
         argnums: the position, or positions, of the arguments to differentiate.
-        **options: what else `fzero.value_and_grad` takes.
+        **options: other options of `fzero.value_and_grad`.
 
     Returns:
         A function like `fzero.value_and_grad`'s; gradients are in float32 at least.
 
     Raises:
-        TypeError: if `scale` is neither a number nor a tensor, such as the whole state that holds it.
-        ValueError: if `scale` is not positive, or not 0-d; else as `fzero.value_and_grad` does.
+        TypeError: if `scale` is neither a number nor a tensor, for example an optimizer state that holds the scale.
+        ValueError: if `scale` is not positive or not 0-d, or if `fzero.value_and_grad` raises it.
 
     Example:
         >>> f = lambda w: (w * 2**-20).half().sum().float()
@@ -72,7 +73,7 @@ def scaled_value_and_grad(
         (tensor(9.5367e-07), tensor([9.5367e-07]))
     """
     if not isinstance(scale, torch.Tensor | float | int):
-        advice = "; give its scale, opt_state.scale" if hasattr(scale, "scale") else ""
+        advice = "; pass its scale, opt_state.scale" if hasattr(scale, "scale") else ""
         raise TypeError(f"scale is a {type(scale).__name__}, expected a positive number, or a 0-d tensor{advice}")
     factor = torch.as_tensor(scale, dtype=torch.float32)
     if factor.ndim or (not isinstance(scale, torch.Tensor) and not 0 < scale < math.inf):
@@ -81,14 +82,14 @@ def scaled_value_and_grad(
 
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         value, grads = differentiated(*args, **kwargs)
-        value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # its own derivatives are the true ones, too
+        value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # derivatives of the value are unscaled too
         return value, tree.map(lambda g: g.to(torch.promote_types(g.dtype, torch.float32)) / factor, grads)
 
     return unscaled
 
 
 class _Scaled:
-    """A loss function whose gradients are scaled; `value_and_grad` asks half-precision ones for the mark."""
+    """A loss function whose gradients are scaled. In float16 `value_and_grad` looks for its `scales_gradients`."""
 
     scales_gradients = True
 
@@ -101,7 +102,7 @@ class _Scaled:
 
 
 def _first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the loss, which comes first: loss, (loss, aux), (total, weight), ((total, weight), aux)."""
+    """Change the loss, the first item in loss, (loss, aux), (total, weight) or ((total, weight), aux)."""
     if isinstance(out, tuple) and out:
         return (_first(out[0], change), *out[1:])
     return change(out) if isinstance(out, torch.Tensor) and out.is_floating_point() else out

@@ -1,7 +1,7 @@
-"""Primals: a differentiated argument, taken apart into tensors that are differentiated, and reduced, together.
+"""Primals: the leaves of a differentiated argument, in groups that are differentiated and reduced together.
 
-A primal knows three things of its leaves. It says which tensors torch.func differentiates, what the loss function is
-handed in their place, and how their gradient becomes the gradient of the argument.
+A primal determines which tensors torch.func differentiates for its leaves, how the loss function's leaves are computed
+from them, and how their gradient becomes the argument's gradient.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from fzero.sharding import (
     with_cast,
 )
 
-__all__ = ["Argument", "OwnPrimal", "Primal", "as_one_value", "open_argument"]
+__all__ = ["Argument", "PerRankPrimal", "Primal", "as_one_value", "open_argument"]
 
 Tensors = Sequence[torch.Tensor]
 Members = list[tuple[int, int]]
@@ -40,14 +40,14 @@ Members = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Primal:
-    """Leaves that are differentiated together: here tensors outside any mesh.
+    """Leaves that are differentiated together. This base class is for tensors outside any mesh.
 
     Attributes:
         members: `(position in the flattened argument, index in the primal)` of each leaf.
-        variables: what torch.func differentiates.
-        dtypes: that gradients of the variables are summed over micro-batches in.
-        copies: the axes along which each rank has a copy of the variables, and the gradient of its own part of the
-            batch; none outside any mesh.
+        variables: the tensors that torch.func differentiates.
+        dtypes: the dtypes in which the variables' gradients are summed over micro-batches.
+        copies: the axes along which each rank has a copy of the variables, and the gradient for its part of the batch;
+            none outside any mesh.
     """
 
     members: Members
@@ -61,63 +61,63 @@ class Primal:
         return ()
 
     def leaves(self, variables: Tensors) -> Tensors:
-        """Make the tensors that the loss function is handed, differentiably in the variables."""
+        """Compute the loss function's leaves, differentiably, from the variables."""
         return variables
 
-    def boxed(self, leaves: Tensors) -> Any:
-        """Return what stands at the members' positions in the loss function's argument, by index."""
+    def inputs(self, leaves: Tensors) -> Any:
+        """Return the entries at the members' positions in the loss function's argument, by index."""
         return leaves
 
-    def closed(self, gradients: Tensors) -> Any:
-        """Reduce the variables' gradients, and return what stands at the members' positions in the gradient."""
+    def reduce(self, gradients: Tensors) -> Any:
+        """Reduce the variables' gradients, and return the entries at the members' positions in the gradient."""
         return [g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)]
 
 
 @dataclass(frozen=True)
 class ReplicatedPrimal(Primal):
-    """Replicated leaves of one unit, whose gradients one all_reduce sums.
+    """Replicated leaves of one unit. One all_reduce sums their gradients.
 
     Attributes:
-        cast: the uid of the unit's spec, with the dtypes that its gradient is reduced in.
+        cast: the id of the unit's spec, with the dtypes in which its gradient is reduced.
     """
 
     cast: int
 
-    def closed(self, gradients: Tensors) -> Tensors:
+    def reduce(self, gradients: Tensors) -> Tensors:
         return apply_over_unit_axes("all_reduce", joint(self.copies), self.cast, gradients)
 
 
 @dataclass(frozen=True)
 class AccumulatedPrimal(Primal):
-    """The whole leaves of a shard: their gradients accumulate whole, and are reduced after the last micro-batch.
+    """The full leaves of a shard. Full gradients accumulate, and are reduced after the last micro-batch.
 
     Attributes:
-        uid: of the box that the gradient is put into.
-        cast: the uid of the same unit, with the dtypes that its gradient is reduced in.
+        spec_id: the id of the gradient's spec.
+        cast: the id of the same unit's spec, with the dtypes in which its gradient is reduced.
     """
 
-    uid: int
+    spec_id: int
     cast: int
 
     @property
     def varies(self) -> tuple[str, ...]:
-        return facts(self.uid).varies
+        return facts(self.spec_id).varies
 
-    def closed(self, gradients: Tensors) -> Shard:
+    def reduce(self, gradients: Tensors) -> Shard:
         return self._summed(apply_to_unit("reduce_scatter", self.cast, gradients))
 
     def _summed(self, gradients: Tensors) -> Shard:
         if self.copies:
             gradients = apply_over_unit_axes("all_reduce_shard", joint(self.copies), self.cast, gradients)
-        return Shard(gradients[0], self.uid)
+        return Shard(gradients[0], self.spec_id)
 
 
 @dataclass(frozen=True)
 class ShardPrimal(AccumulatedPrimal):
-    """A unit's shard: the loss function is handed its leaves, and the gather's transpose reduces their gradients.
+    """A unit's shard. The loss function gets its full leaves; the gather's transpose reduces their gradients.
 
     Attributes:
-        origin: the whole leaves, if they are known.
+        origin: the full leaves, or None if they must be gathered.
     """
 
     origin: tuple[torch.Tensor, ...] | None
@@ -125,75 +125,75 @@ class ShardPrimal(AccumulatedPrimal):
     def leaves(self, variables: Tensors) -> Tensors:
         return gather_unit(self.cast, variables[0], self.origin)
 
-    def closed(self, gradients: Tensors) -> Shard:
+    def reduce(self, gradients: Tensors) -> Shard:
         return self._summed(gradients)
 
 
 @dataclass(frozen=True)
 class BoxPrimal(ShardPrimal):
-    """A unit's shard that the loss function is handed in its box, and gathers itself."""
+    """A unit's shard. The loss function gets it in its box, and gathers it itself."""
 
     def leaves(self, variables: Tensors) -> Tensors:
         return variables
 
-    def boxed(self, leaves: Tensors) -> Shard:
+    def inputs(self, leaves: Tensors) -> Shard:
         return Shard(leaves[0], self.cast, self.origin)
 
 
 @dataclass(frozen=True)
-class OwnPrimal(Primal):
-    """What is in a `PerRank` box: the gradient of each rank's own value is its own too.
+class PerRankPrimal(Primal):
+    """The tensors in a `PerRank` box. Their gradient differs by rank too.
 
     Attributes:
-        structure: of the box's value.
-        places: for each of its leaves the variable that it is; None for what is no tensor.
-        axes: the box's.
+        structure: the structure of the box's value.
+        indices: for each leaf of the value the index of its variable; None if the leaf is not a tensor.
+        axes: the box's axes.
     """
 
     structure: Any
-    places: list[int | None]
+    indices: list[int | None]
     axes: tuple[str, ...] | None
 
     @property
     def varies(self) -> tuple[str, ...]:
         return axis_names() if self.axes is None else self.axes
 
-    def boxed(self, leaves: Tensors) -> list[Any]:
-        return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.places])]
+    def inputs(self, leaves: Tensors) -> list[Any]:
+        return [tree.unflatten(self.structure, [None if i is None else leaves[i] for i in self.indices])]
 
-    def closed(self, gradients: Tensors) -> list[PerRank]:
+    def reduce(self, gradients: Tensors) -> list[PerRank]:
         summed = [apply_along("psum", g, joint(self.copies), Whole()) for g in gradients]
-        return [PerRank(self.boxed(summed)[0], self.axes)]
+        return [PerRank(self.inputs(summed)[0], self.axes)]
 
 
 @dataclass(frozen=True)
 class OneValuePrimal(Primal):
-    """A primal whose copies are one value to a transform of torch.func around all: so its derivatives are unsharded.
+    """A primal whose copies count as one value, so that an outer torch.func transform sees unsharded derivatives.
 
-    To it each copy would be an input and an output of its own.
+    Otherwise the outer transform would see each copy as an input and an output of its own.
 
     Attributes:
-        of: the primal.
+        primal: the primal.
     """
 
-    of: Primal
+    primal: Primal
 
     @property
     def varies(self) -> tuple[str, ...]:
-        return self.of.varies
+        return self.primal.varies
 
     def leaves(self, variables: Tensors) -> Tensors:
-        return self.of.leaves(variables)
+        return self.primal.leaves(variables)
 
-    def boxed(self, leaves: Tensors) -> Any:
-        return self.of.boxed(leaves)
+    def inputs(self, leaves: Tensors) -> Any:
+        return self.primal.inputs(leaves)
 
-    def closed(self, gradients: Tensors) -> Any:
-        return tree.map(lambda g: one_of_copies(g, joint(self.copies)), self.of.closed(gradients))
+    def reduce(self, gradients: Tensors) -> Any:
+        return tree.map(lambda g: one_of_copies(g, joint(self.copies)), self.primal.reduce(gradients))
 
 
 def as_one_value(primal: Primal) -> Primal:
-    """Make the copies of a primal one value, which each rank uses in its own way."""
+    """Make a primal's copies count as one value, which each rank uses in its own way."""
     if not primal.copies:
         return primal
     variables = [apply_along("pvary", x, joint(primal.copies), Whole()) for x in primal.variables]
@@ -202,48 +202,48 @@ def as_one_value(primal: Primal) -> Primal:
 
 @dataclass(frozen=True)
 class Argument:
-    """A differentiated argument, taken apart into primals.
+    """A differentiated argument, split into primals.
 
     Attributes:
-        entries: of its flattened form, boxes whole.
-        structure: of it.
-        primals: in the order of the tree, those of boxes first.
+        entries: the flattened argument, in which a box is one entry.
+        structure: the structure of the flattened argument.
+        primals: the primals in the order of the tree, boxes first.
     """
 
     entries: list[Any]
     structure: Any
     primals: list[Primal]
 
-    def handed(self, leaves: list[Tensors]) -> Any:
-        """Build what the loss function is handed, given the leaves of each primal."""
-        return self._like([p.boxed(xs) for p, xs in zip(self.primals, leaves, strict=True)])
+    def build(self, leaves: list[Tensors]) -> Any:
+        """Build the loss function's argument from the leaves of each primal."""
+        return self._like([p.inputs(xs) for p, xs in zip(self.primals, leaves, strict=True)])
 
-    def closed(self, gradients: list[torch.Tensor]) -> Any:
-        """Build the gradient, given the variables' gradients, which are taken off the list.
+    def reduce(self, gradients: list[torch.Tensor]) -> Any:
+        """Build the argument's gradient from the variables' gradients, and remove these from the list.
 
-        So no primal's gradient is held while the next one's is reduced.
+        So each primal's unreduced gradient is freed before the next primal's gradient is reduced.
         """
-        return self._like([p.closed([gradients.pop(0) for _ in p.variables]) for p in self.primals])
+        return self._like([p.reduce([gradients.pop(0) for _ in p.variables]) for p in self.primals])
 
-    def _like(self, made: list[Any]) -> Any:
+    def _like(self, values: list[Any]) -> Any:
         entries = list(self.entries)
-        for primal, new in zip(self.primals, made, strict=True):
-            put(entries, primal.members, new)
+        for primal, value in zip(self.primals, values, strict=True):
+            put(entries, primal.members, value)
         return tree.unflatten(self.structure, entries)
 
 
 def open_argument(
     arg: Any, axes: Sequence[Axis], name: str, micro_batches: int, gather: bool, precision: Precision | None
 ) -> Argument:
-    """Take a tree of boxes and replicated tensors apart into primals.
+    """Split a tree of boxes and replicated tensors into primals.
 
     Raises:
-        TypeError: if a leaf cannot be differentiated, or has another dtype than `precision` says. The message names
-            its path.
-        ValueError: if a unit is sharded over an axis that is not among `axes`; in a simulation, if a plain tensor
-            differs by rank along one of them. Names the unit, or the path.
+        TypeError: if a leaf cannot be differentiated, or its dtype is not the dtype of `precision`. The message names
+            the leaf.
+        ValueError: if a unit is sharded over an axis outside `axes`; in a simulation, if a plain tensor differs by rank
+            along one of `axes`. The message names the unit or the leaf.
     """
-    arg = lifted(arg)  # parameters of which the host has a part
+    arg = lifted(arg)  # to the device: part of each parameter may be on the host
     paths, entries, structure = tree.flatten_with_paths(arg, is_box)
     _check_floating(paths, entries, name)
     if precision is not None:
@@ -254,8 +254,8 @@ def open_argument(
         check_inputs_replicated(name, axes, paths, entries)
         primals += _of_replicated(arg, entries, axes, precision)
     else:
-        variables, places = _distinct(entries)
-        members = [(i, place) for i, place in enumerate(places) if place is not None]
+        variables, indices = _distinct(entries)
+        members = [(i, index) for i, index in enumerate(indices) if index is not None]
         primals.append(Primal(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], ()))
     return Argument(entries, structure, primals)
 
@@ -264,35 +264,35 @@ def _grad_dtype(dtype: torch.dtype, precision: Precision | None) -> torch.dtype:
     return dtype if precision is None else precision.gradients(dtype)[1]
 
 
-def _cast(uid: int, precision: Precision | None) -> int:
-    return uid if precision is None else with_cast(uid, *precision.gradients(facts(uid).dtype))
+def _cast(spec_id: int, precision: Precision | None) -> int:
+    return spec_id if precision is None else with_cast(spec_id, *precision.gradients(facts(spec_id).dtype))
 
 
 def _of_shard(
     unit: CutUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
 ) -> Primal:
-    uid, box, members = unit
-    own, names = [a.name for a in unit_axes(uid)], [a.name for a in axes]
-    if any(name not in names for name in own):
+    spec_id, box, members = unit
+    shard_axes, mean_axes = [a.name for a in unit_axes(spec_id)], [a.name for a in axes]
+    if any(name not in mean_axes for name in shard_axes):
         raise ValueError(
-            f"unit {facts(uid).unit!r} is sharded over {own}, and the mean is over {names}: its gradient would be "
-            "summed over more ranks than the loss; name all its axes with axis="
+            f"unit {facts(spec_id).unit!r} is sharded over {shard_axes}, and the mean is over {mean_axes}: its "
+            "gradient would be summed over more ranks than the loss; name all axes of the unit with axis="
         )
-    copies = [a for a in axes if a.name not in facts(uid).varies]
-    # what varies has the gradient's dtype, or autograd would cast the gradient to its own
-    dtype, cast = _grad_dtype(box.data.dtype, precision), _cast(uid, precision)
-    if micro_batches > 1 and facts(uid).reduced == "once":
-        leaves = list(gather_unit(uid, box.data, box.origin))
-        return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), copies, uid, cast)
+    copies = [a for a in axes if a.name not in facts(spec_id).varies]
+    # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
+    dtype, cast = _grad_dtype(box.data.dtype, precision), _cast(spec_id, precision)
+    if micro_batches > 1 and facts(spec_id).reduced == "once":
+        leaves = list(gather_unit(spec_id, box.data, box.origin))
+        return AccumulatedPrimal(members, leaves, [dtype] * len(leaves), copies, spec_id, cast)
     kind = ShardPrimal if gather else BoxPrimal
-    return kind(members, [box.data.to(dtype)], [dtype], copies, uid, cast, box.origin)
+    return kind(members, [box.data.to(dtype)], [dtype], copies, spec_id, cast, box.origin)
 
 
 def _of_per_rank(position: int, box: PerRank, axes: Sequence[Axis]) -> Primal:
     entries, structure = tree.flatten(box.value)
-    variables, places = _distinct(entries)
+    variables, indices = _distinct(entries)
     copies = [a for a in axes if box.axes is not None and a.name not in box.axes]
-    return OwnPrimal([(position, 0)], variables, [x.dtype for x in variables], copies, structure, places, box.axes)
+    return PerRankPrimal([(position, 0)], variables, [x.dtype for x in variables], copies, structure, indices, box.axes)
 
 
 def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None) -> list[Primal]:
@@ -310,19 +310,19 @@ def _of_replicated(arg: Any, entries: list[Any], axes: Sequence[Axis], precision
 
 
 def _distinct(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int | None]]:
-    """List the distinct tensors among leaves, and for each leaf which of them it is."""
-    number: dict[Any, int] = {}
-    found: list[torch.Tensor] = []
-    places: list[int | None] = []
+    """List the distinct tensors among leaves, and the index of each leaf in this list (None if it is no tensor)."""
+    numbers: dict[Any, int] = {}
+    distinct: list[torch.Tensor] = []
+    indices: list[int | None] = []
     for x in leaves:
         if not isinstance(x, torch.Tensor):
-            places.append(None)
+            indices.append(None)
             continue
-        if tree.identity(x) not in number:
-            number[tree.identity(x)] = len(found)
-            found.append(x)
-        places.append(number[tree.identity(x)])
-    return found, places
+        if tree.identity(x) not in numbers:
+            numbers[tree.identity(x)] = len(distinct)
+            distinct.append(x)
+        indices.append(numbers[tree.identity(x)])
+    return distinct, indices
 
 
 def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
@@ -331,8 +331,8 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
             inner, leaves, _ = tree.flatten_with_paths(x.value)
             _check_floating([f"{path}.{p}".strip(".") for p in inner], leaves, name)
         elif x is not None and not is_box(x) and not (isinstance(x, torch.Tensor) and x.is_floating_point()):
-            given = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            shown = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
             raise TypeError(
-                f"{name} is differentiated, and its leaf {path!r} is {given}, which cannot be differentiated "
-                "here; pass it in an argument that is not differentiated"
+                f"{name} is differentiated, and its leaf {path!r} is {shown}, which cannot be differentiated; "
+                "pass it in an argument that is not differentiated"
             )

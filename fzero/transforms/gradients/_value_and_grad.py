@@ -18,22 +18,22 @@ from fzero.collectives import check_copies, one_of_copies, psum
 from fzero.graph import loop
 from fzero.optim import Precision
 from fzero.sharding import own_values
-from fzero.transforms._gather import gather as gathered
+from fzero.transforms._gather import gather as gather_tree
 from fzero.transforms.gradients._accumulate import MicroBatches, accumulate, micro_batches_of
-from fzero.transforms.gradients._primals import Argument, OwnPrimal, as_one_value, open_argument
+from fzero.transforms.gradients._primals import Argument, PerRankPrimal, as_one_value, open_argument
 
 __all__ = ["fence", "loss_and_aux_of", "total_and_aux", "value_and_grad", "weighted_mean"]
 
-# A fence between units: gradients are reduced in one order on all ranks, each unit exactly once.
+# Fences between units: all ranks reduce gradients in one order, each unit exactly once.
 #
-# Eager autograd never runs the reduce_scatter of a unit that the loss did not use, and runs the others in the order
-# in which the loss happened to use them. Ranks whose data take different branches (an expert that only one of them
-# chose) would then meet in different collectives: a hang, or gradients of the wrong unit. Fences chain the units, in
-# the backward pass from the last of the tree to the first, so list parameters in the order of their use.
+# Eager autograd skips the reduce_scatter of a unit that the loss did not use, and runs the other reduce_scatters in the
+# order in which the loss used the units. If the ranks' data take different branches (an expert that only one rank
+# chose), the ranks would call different collectives: a hang, or gradients of the wrong unit. Fences chain the units:
+# the backward pass reduces them from the last in the tree to the first. So list parameters in the order of their use.
 
 
 class _Fence(torch.autograd.Function):
-    """The identity on leaves; its backward waits for the fence after it, even if no leaf was used."""
+    """The identity on leaves. Its backward pass waits for the next fence, even if no leaf was used."""
 
     generate_vmap_rule = True
 
@@ -55,21 +55,21 @@ class _Fence(torch.autograd.Function):
 
 
 def fence(leaves: Sequence[torch.Tensor], anchor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Pass a unit's leaves on, ordered after the fence that made `anchor` (an empty tensor), and give the next."""
-    following, *out = _Fence.apply(anchor, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
-    # below a gather's own priority: the reduce_scatter after this fence runs before the next fence opens
-    raise_priority(following, by=0)
-    return tuple(out), following
+    """Return a unit's leaves, ordered after the fence that made `anchor` (an empty tensor), and the next anchor."""
+    next_anchor, *out = _Fence.apply(anchor, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
+    # lower than a gather's priority, so the reduce_scatter after this fence runs before the next fence opens
+    raise_priority(next_anchor, by=0)
+    return tuple(out), next_anchor
 
 
-# What a loss function returns, as (value, aux); and the mean of totals that have unequal weights.
+# The results of a loss function, as (value, aux), and the mean of totals with unequal weights.
 
 
-ADVICE = 'for (loss, aux) say has_aux=True, and for (total, weight) reduce="weighted"'
+ADVICE = 'for (loss, aux) pass has_aux=True, and for (total, weight) pass reduce="weighted"'
 
 
 def loss_and_aux_of(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Turn a function that returns `loss`, or `(loss, aux)`, into one that returns `(loss, aux)`, checked."""
+    """Make a function that returns `(loss, aux)`, checked, from one that returns `loss` or `(loss, aux)`."""
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         loss, aux = _pair(f(*args, **kwargs), "(loss, aux)") if has_aux else (f(*args, **kwargs), None)
@@ -79,43 +79,46 @@ def loss_and_aux_of(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple
 
 
 def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Turn a function of `(total, weight)`, or `((total, weight), aux)`, into one of `(total, (weight, aux))`."""
+    """Make a function that returns `(total, (weight, aux))`.
+
+    The function `f` returns `(total, weight)`, or `((total, weight), aux)` with `has_aux`.
+    """
 
     def total_and_weight(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out = f(*args, **kwargs)
         pair, aux = _pair(out, "((total, weight), aux)") if has_aux else (out, None)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(
-                'reduce="weighted": f must return (total, weight), the sum of its losses and of their weights, such as '
-                f"the number of tokens; it returned {type(pair).__name__}"
+                'reduce="weighted": f must return (total, weight), the sum of its losses and the sum of their weights '
+                f"(for example its number of tokens); it returned {type(pair).__name__}"
             )
         weight = torch.as_tensor(pair[1])
         if weight.ndim:
-            raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: its sum')
+            raise TypeError(f'reduce="weighted": the weight is {tree.show(weight)}, expected a 0-d tensor: sum it')
         return _zero_dimensional(pair[0], "total"), (weight.detach(), aux)
 
     return total_and_weight
 
 
 def weighted_mean(total: torch.Tensor, aux: Any, grads: Any, axis: AxisName) -> tuple[torch.Tensor, Any, Any]:
-    """Divide the sum of totals and its gradients by the sum of the weights, which `total_and_aux` put into aux."""
+    """Divide the summed totals and their gradients by the summed weights, which `total_and_aux` put into aux."""
     weights, aux = aux
     weight = psum(weights.to(torch.promote_types(total.dtype, torch.float32)).sum(), axis)
-    weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no token at all: a loss of 0
+    weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # no tokens: the loss is 0
     return (total / weight).to(total.dtype), aux, tree.map(lambda g: (g / weight).to(g.dtype), grads)
 
 
 def _pair(out: Any, expected: str) -> tuple[Any, Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"has_aux=True: f must return {expected}, and returned {type(out).__name__}")
+        raise TypeError(f"has_aux=True: f must return {expected}, but it returned {type(out).__name__}")
     return out
 
 
 def _zero_dimensional(loss: Any, name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        given = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        shown = tree.show(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) else ADVICE
-        raise TypeError(f"f must return a 0-d floating-point {name}, and returned {given}; {advice}")
+        raise TypeError(f"f must return a 0-d floating-point {name}, but it returned {shown}; {advice}")
     return loss
 
 
@@ -164,36 +167,36 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Make a function that returns `f`'s value over all ranks and its gradient, in the layout of the arguments.
 
-    Arguments that hold boxes are gathered for `f`, whether differentiated or not; their gradients are reduced into
-    shards. Replicated arguments' gradients are all_reduced, one collective a unit. A value that is this rank's own,
-    such as its part of the batch, is differentiated in a box. `f` is handed `x` for `fzero.PerRank(x)`, whose gradient
-    is a `PerRank` of the rank's own gradient, added to no other rank's. Outside any mesh this is
-    `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call it as often as you like in a
-    step, on any trees. A notice says so if a loss depends on nothing that is differentiated.
+    Arguments that hold boxes are gathered for `f`, whether they are differentiated or not; their gradients are reduced
+    into shards. One all_reduce per unit sums the gradients of replicated arguments. A value that differs by rank, such
+    as a rank's part of the batch, is differentiated in a box: for `fzero.PerRank(x)`, `f` receives `x`. The gradient
+    is a `PerRank` of this rank's gradient, which is not summed over ranks. Outside any mesh this is
+    `torch.func.grad_and_value` with its results in JAX's order. Gradients are values: call the function as often as you
+    like in a step, on any trees. A notice appears if a loss depends on no differentiated argument.
 
     Args:
         f: a pure function that returns a 0-d loss, or with `has_aux` a pair `(loss, aux)`.
         argnums: the position, or positions, of the arguments to differentiate: trees of floating-point tensors
             or boxes. A plain tensor must be equal on all ranks.
-        has_aux: whether `f` also returns `aux`, a tree of tensors. It is handed out as this rank computed it: make
+        has_aux: whether `f` also returns `aux`, a tree of tensors. It is returned as this rank computed it: make
             it replicated (`pmean`) before a step returns it.
-        reduce: "mean" over ranks and micro-batches. "weighted": `f` returns `(total, weight)` in place of the loss: the
-            sum of its losses and that of their weights (its number of tokens, a constant), each 0-d. The result is the
-            sum of all totals over the sum of all weights, also if ranks and micro-batches have unequal weights; 0 if
-            they have none. "sum" for losses that `f` normalises itself; a psum in `f` is over the ranks' one
-            micro-batch.
+        reduce: "mean" averages over ranks and micro-batches. With "weighted", `f` returns `(total, weight)` in place of
+            the loss, each 0-d. They are the sum of its losses and the sum of their weights (a constant, such as its
+            number of tokens). The value is the sum of all totals over the sum of all weights. It is right for unequal
+            weights of ranks and micro-batches, and 0 if all weights are 0. "sum" is for losses that `f` normalises
+            itself; a psum in `f` sums over the ranks' one micro-batch.
         axis: the axes that the mean is over; `None` for the axes of the running step.
-        micro_batches: k. The batch arguments are cut in k equal parts along dimension 0. One after the other is
-            differentiated, and gradients accumulate. They accumulate in full until the last for boxes cut with
-            `reduce="once"` (stage 1) and for replicated trees (stage 0), and in shards for others. `aux` gets a leading
-            dimension [k] when k > 1.
-        batch_argnums: the position, or positions, of the arguments to cut; by default the only one that holds
-            tensors and no parameters: one that is not differentiated, or is `PerRank`.
-        gather: whether `f` is handed whole leaves. If not it is handed boxes as they are, and gathers each where it
-            uses it, with `fzero.gather`. A function made by `fzero.remat` gathers it too, lets it go, and gathers it
-            again for the backward pass.
-        precision: the dtypes that gradients are summed in over ranks and micro-batches and are returned in; by default
-            the parameters' own. All that is differentiated must be parameters of the policy. The value is summed in
+        micro_batches: k. The batch arguments are split into k equal parts along dimension 0. The parts are
+            differentiated one after the other, and gradients accumulate. Full gradients accumulate until the last
+            micro-batch for boxes partitioned with `reduce="once"` (stage 1) and for replicated trees (stage 0). For all
+            other boxes, shards accumulate. `aux` gets a leading dimension [k] if k > 1.
+        batch_argnums: the position, or positions, of the arguments to split. By default it is the only argument that
+            holds tensors and no parameters, and is not differentiated or is `PerRank`.
+        gather: whether `f` receives full leaves. If not, it receives the boxes, and gathers each box where it uses it,
+            with `fzero.gather`. A function made by `fzero.remat` also gathers its boxes, frees the leaves, and gathers
+            them again for the backward pass.
+        precision: the dtypes in which gradients are summed over ranks and micro-batches, and returned; by default the
+            parameters' dtypes. Every differentiated argument must hold parameters of the policy. The value is summed in
             float32 at least.
 
     Returns:
@@ -203,10 +206,11 @@ def value_and_grad(
 
     Raises:
         ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. In a
-            simulation, if a plain tensor that is differentiated differs by rank. Names the argument and the path. Also
-            if a psum over an axis that is none of the mean's would count a gradient once for each rank. Names the line.
+            simulation, if a differentiated plain tensor differs by rank; the message names the argument and the leaf.
+            Also if a psum over an axis outside the mean would count a gradient once for each rank; the message names
+            the line.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
-            With `precision`, if a parameter has not the dtype that the policy keeps it in.
+            With `precision`, if a parameter does not have the dtype that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
 
     Example:
@@ -223,8 +227,8 @@ def value_and_grad(
     _check_options(reduce, micro_batches, nums, precision)
     if precision is not None and precision.param is torch.float16 and not getattr(f, "scales_gradients", False):
         notice(
-            "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss, loss, grads = "
-            "fzero.scaled_value_and_grad(f, opt_state.scale, ...), opt = optim.dynamic_loss_scale(...); or use bfloat16"
+            "fzero.value_and_grad: gradients in float16 below 6e-8 vanish: scale the loss with "
+            "fzero.scaled_value_and_grad(f, opt_state.scale, ...) and optim.dynamic_loss_scale(...), or use bfloat16"
         )
     loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else loss_and_aux_of(f, has_aux)
 
@@ -233,28 +237,30 @@ def value_and_grad(
             raise ValueError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
         axes = resolve(axis)
         batch = micro_batches_of(args, nums, batch_argnums, micro_batches)
-        opened = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
-        one_value = _is_differentiated_itself(opened)
+        arguments = {i: open_argument(args[i], axes, f"argument {i}", micro_batches, gather, precision) for i in nums}
+        one_value = _is_differentiated_itself(arguments)
         if one_value:
-            opened = {i: replace(x, primals=[as_one_value(p) for p in x.primals]) for i, x in opened.items()}
-        kwargs, rest = own_values((kwargs, [None if i in opened else x for i, x in enumerate(args)]))
+            arguments = {i: replace(x, primals=[as_one_value(p) for p in x.primals]) for i, x in arguments.items()}
+        kwargs, rest = own_values((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
         if gather:
-            kwargs, rest = gathered(kwargs), [gathered(x) for x in rest]
-        # divided before the sums, which could overflow in half precision
-        parts = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
-        fenced = gather and _runs_in_eager_order(axes)
-        one = _one_value_along(axes, opened)
-        loss = _Loss(loss_and_aux, rest, kwargs, opened, batch, parts, fenced, one, getattr(f, "__name__", "f"))
-        primals = [p for argument in opened.values() for p in argument.primals]
+            kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
+        # the loss is divided before the sums, since a sum could overflow in half precision
+        divisor = micro_batches * math.prod([a.size for a in axes]) if reduce == "mean" else 1
+        is_fenced = gather and _runs_in_eager_order(axes)
+        shared_axes = _one_value_along(axes, arguments)
+        loss = _Loss(
+            loss_and_aux, rest, kwargs, arguments, batch, divisor, is_fenced, shared_axes, getattr(f, "__name__", "f")
+        )
+        primals = [p for argument in arguments.values() for p in argument.primals]
         variables, dtypes = [x for p in primals for x in p.variables], [d for p in primals for d in p.dtypes]
 
-        looped = _is_a_loop(batch, nums) and all(
+        is_looped = _is_a_loop(batch, nums) and all(
             torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
         )
-        value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, looped, precision is not None)
+        value, aux, gradients = accumulate(loss, variables, dtypes, micro_batches, is_looped, precision is not None)
         value = psum(value, axis)
         value = one_of_copies(value, joint(axes)) if one_value else value
-        trees = [argument.closed(gradients) for argument in opened.values()]
+        trees = [argument.reduce(gradients) for argument in arguments.values()]
         if reduce == "weighted":
             value, aux, trees = weighted_mean(value, aux, trees, axis)
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
@@ -264,44 +270,44 @@ def value_and_grad(
 
 def _check_options(reduce: str, micro_batches: int, nums: Sequence[int], precision: Precision | None) -> None:
     if precision is not None and not isinstance(precision, Precision):
-        raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
+        raise TypeError(f"precision={precision!r}: expected a policy, as fzero.Precision(param=torch.bfloat16)")
     if reduce not in ("mean", "weighted", "sum"):
         raise ValueError(f'reduce={reduce!r}: expected "mean", "weighted" or "sum"')
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: expected an int, at least 1")
     if len(set(nums)) != len(nums):
-        raise ValueError(f"argnums={nums}: a position stands twice")
+        raise ValueError(f"argnums={nums}: a position is listed twice; list each once")
 
 
-def _is_differentiated_itself(opened: dict[int, Argument]) -> bool:
-    """Return whether a transform of torch.func is around this gradient, and no other `value_and_grad`."""
+def _is_differentiated_itself(arguments: dict[int, Argument]) -> bool:
+    """Return whether a torch.func transform differentiates this gradient, outside any other `value_and_grad`."""
     if in_loss() or torch.compiler.is_dynamo_compiling():
         return False
-    return any(is_differentiated(x) for argument in opened.values() for p in argument.primals for x in p.variables)
+    return any(is_differentiated(x) for argument in arguments.values() for p in argument.primals for x in p.variables)
 
 
 def _is_a_loop(batch: MicroBatches, nums: Sequence[int]) -> bool:
-    """Return whether a trace may record one micro-batch for all, as the body of a loop.
+    """Return whether a trace may record one micro-batch as the body of a loop over all micro-batches.
 
-    Not where a derivative is taken around it, as in another loss. Nor where a batch is differentiated, each part of
-    whose gradient is another micro-batch's.
+    It may not if the gradient itself is differentiated, for example inside another loss. It may not if the batch is
+    differentiated: each micro-batch then computes another part of the batch's gradient.
     """
-    apart = batch.count > 2 and loop.are_recorded() and not set(nums) & set(batch.argnums)
-    return apart and not differentiates_now()
+    can_loop = batch.count > 2 and loop.are_recorded() and not set(nums) & set(batch.argnums)
+    return can_loop and not differentiates_now()
 
 
-def _one_value_along(axes: Sequence[Axis], opened: dict[int, Argument]) -> tuple[str, ...]:
-    """List the axes along which a loss is one value: no axes of the mean, and leaves are parts of one model there.
+def _one_value_along(axes: Sequence[Axis], arguments: dict[int, Argument]) -> tuple[str, ...]:
+    """List the axes along which a loss is one value: axes outside the mean, whose ranks hold parts of one model.
 
-    Where all that is differentiated is each rank's own, in a `PerRank`, so is its loss.
+    If every differentiated value is in a `PerRank` that differs along an axis, the loss differs along it too.
     """
-    primals = [p for argument in opened.values() for p in argument.primals if p.variables]
-    others = [a.name for a in bound() if a.size > 1 and a.name not in [own.name for own in axes]]
-    return tuple([a for a in others if not all(isinstance(p, OwnPrimal) and a in p.varies for p in primals)])
+    primals = [p for argument in arguments.values() for p in argument.primals if p.variables]
+    rest = [a.name for a in bound() if a.size > 1 and a.name not in [b.name for b in axes]]
+    return tuple([a for a in rest if not all(isinstance(p, PerRankPrimal) and a in p.varies for p in primals)])
 
 
 def _runs_in_eager_order(axes: Sequence[Axis]) -> bool:
-    """Return whether autograd decides in which order this rank's collectives run, and other ranks wait for them."""
+    """Return whether autograd decides the order of this rank's collectives, and other ranks wait for them."""
     return any(a.group for a in axes) and not is_tracing()
 
 
@@ -310,70 +316,74 @@ class _Loss:
     """The loss as a function of the variables of all primals.
 
     Attributes:
-        loss_and_aux: what the user's function became.
-        args: its arguments by position, of all micro-batches; those that are differentiated stand in `opened`.
-        kwargs: its other arguments, which are not cut.
+        loss_and_aux: the user's function, wrapped to return `(loss, aux)`.
+        args: the positional arguments, of all micro-batches; the differentiated ones are in `arguments` instead.
+        kwargs: the keyword arguments, which are not split.
         opened: the differentiated arguments, by position.
-        batch: how the arguments are cut in micro-batches.
-        parts: what the loss is divided by.
-        fenced: whether units are reduced in the order of the tree.
-        one: the axes along which the loss is one value.
-        name: of the user's function.
+        batch: how the arguments are split into micro-batches.
+        divisor: the number of losses in the mean, or 1.
+        is_fenced: whether units are reduced in the order of the tree.
+        shared_axes: the axes along which the loss is one value.
+        name: the name of the user's function.
     """
 
     loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
     args: list[Any]
     kwargs: dict[str, Any]
-    opened: dict[int, Argument]
+    arguments: dict[int, Argument]
     batch: MicroBatches
-    parts: int
-    fenced: bool
-    one: tuple[str, ...]
+    divisor: int
+    is_fenced: bool
+    shared_axes: tuple[str, ...]
     name: str
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
-        """Return the loss of micro-batch j, a function of the variables to it and aux."""
+        """Return the loss of micro-batch j, a function `variables -> (loss, aux)`."""
         return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
 
-    def _of(self, j: int | torch.Tensor, cut: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        args, rest, anchor = list(cut), iter(variables), torch.zeros(0)
-        handed: dict[int, list[torch.Tensor]] = {}
-        for i, argument in self.opened.items():
+    def _of(self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        args, rest, anchor = list(parts), iter(variables), torch.zeros(0)
+        inputs: dict[int, list[torch.Tensor]] = {}
+        for i, argument in self.arguments.items():
             leaves = []
             for primal in argument.primals:
                 xs = primal.leaves([next(rest) for _ in primal.variables])
-                if self.fenced:
+                if self.is_fenced:
                     xs, anchor = fence(xs, anchor)
                 leaves.append(xs)
-            args[i] = self.batch.part(argument.handed(leaves), i, j)
-            handed[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace finds writes by itself
-        before = {i: [written(x) for x in xs] for i, xs in handed.items()}
-        loss, aux = self._as_one_value(variables, args) if self.one else self.loss_and_aux(*args, **self.kwargs)
-        for i, xs in handed.items():
-            if before[i] != [written(x) for x in xs]:
+            args[i] = self.batch.part(argument.build(leaves), i, j)
+            inputs[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace detects writes itself
+        versions = {i: [written(x) for x in xs] for i, xs in inputs.items()}
+        loss, aux = self._as_one_value(variables, args) if self.shared_axes else self.loss_and_aux(*args, **self.kwargs)
+        for i, xs in inputs.items():
+            if versions[i] != [written(x) for x in xs]:
                 raise RuntimeError(
-                    f"f wrote into its parameters in place, into argument {i}: let it make new values (p = p * mask)"
+                    f"f wrote into its parameters in place (argument {i}): let it compute new values (p = p * mask)"
                 )
         self._check_dependence(variables, loss)
-        loss = loss if self.parts == 1 else loss / self.parts
-        return (fence([loss], anchor)[0][0] if self.fenced else loss), aux
+        loss = loss if self.divisor == 1 else loss / self.divisor
+        return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
 
     def _as_one_value(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
-        """Compute a loss that is one value along some axes, and check that no sum over one counts it several times."""
-        one_loss = OneLoss(self.one)
+        """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""
+        one_loss = OneLoss(self.shared_axes)
         loss, aux = as_one_loss(one_loss, self.loss_and_aux, *args, **self.kwargs)
         if one_loss.hidden:
             rest = iter(variables)
-            own = [(p.varies, [next(rest) for _ in p.variables]) for x in self.opened.values() for p in x.primals]
-            check_copies([loss], one_loss, {a: {id(x) for v, xs in own if a in v for x in xs} for a in self.one})
+            primals = [
+                (p.varies, [next(rest) for _ in p.variables]) for x in self.arguments.values() for p in x.primals
+            ]
+            check_copies(
+                [loss], one_loss, {a: {id(x) for v, xs in primals if a in v for x in xs} for a in self.shared_axes}
+            )
         return loss, aux
 
     def _check_dependence(self, variables: list[torch.Tensor], loss: torch.Tensor) -> None:
-        """Say so if a loss depends on nothing that is differentiated, which a rank without examples may mean."""
+        """Notify if a loss depends on no differentiated argument; this may be intended on a rank without examples."""
         if torch.compiler.is_dynamo_compiling() or not variables or loss.requires_grad:
             return
-        which = " or ".join([f"argument {i}" for i in self.opened])
+        names = " or ".join([f"argument {i}" for i in self.arguments])
         notice(
-            f"fzero.value_and_grad: the loss of {self.name} does not depend on {which}, so its gradients are zero: let "
-            "it read the parameters that it is given, and not a module's own, or detached ones"
+            f"fzero.value_and_grad: the loss of {self.name} does not depend on {names}, so its gradients are zero: let "
+            "it read the parameters in its arguments, not a module's parameters or detached tensors"
         )
