@@ -485,7 +485,7 @@ def test_gradients_that_were_never_reduced_are_named():
 
 # ---------------------------------------------------------------- layouts that do not meet
 
-RECUT = r"was cut for dp=2, and this mesh has dp=4; gather it on the mesh.*call step.init on this one"
+RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it on the mesh.*call step.init on this one"
 
 LAYOUTS: dict[str, Row] = {
     "a state cut for another mesh": (

@@ -73,7 +73,7 @@ MUTANTS = [
         Fault("a parameter keeps its path", "Pipelined.name.name", returns("path")),
     ),
     *File("sharding/_segments.py", OPTIMIZERS).faults(
-        Fault("masks see ranks", "abstract.whole", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
+        Fault("masks see ranks", "abstract.full_leaves", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
     ),
     *File("optim/_norms.py", OPTIMIZERS).faults(
         Fault("a norm of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),

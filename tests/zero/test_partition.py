@@ -158,7 +158,7 @@ def test_what_is_not_like_like_is_named():
             lambda: step.partition(step.gather(state), like=params),
             "values is not like like=: trees differ in structure",
         ),
-        (lambda: other.partition(whole, like=params), "leaf 'a.w' was cut for dp=2, and this mesh has dp=4"),
+        (lambda: other.partition(whole, like=params), "leaf 'a.w' was sharded for dp=2, and this mesh has dp=4"),
     ]
     for action, message in rows:
         with pytest.raises(ValueError, match=message):
