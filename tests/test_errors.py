@@ -511,22 +511,22 @@ LAYOUTS: dict[str, Row] = {
     "stage 3's parameters at stage 0": (
         lambda: run(0, BOXES, init(0)[1]),
         ValueError,
-        r"argument 0 \(parameters\) is cut, and stage 0 takes it plain: gather it",
+        r"argument 0 \(parameters\) is sharded, and stage 0 takes it plain: gather it",
     ),
     "stage 3's parameters at stage 2": (
         lambda: run(2, *init(3)),
         ValueError,
-        r"argument 0 \(parameters\) is cut, and stage 2 takes it plain: gather it",
+        r"argument 0 \(parameters\) is sharded, and stage 2 takes it plain: gather it",
     ),
     "plain parameters at stage 3": (
         lambda: run(3, PARAMS, BOXED_STATE),
         ValueError,
-        r"argument 0 \(parameters\) is plain, and stage 3 takes it cut: params, opt_state = step.init\(params, opt\)",
+        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded: params, opt_state = step.init\(params, opt\)",
     ),
     "plain parameters at stage 3, with a unit rule": (
         lambda: run(3, PARAMS, BOXED_STATE, units=lambda path, leaf: "all"),
         ValueError,
-        r"argument 0 \(parameters\) is plain, and stage 3 takes it cut",
+        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded",
     ),
     "a plain state at stage 2": (lambda: run(2, *init(0)), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "a plain state at stage 3": (lambda: run(3, BOXES, init(0)[1]), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
@@ -536,7 +536,7 @@ LAYOUTS: dict[str, Row] = {
     "a partition of boxes": (
         lambda: spmd(fzero.partition, BOXES),
         ValueError,
-        r"params is cut already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
+        r"params is sharded already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
     "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
     "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
@@ -624,7 +624,7 @@ def test_a_state_of_another_stage_is_taken_over_as_the_errors_say():
     """The two calls that they name put parameters and state into the stage's layout."""
     zero, three = step_of(0), step_of(3)
     params, state, _ = zero(*zero.init(PARAMS, OPT), PIECES)
-    with pytest.raises(ValueError, match=r"takes it cut: .*of another stage trained by step.partition\(params\)"):
+    with pytest.raises(ValueError, match=r"takes it sharded: .*of another stage trained, step.partition\(params\)"):
         three(params, state, PIECES)
     cut = three.partition(params)
     with pytest.raises(

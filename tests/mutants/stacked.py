@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     *File("zero/_evaluate.py", OUTPUTS).faults(
         Fault("sums over the stages", "evaluate.totals", becomes("A((B, C(D)), E.F)", "A((B, C(D)), E.axis)")),
-        Fault("a row a stage", "predict.gathered", becomes("step.A", "step.axis")),
+        Fault("a row a stage", "predict.gathered_outputs", becomes("step.A", "step.axis")),
     ),
     *File("zero/_sharded_step.py", OUTPUTS).faults(
         Fault("stages have data", "ShardedStep.data_axes", dropped("A not in self.B.C")),
