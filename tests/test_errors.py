@@ -94,7 +94,7 @@ MAKING: dict[str, Row] = {
     "a plan without arguments": (
         lambda: fzero.plan(step_of(2)),
         ValueError,
-        r"called with 0 positional arguments: a step, fzero.plan and step.plan take what train_step takes",
+        r"called with 0 positional arguments: a step, fzero.plan and step.plan take the arguments of train_step",
     ),
     "no axes": (lambda: fzero.mesh(), ValueError, r"at least one axis, such as mesh\(dp=4\)"),
     "size 0": (lambda: fzero.mesh(dp=0), ValueError, r"dp=0: an axis has at least one rank; -1 means"),
@@ -536,10 +536,10 @@ LAYOUTS: dict[str, Row] = {
     "a partition of boxes": (
         lambda: spmd(fzero.partition, BOXES),
         ValueError,
-        r"params is sharded already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
+        r"params is cut already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
-    "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
-    "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
+    "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
+    "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
     "reduce= of partition": (
         lambda: spmd(lambda p: fzero.partition(p, reduce="twice"), PARAMS),
         ValueError,

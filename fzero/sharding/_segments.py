@@ -156,7 +156,7 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
     Args:
         params: a full or sharded tree.
         values: a tree of numbers (or bools) with the structure of the full tree; or a function that returns such a
-            tree, given a tree of meta tensors with the leaves' shapes.
+            tree. The function gets a tree of meta tensors with the leaves' shapes.
 
     Returns:
         A tree like `params`: one number where all elements have the same number, else a tensor `[k]` in the box.

@@ -66,8 +66,8 @@ MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any, mesh: Mesh) -> None:
     """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
-    There is no check without offload, for parameters on the meta device, for a pair whose `init` fails on meta tensors,
-    and on a system that does not report its free memory.
+    There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
+    on meta tensors, or if the system does not report its free memory.
 
     Args:
         state_of: makes the state, given parameters and a pair.
