@@ -521,7 +521,7 @@ LAYOUTS: dict[str, Row] = {
     "plain parameters at stage 3": (
         lambda: run(3, PARAMS, BOXED_STATE),
         ValueError,
-        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded: params, opt_state = step.init\(params, opt\)",
+        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded: params, opt_state = step.init",
     ),
     "plain parameters at stage 3, with a unit rule": (
         lambda: run(3, PARAMS, BOXED_STATE, units=lambda path, leaf: "all"),
