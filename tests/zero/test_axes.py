@@ -409,7 +409,7 @@ def test_split_rules_are_checked():
         ("tp", r"split: the rule gave 'tp' for leaf 'w', expected"),
         ({"tp": None}, r"split: the rule gave {'tp': None} for leaf 'w'"),
         ({"tp": 2}, r"along dimension 2 over 'tp': it has no such dimension"),
-        ({"tp": 1}, r"cut in 2 equal parts along dimension 1 over 'tp'; pad"),
+        ({"tp": 1}, r"split in 2 equal parts along dimension 1 over 'tp'; pad"),
         ({"pp": 0}, r"axis 'pp' is not bound here"),
     ):
         with pytest.raises((ValueError, TypeError), match=error):
