@@ -94,7 +94,7 @@ MAKING: dict[str, Row] = {
     "a plan without arguments": (
         lambda: fzero.plan(step_of(2)),
         ValueError,
-        r"called with 0 positional arguments: a step, fzero.plan and step.plan take what train_step takes",
+        r"called with 0 positional arguments: a step, fzero.plan and step.plan take the arguments of train_step",
     ),
     "no axes": (lambda: fzero.mesh(), ValueError, r"at least one axis, such as mesh\(dp=4\)"),
     "size 0": (lambda: fzero.mesh(dp=0), ValueError, r"dp=0: an axis has at least one rank; -1 means"),
@@ -485,7 +485,7 @@ def test_gradients_that_were_never_reduced_are_named():
 
 # ---------------------------------------------------------------- layouts that do not meet
 
-RECUT = r"was cut for dp=2, and this mesh has dp=4; gather it on the mesh.*call step.init on this one"
+RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it on the mesh.*call step.init on this one"
 
 LAYOUTS: dict[str, Row] = {
     "a state cut for another mesh": (
@@ -511,22 +511,22 @@ LAYOUTS: dict[str, Row] = {
     "stage 3's parameters at stage 0": (
         lambda: run(0, BOXES, init(0)[1]),
         ValueError,
-        r"argument 0 \(parameters\) is cut, and stage 0 takes it plain: gather it",
+        r"argument 0 \(parameters\) is sharded, and stage 0 takes it plain: gather it",
     ),
     "stage 3's parameters at stage 2": (
         lambda: run(2, *init(3)),
         ValueError,
-        r"argument 0 \(parameters\) is cut, and stage 2 takes it plain: gather it",
+        r"argument 0 \(parameters\) is sharded, and stage 2 takes it plain: gather it",
     ),
     "plain parameters at stage 3": (
         lambda: run(3, PARAMS, BOXED_STATE),
         ValueError,
-        r"argument 0 \(parameters\) is plain, and stage 3 takes it cut: params, opt_state = step.init\(params, opt\)",
+        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded: params, opt_state = step.init",
     ),
     "plain parameters at stage 3, with a unit rule": (
         lambda: run(3, PARAMS, BOXED_STATE, units=lambda path, leaf: "all"),
         ValueError,
-        r"argument 0 \(parameters\) is plain, and stage 3 takes it cut",
+        r"argument 0 \(parameters\) is plain, and stage 3 takes it sharded",
     ),
     "a plain state at stage 2": (lambda: run(2, *init(0)), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "a plain state at stage 3": (lambda: run(3, BOXES, init(0)[1]), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
@@ -538,8 +538,8 @@ LAYOUTS: dict[str, Row] = {
         ValueError,
         r"params is sharded already: leaf 'a.w' is Shard\('a', float32 \[3, 2\], .*; gather it with the step",
     ),
-    "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
-    "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"cut already: leaf 'a.w'"),
+    "init with boxes at stage 3": (lambda: step_of(3).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
+    "init with boxes at stage 0": (lambda: step_of(0).init(BOXES, OPT), ValueError, r"sharded already: leaf 'a.w'"),
     "reduce= of partition": (
         lambda: spmd(lambda p: fzero.partition(p, reduce="twice"), PARAMS),
         ValueError,
@@ -624,7 +624,7 @@ def test_a_state_of_another_stage_is_taken_over_as_the_errors_say():
     """The two calls that they name put parameters and state into the stage's layout."""
     zero, three = step_of(0), step_of(3)
     params, state, _ = zero(*zero.init(PARAMS, OPT), PIECES)
-    with pytest.raises(ValueError, match=r"takes it cut: .*of another stage trained by step.partition\(params\)"):
+    with pytest.raises(ValueError, match=r"takes it sharded: .*of another stage trained, step.partition\(params\)"):
         three(params, state, PIECES)
     cut = three.partition(params)
     with pytest.raises(

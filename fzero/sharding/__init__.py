@@ -1,4 +1,4 @@
-"""Sharding: how a tree is cut into units, and the boxes that hold the shards."""
+"""Sharding: units, the leaves of a tree that are sharded together, and the boxes that hold their shards."""
 
 from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, give_up, is_box, own_values
 from fzero.sharding._flat import elements, packed, packed_by_copies, put_elements, unpack

@@ -1,8 +1,8 @@
-"""The boxes that hold the pieces of a tree, and travel with it: layouts are never guessed from shapes.
+"""The boxes of a sharded tree. A box records the layout of its leaf, so layouts are never guessed from shapes.
 
-Cutting a tree keeps its structure. A unit's first leaf becomes a `Shard`, the box of the rank's piece. Each other leaf
-becomes a `Slot`, an empty node that says where in the unit the leaf is found. So `tree_map` over a cut tree visits
-each shard once, and `tree["generator"]` still works.
+A sharded tree has the structure of the full tree. A unit's first leaf becomes a `Shard`, the box of the rank's shard.
+Each other leaf becomes a `Slot`, an empty node with the leaf's index in the unit. So `tree_map` over a sharded tree
+visits each shard once, and `tree["generator"]` still works.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "give_up", "is_box",
 
 
 class _Box:
-    """A pytree node that a plain torch function or an operator must not take for a tensor."""
+    """A pytree node that torch functions and operators must not accept as a tensor."""
 
     __slots__ = ()
     is_box = True
@@ -31,11 +31,11 @@ class _Box:
     )
 
     def describe(self) -> str:
-        """Return all that tells this box from another, for messages."""
+        """Return a text that distinguishes this box from others, for messages."""
         return repr(self)
 
     def whole_numel(self) -> int:
-        """Count the elements that it stands for in its tree: for those of a unit, its first place counts all."""
+        """Count the elements that the box stands for in its tree. A `Shard` counts its whole unit, a `Slot` none."""
         return 0
 
     @classmethod
@@ -45,28 +45,28 @@ class _Box:
 
     def __getattr__(self, name: str) -> Any:
         if name != "donated":
-            _check_kept(self)
+            _check_not_donated(self)
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
-def _check_kept(box: Any) -> None:
+def _check_not_donated(box: Any) -> None:
     """Check that a box was not donated."""
     if hasattr(box, "donated"):
         raise DonatedError(message(box.donated))
 
 
-def _refuse(box: Any, what: str) -> Any:
-    _check_kept(box)
-    raise TypeError(f"{what} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
+def _refuse(box: Any, user: str) -> Any:
+    _check_not_donated(box)
+    raise TypeError(f"{user} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
 
 
 def _refusing(name: str) -> Any:
     return lambda self, *args: _refuse(self, f"the operator {name}")
 
 
-# torch takes a TypeError of __torch_function__ for "not implemented here", and asks the other operand
+# torch treats a TypeError of __torch_function__ as "not implemented" and tries the other operand: so operators refuse
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     setattr(_Box, f"__{_name}__", _refusing(_name))
     setattr(_Box, f"__r{_name}__", _refusing(_name))
@@ -75,57 +75,60 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "
 
 
 class _ShardedLeaf(_Box):
-    """The place of a cut leaf, which answers for the leaf as it was before it was cut, as torch's DTensor does."""
+    """The place of a sharded leaf. Its `shape` and `numel()` describe the full leaf, as in torch's DTensor."""
 
     __slots__ = ()
     index = 0  # of the leaf in its unit
 
     @property
     def spec(self) -> Spec:
-        """How the unit is cut."""
+        """The spec of the leaf's unit."""
         return spec_of(self.uid)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole leaf at this place."""
-        _check_kept(self)
+        """The shape of the full leaf at this place."""
+        _check_not_donated(self)
         return torch.Size(self.spec.whole_shapes[self.index])
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the whole leaf."""
+        """The number of dimensions of the full leaf."""
         return len(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameter at this place."""
-        _check_kept(self)
+        _check_not_donated(self)
         return self.spec.dtype
 
     def numel(self) -> int:
-        """Count the elements of the whole leaf."""
+        """Count the elements of the full leaf."""
         return self.shape.numel()
 
 
 class _Origin(NamedTuple):
-    """The whole leaves that a shard was cut from, and what an in-place write into the shard would change."""
+    """The full leaves that a shard was partitioned from, and the write state of its data at that time.
+
+    An in-place write into the data changes this state. It is None while Dynamo traces, which cannot read it.
+    """
 
     leaves: tuple[torch.Tensor, ...]
-    written: Written | None  # None while Dynamo traces, which cannot ask
+    written: Written | None
 
 
 class Shard(_ShardedLeaf):
-    """This rank's piece of one unit: a pytree node with one child, `data`, and static data, `spec`.
+    """This rank's shard of one unit: a pytree node with one child, `data`, and static data, `spec`.
 
-    It stands at the place of the unit's first leaf, and answers `shape`, `dtype`, `device` and `numel()` for that leaf.
+    It stands at the place of the unit's first leaf. Its `shape`, `dtype`, `device` and `numel()` describe that leaf.
 
     Attributes:
-        data: a tensor `[k]`, k elements with padding at the end of the unit; outside the step, in a simulation,
-            the ranks' shards stacked: `[N, k]`, N ranks along `axes`. Of a shard of two pieces, one on the device and
-            one on the host (`optim.offload`), a tuple of both.
-        uid: the interned `spec`.
-        origin: the whole leaves that `partition` cut, as long as `data` is their part; else None. Flattening drops
-            it, and writing into `data` in place does, so any changed box has forgotten it.
+        data: a tensor `[k]`, k elements with padding at the end of the unit. Outside the step, in a simulation, it is
+            `[N, k]`: the shards of N ranks along `axes`, stacked. A shard of two pieces, one on the device and one on
+            the host (`optim.offload`), has a tuple of both.
+        uid: the id of the interned `spec`.
+        origin: the full leaves that `partition` sharded, as long as `data` is their part; else None. Flattening the box
+            drops it, and so does an in-place write into `data`: a changed box has no origin.
 
     Example:
         >>> import fzero, torch
@@ -146,29 +149,29 @@ class Shard(_ShardedLeaf):
 
     @property
     def origin(self) -> tuple[torch.Tensor, ...] | None:
-        """The whole leaves that `partition` cut, as long as `data` is their part; else None."""
+        """The full leaves that `partition` sharded, as long as `data` is their part; else None."""
         if self._origin is None or self._origin.written != _written(self.data):
             return None
         return self._origin.leaves
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What it holds for each of its spec's pieces: nearly always one tensor, `data`."""
+        """The tensor of each of its spec's pieces: usually one, `data`."""
         return self.data if len(facts(self.uid).pieces) > 1 else (self.data,)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the elements, which for moments may be another than the parameter's."""
+        """The dtype of the elements. A moment's dtype may differ from its parameter's."""
         return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are; of a shard of two pieces the first ones."""
+        """The device of the elements; for a shard of two pieces, the device of the first piece."""
         return self.parts[0].device
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which `data` differs by rank: those it is sharded over, and those that split its leaves."""
+        """The axes along which `data` differs by rank: the unit is sharded over them, or its leaves are split."""
         return facts(self.uid).varies
 
     def __repr__(self) -> str:
@@ -178,16 +181,16 @@ class Shard(_ShardedLeaf):
         axes = [",".join([f"{name}={size}" for name, size in spec.mesh])] if spec.mesh else []
         axes += [f"part of {s.axis}={s.size}" for s in spec.split]
         axes += [f"{p.stop - p.start} on the host" for p in spec.pieces if p.space == "host"]
-        leaf = _in_words(spec.whole_shapes[0], self.dtype)
+        leaf = _shape_text(spec.whole_shapes[0], self.dtype)
         return f"Shard({spec.unit!r}, {', '.join([leaf, f'{spec.shard_numel} of {spec.numel} elements', *axes])})"
 
     def whole_numel(self) -> int:
-        """Count the elements of the unit's whole leaves."""
-        _check_kept(self)
+        """Count the elements of the unit's full leaves."""
+        _check_not_donated(self)
         return sum(torch.Size(shape).numel() for shape in self.spec.whole_shapes)
 
     def describe(self) -> str:
-        """Return all that tells this shard from another, for messages."""
+        """Return a text that distinguishes this shard from others, for messages."""
         return f"{self!r} of {self.spec.dtype}, gradients reduced {self.spec.reduced}"
 
     def __reduce__(self) -> Any:
@@ -199,8 +202,8 @@ def _written(data: torch.Tensor) -> Written | None:
 
 
 def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
-    """Take a donated box's value away, so that reading it raises `DonatedError`."""
-    if hasattr(box, "donated"):  # it was in two places
+    """Delete the value of a donated box, so that reading it raises `DonatedError` with the message `note`."""
+    if hasattr(box, "donated"):  # the same box stands at two places
         return
     if isinstance(box, Shard):
         del box.data
@@ -211,7 +214,7 @@ def give_up(box: "Shard | Slot | PerRank", note: str) -> None:
 
 
 class Slot(_ShardedLeaf):
-    """The place of a leaf that lies in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
+    """The place of a leaf whose elements lie in the `Shard` of its unit, as leaf `index`: an empty pytree node."""
 
     __slots__ = ("donated", "index", "uid")
 
@@ -223,7 +226,7 @@ class Slot(_ShardedLeaf):
         spec = self.spec
         if hasattr(self, "donated"):
             return f"Slot({spec.unit!r}, {self.index}, donated)"
-        return f"Slot({spec.unit!r}, {self.index}, {_in_words(spec.whole_shapes[self.index], spec.dtype)})"
+        return f"Slot({spec.unit!r}, {self.index}, {_shape_text(spec.whole_shapes[self.index], spec.dtype)})"
 
     def __reduce__(self) -> Any:
         return _restore_slot, (self.spec, self.index)
@@ -232,13 +235,13 @@ class Slot(_ShardedLeaf):
 class PerRank(_Box):
     """A value that differs by rank, such as a rank's part of the batch: a pytree node.
 
-    Inside a rank program an argument that is PerRank arrives unwrapped, and a result that differs by rank must be
-    wrapped. A plain tensor is always replicated.
+    A rank program receives the value of a PerRank argument without the box, and must wrap a result that differs by
+    rank. A plain tensor is always replicated.
 
     Attributes:
-        value: a tree of tensors: this rank's own; outside the rank program, in a simulation, all ranks', stacked:
+        value: a tree of this rank's tensors. Outside the rank program, in a simulation, all ranks' tensors are stacked:
             `[N, ...]`.
-        axes: the axes along which it differs; None for all axes of the mesh. Along others it is replicated.
+        axes: the axes along which the value differs; None for all axes of the mesh. It is replicated along other axes.
 
     Example:
         >>> import fzero
@@ -255,15 +258,15 @@ class PerRank(_Box):
         self.axes = (axes,) if isinstance(axes, str) else axes
 
     def whole_numel(self) -> int:
-        """Count the elements of its value."""
+        """Count the elements of the value."""
         return tree.numel(self.value)
 
     def __repr__(self) -> str:
-        shown = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
-        return f"PerRank({shown}{'' if self.axes is None else f', {self.axes}'})"
+        text = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
+        return f"PerRank({text}{'' if self.axes is None else f', {self.axes}'})"
 
 
-def _in_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+def _shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
@@ -272,7 +275,7 @@ def _restore_shard(data: Any, spec: Spec) -> Shard:
 
 
 def box_of(uid: int, parts: Sequence[Any]) -> Shard:
-    """Return a unit's box, given what it holds for each of the spec's pieces."""
+    """Return a unit's box, given the tensor of each of the spec's pieces."""
     return Shard(parts[0] if len(parts) == 1 else tuple(parts), uid)
 
 
@@ -286,7 +289,7 @@ register_box(PerRank, lambda box: ((box.value,), box.axes), lambda axes, childre
 
 
 def own_values(values: Any) -> Any:
-    """Replace each `PerRank` box of a tree by its value, as a rank program is given its arguments."""
+    """Replace each `PerRank` box of a tree by its value, as for the arguments of a rank program."""
 
     def is_per_rank(x: Any) -> bool:
         return isinstance(x, PerRank)
@@ -296,11 +299,11 @@ def own_values(values: Any) -> Any:
 
 def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     """List for each leaf the axes along which it differs by rank, in the mesh's order; none for plain leaves."""
-    found: list[tuple[str, ...]] = []
+    out: list[tuple[str, ...]] = []
     for x in tree.flatten(values, is_box)[0]:
         axes = x.axes if isinstance(x, Shard | PerRank) else ()
         if isinstance(x, PerRank) and axes is not None and (not axes or any(a not in mesh_axes for a in axes)):
             raise ValueError(f"{x!r} differs along {axes}: expected some of the mesh's axes, {mesh_axes}")
         axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
-        found += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
-    return found
+        out += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
+    return out

@@ -1,4 +1,4 @@
-"""A unit as one flat buffer, and parts of a tensor as flat ranges of its elements."""
+"""Flat buffers: pack the leaves of a unit into one buffer, and read or write ranges of a tensor's elements."""
 
 import math
 from functools import partial
@@ -21,14 +21,14 @@ __all__ = [
     "wire_dtype",
 ]
 
-# A unit as one flat buffer: leaves to buffer, buffer to leaves, and the own range of it.
+# A unit as one flat buffer: leaves to buffer, buffer to leaves, and a rank's range of the buffer.
 #
-# Dimensions in front of a leaf's own, or of a buffer's one, are carried through: a user's vmap, or the ranks of a
-# simulation, put them there. They are written `..`.
+# Leading dimensions, before a leaf's own or before a buffer's single one, pass through. They belong to a user's vmap
+# or to the ranks of a simulation, and are written `..`.
 
 
 def _rows(spec: Spec, leaves: Tensors) -> tuple[int, ...]:
-    """Return the sizes of the dimensions in front of the leaves' own."""
+    """Return the sizes of the leading dimensions, before the leaves' own."""
     return tuple(leaves[0].shape[: leaves[0].ndim - len(spec.shapes[0])])
 
 
@@ -45,7 +45,7 @@ def unpack(spec: Spec, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 @OneNode
 def packed(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
-    """Concatenate tensors, flattened behind their first `rows` dimensions, and then `padding` zeros."""
+    """Concatenate tensors, flattened after their first `rows` dimensions, and append `padding` zeros."""
     parts = [x.reshape((*x.shape[:rows], x.shape[rows:].numel())) for x in leaves]
     if padding:
         parts.append(leaves[0].new_zeros((*leaves[0].shape[:rows], padding)))
@@ -53,29 +53,29 @@ def packed(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
 
 
 def _strided(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
-    """Do what `unpacked` does, on a stand-in: by one operation a part."""
+    """Do the same as `unpacked`, on a stand-in: with one operation for each part."""
     if buffer.dim() > 1 or not buffer.is_contiguous():
         return unpacked.f(buffer, sizes, shapes)
-    at, found = buffer.storage_offset(), []
+    at, parts = buffer.storage_offset(), []
     for size, shape in zip(sizes, shapes, strict=True):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        found.append(buffer.as_strided(shape, strides, at))
+        parts.append(buffer.as_strided(shape, strides, at))
         at += size
-    return found
+    return parts
 
 
 @partial(OneNode, on_stand_ins=_strided)
 def unpacked(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
-    """View the parts of a buffer `[.., n]` that begin one after the other, as tensors `[.., *shape]`."""
-    rows, at, found = buffer.shape[:-1], 0, []
+    """View consecutive parts of a buffer `[.., n]` as tensors `[.., *shape]`."""
+    rows, at, parts = buffer.shape[:-1], 0, []
     for size, shape in zip(sizes, shapes, strict=True):
-        found.append(buffer.narrow(len(rows), at, size).view((*rows, *shape)))
+        parts.append(buffer.narrow(len(rows), at, size).view((*rows, *shape)))
         at += size
-    return found
+    return parts
 
 
 def packed_by_copies(leaves: list[torch.Tensor], rows: int, padding: int) -> torch.Tensor:
-    """Do what `packed` does, on tensors that no transform tracks, with no memory but the result's."""
+    """Do the same as `packed`, on tensors that no transform tracks, without memory besides the result's."""
     if not padding and all(x.is_contiguous() for x in leaves):
         return packed.f(leaves, rows, padding)
     front = leaves[0].shape[:rows]
@@ -89,7 +89,7 @@ def packed_by_copies(leaves: list[torch.Tensor], rows: int, padding: int) -> tor
 
 
 def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tensor:
-    """Copy one of `ranks` equal parts `[.., k]` out of a unit's leaves: O(k), the whole buffer is never built."""
+    """Copy one of `ranks` equal parts `[.., k]` out of a unit's leaves, in O(k): the full buffer is never built."""
     rows, k = _rows(spec, leaves), spec.shard_numel * spec.ranks // ranks
     start, stop = rank * k, rank * k + k
     parts = []
@@ -104,7 +104,7 @@ def own_range(spec: Spec, leaves: Tensors, rank: int, ranks: int) -> torch.Tenso
 
 
 def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """Put one part `[.., k]` in its place among zeros: the transpose of `own_range`."""
+    """Put one part `[.., k]` at its place in a unit of zeros: the transpose of `own_range`."""
     *rows, k = shard.shape
     buffer = shard.new_zeros((*rows, spec.shard_numel * spec.ranks))
     buffer.narrow(len(rows), rank * k, k).copy_(shard)
@@ -115,27 +115,28 @@ def pad_own(spec: Spec, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
 
 
 def gathered_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a shard is gathered in: its own, or by a precision policy that of the parameters."""
+    """Return the dtype in which a shard is gathered: its own, or the parameters' dtype under a precision policy."""
     return x.dtype if spec.cast is None else spec.dtype
 
 
 def wire_dtype(spec: Spec, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a gradient is summed over ranks in: its own, or a precision policy's."""
+    """Return the dtype in which a gradient is summed over ranks: its own, or a precision policy's."""
     return x.dtype if spec.cast is None else spec.cast[0]
 
 
 def to_gradient_dtype(spec: Spec, x: torch.Tensor) -> torch.Tensor:
-    """Cast a gradient that was summed over ranks to the dtype that the update gets."""
+    """Cast a gradient, after its sum over ranks, to the dtype that the optimizer's update receives."""
     return x if spec.cast is None else x.to(spec.cast[1])
 
 
-# Part of a tensor's elements, in their order, without a copy of the rest: whatever its strides are.
+# Ranges of a tensor's elements in row-major order, for any strides, without a copy of the other elements.
 
 
 def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the elements from `start` to before `stop` of a tensor, in row-major order: `[stop - start]`.
+    """Return the elements `[start, stop)` of a tensor, in row-major order: a tensor `[stop - start]`.
 
-    A view where the tensor is contiguous; else a copy of these elements alone, where `x.reshape(-1)` copies all.
+    The result is a view if the tensor is contiguous. Otherwise it copies these elements alone; `x.reshape(-1)` would
+    copy all.
     """
     if x.is_contiguous():
         return x.view(-1)[start:stop]
@@ -144,7 +145,7 @@ def elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def put_elements(x: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Copy `values` `[n]` into a tensor, from its element `start` on in row-major order, and no copy of the rest."""
+    """Copy `values` `[n]` into a tensor, from its element `start` on in row-major order, without any other copy."""
     at = 0
     for part in _slices(x, start, start + values.numel()):
         part.copy_(values[at : at + part.numel()].view(part.shape))
@@ -152,13 +153,13 @@ def put_elements(x: torch.Tensor, start: int, values: torch.Tensor) -> None:
 
 
 def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """List views of a tensor that hold these elements: whole rows, and at either end a part of one."""
+    """List views of a tensor that hold these elements: full rows, and parts of rows at both ends."""
     if start >= stop:
         return []
     if x.ndim < 2:
         return [x[start:stop] if x.ndim else x]
     row = x[0].numel()
-    first, last = -(-start // row), stop // row  # whole rows: from the first to before the last
+    first, last = -(-start // row), stop // row  # the full rows are [first, last)
     if first > last:  # all in one row
         return _slices(x[last], start - last * row, stop - last * row)
     before = _slices(x[first - 1], start - (first - 1) * row, row) if first * row > start else []

@@ -1,4 +1,4 @@
-"""layouts: how each leaf of a tree lies, as a table."""
+"""layouts: show the layout of each leaf of a tree, as a table."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ __all__ = ["Layouts", "LeafLayout", "layouts"]
 
 
 class LeafLayout(NamedTuple):
-    """How a leaf lies.
+    """The layout of one leaf.
 
     Attributes:
-        path: of the leaf in the tree.
-        shape: of the whole leaf; of a PerRank of what is held here.
-        dtype: of its elements.
-        where: such as "replicated", or "unit 'blocks.0' over dp=4, 18 of 72 elements".
+        path: the leaf's path in the tree.
+        shape: the shape of the full leaf; for a PerRank value, the shape of its tensor.
+        dtype: the dtype of its elements.
+        where: the layout in words, such as "replicated", or "unit 'blocks.0' over dp=4: 18 of 72 elements".
     """
 
     path: str
@@ -32,14 +32,14 @@ class LeafLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of a tree's leaves, made by `fzero.sharding.layouts`. Print it, or let a notebook show it."""
+    """The layouts of a tree's leaves, returned by `fzero.sharding.layouts`. `print` or a notebook shows the table."""
 
     leaves: tuple[LeafLayout, ...]
 
     def __str__(self) -> str:
-        rows = [(x.path or "(the tree)", _words(x), x.where) for x in self.leaves]
-        wide = [max([len(row[i]) for row in rows], default=0) for i in range(2)]
-        return "\n".join([f"{path:<{wide[0]}}  {leaf:<{wide[1]}}  {where}" for path, leaf, where in rows])
+        rows = [(x.path or "(the tree)", _shape_text(x), x.where) for x in self.leaves]
+        widths = [max([len(row[i]) for row in rows], default=0) for i in range(2)]
+        return "\n".join([f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {where}" for path, leaf, where in rows])
 
     __repr__ = __str__
 
@@ -48,7 +48,7 @@ class Layouts:
 
 
 def layouts(values: Any) -> Layouts:
-    """Say how each leaf of a tree lies: replicated, cut into units over axes, or different by rank.
+    """List the layout of each leaf of a tree: replicated, sharded in a unit over axes, or different by rank.
 
     Args:
         values: a tree of plain tensors and boxes, such as parameters or an optimizer state.
@@ -56,14 +56,14 @@ def layouts(values: Any) -> Layouts:
     Example:
         >>> import fzero, torch
         >>> mesh = fzero.mesh(dp=2)
-        >>> cut = mesh.spmd(fzero.partition)({"block": {"w": torch.ones(4, 2), "b": torch.ones(3)}})
-        >>> fzero.sharding.layouts({**cut, "step": torch.tensor(1)})
+        >>> sharded = mesh.spmd(fzero.partition)({"block": {"w": torch.ones(4, 2), "b": torch.ones(3)}})
+        >>> fzero.sharding.layouts({**sharded, "step": torch.tensor(1)})
         block.w  float32 [4, 2]  unit 'block' over dp=2: 6 of 11 elements
         block.b  float32 [3]     in unit 'block'
         step     int64 []        replicated
     """
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    found: list[LeafLayout] = []
+    leaves: list[LeafLayout] = []
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, Shard):
             spec = x.spec
@@ -72,25 +72,25 @@ def layouts(values: Any) -> Layouts:
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             where = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
             where += f", {host} of them on the host" if host else ""
-            found.append(LeafLayout(path, tuple(x.shape), x.dtype, where))
+            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, where))
         elif isinstance(x, Slot):
-            found.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
+            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, f"in unit {x.spec.unit!r}"))
         elif isinstance(x, PerRank):
             where = "differs by rank" + (f" along {', '.join(x.axes)}" if x.axes else "")
-            found += [LeafLayout(path, tuple(y.shape), y.dtype, where) for y in tree.tensors(x)]
+            leaves += [LeafLayout(path, tuple(y.shape), y.dtype, where) for y in tree.tensors(x)]
         elif isinstance(x, torch.Tensor):
-            found.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
-    return Layouts(tuple(found))
+            leaves.append(LeafLayout(path, tuple(x.shape), x.dtype, "replicated"))
+    return Layouts(tuple(leaves))
 
 
 def _split(s: Split, path: str) -> str:
-    """Say what each rank has along an axis: a part of each leaf, or the leaves of an item of its own."""
+    """Describe what each rank holds along an axis: a part of each leaf, or the leaves of one item of a list."""
     item = item_of(path, "", s.stacked) if s.stacked else None
     if item is None:
         return f"part of {s.axis}={s.size}"
-    of_ranks = ["none" if n is None else f"{item.list}.{n}" for n in item.numbers]
-    return f"stacked over {s.axis}={s.size} ({', '.join(of_ranks)})"
+    items = ["none" if n is None else f"{item.list}.{n}" for n in item.numbers]
+    return f"stacked over {s.axis}={s.size} ({', '.join(items)})"
 
 
-def _words(leaf: LeafLayout) -> str:
+def _shape_text(leaf: LeafLayout) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"

@@ -1,15 +1,15 @@
-"""Owner assignments: the matrices of many units divided among the ranks, so that each rank has a share of them whole.
+"""Owner assignments: divide the matrices of many units among the ranks, so that each rank has full matrices to update.
 
-A rank's shards hold pieces of matrices. It sends each piece to the matrix's owner, and gets the pieces of its own: one
-all_to_all. Every rank sends parts of equal size and owns equally many matrices of each shape; the rest is padded with
-zeros. So the matrices of one shape, in the order of their units, go to the owners in equal runs: neighbours to one
-owner. Where repeated blocks are as many as a multiple of the ranks, every rank sends its shard and no more. At worst,
-where few matrices are spread over many ranks, the parts are as large as an all_gather's.
+A rank's shards hold pieces of matrices. The rank sends each piece to the matrix's owner, and receives the pieces of the
+matrices that it owns, by one all_to_all. Every rank sends parts of equal size and owns equally many matrices of each
+shape; the rest is padded with zeros. Matrices of one shape go to the owners in equal runs, in the order of their units:
+neighbours have one owner. If the number of repeated blocks is a multiple of the number of ranks, every rank sends its
+shard and no more. In the worst case, few matrices on many ranks, the parts are as large as those of an all_gather.
 
 | row | forward | transpose |
 | --- | --- | --- |
-| lay_out | a rank's shards to its parts for each owner, `[N, c]` | lay_back |
-| take_up | the parts that arrived to the owner's matrices, `[q, r, c]` a shape | hand_back |
+| lay_out | from a rank's shards to one part for each owner, `[N, c]` | lay_back |
+| take_up | from the received parts to the owner's matrices, `[q, r, c]` for each shape | hand_back |
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ __all__ = ["Matrix", "OwnerAssignment", "assignment_number", "assignment_of"]
 
 
 class Matrix(NamedTuple):
-    """A matrix to be owned: its unit, its first element there, its shape and what marks its kind.
+    """A matrix that a rank will own: its unit, its place there, its shape and its kind.
 
     Attributes:
-        unit: which of the assignment's units holds it.
-        start: of its first element in the flat unit.
+        unit: the number of its unit in the assignment.
+        start: the index of its first element in the flat unit.
         rows: its height.
         columns: its width.
-        kind: matrices of one shape and another kind lie in another stack.
+        kind: a label. Only matrices of one shape and one kind share a stack.
     """
 
     unit: int
@@ -45,17 +45,24 @@ class Matrix(NamedTuple):
 
     @property
     def stack(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
-        """What the matrices of a stack share."""
+        """The rows, columns and kind that all matrices of a stack share."""
         return (self.rows, self.columns, self.kind)
 
 
 class _Piece(NamedTuple):
-    """What one rank holds of a matrix: which, at which element of its shard, how many, and where in its part."""
+    """The piece of a matrix that one rank holds.
+
+    Attributes:
+        matrix: the matrix's number in the assignment.
+        start: the piece's first element in the rank's shard.
+        size: elements of the piece.
+        offset: the piece's first element in the part that the rank sends to the owner.
+    """
 
     matrix: int
-    at: int
+    start: int
     size: int
-    place: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ class OwnerAssignment:
     """A division of matrices among the ranks of an axis.
 
     Attributes:
-        ranks: their number, N.
-        shards: the length of each unit's shard.
+        ranks: the number of ranks, N.
+        shards: the number of elements of each unit's shard.
         matrices: the matrices of all units.
     """
 
@@ -74,27 +81,28 @@ class OwnerAssignment:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, int, tuple[tuple[str, int], ...]], ...]:
-        """What the matrices of each stack share, in the order of the stacks."""
+        """The rows, columns and kind of each stack."""
         return tuple(dict.fromkeys(m.stack for m in self.matrices))
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
-        """How many matrices of each stack a rank owns, zeros included."""
+        """The number of matrices of each stack that a rank owns, matrices of zeros included."""
         return tuple(-(-sum(m.stack == stack for m in self.matrices) // self.ranks) for stack in self.stacks)
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[int | None, ...], ...], ...]:
-        """For each rank and stack the matrices that it owns, None for zeros.
+        """The matrices that each rank owns in each stack, None for a matrix of zeros.
 
-        Each stack's first owner comes behind the last one's last, so that rare shapes do not all meet on rank 0.
+        The first owner of a stack follows the last owner of the stack before, so that rank 0 does not own all matrices
+        of rare shapes.
         """
         table = [[[None] * height for height in self.heights] for _ in range(self.ranks)]
         first = 0
         for s, (stack, height) in enumerate(zip(self.stacks, self.heights, strict=True)):
-            mine = [i for i, m in enumerate(self.matrices) if m.stack == stack]
-            for j, i in enumerate(mine):
+            members = [i for i, m in enumerate(self.matrices) if m.stack == stack]
+            for j, i in enumerate(members):
                 table[(first + j // height) % self.ranks][s][j % height] = i  # pyright: ignore
-            first += -(-len(mine) // height)
+            first += -(-len(members) // height)
         return tuple(tuple(tuple(x) for x in rows) for rows in table)
 
     @cached_property
@@ -104,26 +112,28 @@ class OwnerAssignment:
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[_Piece, ...], ...], ...]:
-        """What each rank sends to each owner."""
-        found: list[list[list[_Piece]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
+        """The pieces that each rank sends to each owner."""
+        table: list[list[list[_Piece]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
         for i, m in enumerate(self.matrices):
             k, stop = self.shards[m.unit], m.start + m.rows * m.columns
             for sender in range(m.start // k, -(-stop // k)) if stop > m.start else ():
                 first, last = max(m.start, sender * k), min(stop, sender * k + k)
-                part = found[sender][self.owner[i]]
-                place = part[-1].place + part[-1].size if part else 0
-                part.append(_Piece(i, first - sender * k, last - first, place))
-        return tuple(tuple(tuple(part) for part in parts) for parts in found)
+                part = table[sender][self.owner[i]]
+                offset = part[-1].offset + part[-1].size if part else 0
+                part.append(_Piece(i, first - sender * k, last - first, offset))
+        return tuple(tuple(tuple(part) for part in parts) for parts in table)
 
     @cached_property
     def filled(self) -> int:
-        """How much of a part pieces may fill."""
-        return max([p.place + p.size for parts in self.pieces for part in parts for p in part], default=0)
+        """The largest number of elements that pieces fill in a part."""
+        return max([p.offset + p.size for parts in self.pieces for part in parts for p in part], default=0)
 
     @cached_property
     def part(self) -> int:
-        """The length of a part: of the longest, and an element for each matrix of zeros that a rank may own."""
-        return self.filled + max([sum(i is None for own in stacks for i in own) for stacks in self.owned], default=0)
+        """The length of every part: room for the fullest one, and one element for each matrix of zeros of an owner."""
+        return self.filled + max(
+            [sum(i is None for owned in stacks for i in owned) for stacks in self.owned], default=0
+        )
 
 
 _ASSIGNMENTS: list[OwnerAssignment] = []
@@ -132,7 +142,7 @@ _NUMBERS: dict[OwnerAssignment, int] = {}
 
 @assume_constant_result
 def assignment_number(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
-    """Return the number of the assignment with these attributes."""
+    """Intern an assignment, and return its number: equal assignments have one number."""
     assignment = OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices]))
     if assignment not in _NUMBERS:
         _NUMBERS[assignment] = len(_ASSIGNMENTS)
@@ -148,88 +158,89 @@ def assignment_of(number: int) -> OwnerAssignment:
 # ---------------------------------------------------------------- what one rank does
 
 
-def _joined(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
-    """Concatenate along the last dimension, and then zeros up to a size."""
-    missing = size - sum(x.shape[-1] for x in parts)
-    zeros = [like.new_zeros((*like.shape[:-1], missing))] if missing or not parts else []
+def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
+    """Concatenate tensors along the last dimension, and pad the result with zeros up to a size."""
+    padding = size - sum(x.shape[-1] for x in parts)
+    zeros = [like.new_zeros((*like.shape[:-1], padding))] if padding or not parts else []
     return torch.cat([*parts, *zeros], dim=-1)
 
 
 def _pack_for_owners(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Cut shards `[.., k]` into a part for each owner: `[.., N, c]`."""
+    """Pack the pieces of a rank's shards `[.., k]` into one part for each owner: `[.., N, c]`."""
     rows = []
     for part in assignment.pieces[rank]:
-        cut = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.at, p.size) for p in part]
-        rows.append(_joined(cut, assignment.part, xs[0]))
+        pieces = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.start, p.size) for p in part]
+        rows.append(_concatenate(pieces, assignment.part, xs[0]))
     return [torch.stack(rows, dim=-2)]
 
 
 def _unpack_from_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Put parts `[.., N, c]` back into their places in shards `[.., k]`, among zeros."""
+    """Put the pieces of parts `[.., N, c]` back into shards `[.., k]`; all other elements are zeros."""
     (buffer,) = xs
-    places: list[list[tuple[int, int, int, int]]] = [
-        [] for _ in assignment.shards
-    ]  # of each unit: at, size, owner, place
+    # for each unit its pieces: start, size, owner, offset
+    by_unit: list[list[tuple[int, int, int, int]]] = [[] for _ in assignment.shards]
     for owner, part in enumerate(assignment.pieces[rank]):
         for p in part:
-            places[assignment.matrices[p.matrix].unit].append((p.at, p.size, owner, p.place))
+            by_unit[assignment.matrices[p.matrix].unit].append((p.start, p.size, owner, p.offset))
     shards = []
-    for k, pieces in zip(assignment.shards, places, strict=True):
+    for k, pieces in zip(assignment.shards, by_unit, strict=True):
         end, parts = 0, []
-        for at, size, owner, place in sorted(pieces):
-            if at > end:
-                parts.append(buffer.new_zeros((*buffer.shape[:-2], at - end)))
-            parts.append(buffer.select(-2, owner).narrow(-1, place, size))
-            end = at + size
-        shards.append(_joined(parts, k, buffer.select(-2, 0)))
+        for start, size, owner, offset in sorted(pieces):
+            if start > end:
+                parts.append(buffer.new_zeros((*buffer.shape[:-2], start - end)))
+            parts.append(buffer.select(-2, owner).narrow(-1, offset, size))
+            end = start + size
+        shards.append(_concatenate(parts, k, buffer.select(-2, 0)))
     return shards
 
 
 def _matrices_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Put the parts that arrived, `[.., N, c]`, together to the rank's own matrices: `[.., q, r, c]` for each shape."""
+    """Assemble a rank's matrices, `[.., q, r, c]` for each shape, from the parts that it received, `[.., N, c]`."""
     (buffer,) = xs
-    found: dict[int, list[torch.Tensor]] = {}
+    received: dict[int, list[torch.Tensor]] = {}
     for sender, parts in enumerate(assignment.pieces):
         for p in parts[rank]:
-            found.setdefault(p.matrix, []).append(buffer.select(-2, sender).narrow(-1, p.place, p.size))
+            received.setdefault(p.matrix, []).append(buffer.select(-2, sender).narrow(-1, p.offset, p.size))
     stacks = []
-    for (rows, columns, _), own in zip(assignment.stacks, assignment.owned[rank], strict=True):
-        flat = [_joined([] if i is None else found.get(i, []), rows * columns, buffer.select(-2, 0)) for i in own]
+    for (rows, columns, _), owned in zip(assignment.stacks, assignment.owned[rank], strict=True):
+        flat = [
+            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0)) for i in owned
+        ]
         stacks.append(torch.stack(flat, dim=-2).unflatten(-1, (rows, columns)))
     return stacks
 
 
 def _parts_of_owner(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Cut a rank's own matrices into the parts that they came in: `[.., N, c]`.
+    """Pack a rank's matrices into the parts `[.., N, c]` that go back to the ranks that sent their pieces.
 
-    An element of each matrix of zeros goes along. Else its iteration would be dead code on some ranks, and a jitted
-    step another graph on each.
+    Each part also carries an element of each matrix of zeros. Otherwise the update of that matrix would be dead code on
+    some ranks, and the graph of a jitted step would differ by rank.
     """
     flat = {
         i: stack.select(-3, slot).flatten(-2)
-        for stack, own in zip(xs, assignment.owned[rank], strict=True)
-        for slot, i in enumerate(own)
+        for stack, owned in zip(xs, assignment.owned[rank], strict=True)
+        for slot, i in enumerate(owned)
         if i is not None
     }
-    rows, like, done = [], xs[0].select(-3, 0).flatten(-2), dict.fromkeys(flat, 0)
+    rows, like, offsets = [], xs[0].select(-3, 0).flatten(-2), dict.fromkeys(flat, 0)
     for parts in assignment.pieces:
-        cut = []
+        pieces = []
         for p in parts[rank]:
-            cut.append(flat[p.matrix].narrow(-1, done[p.matrix], p.size))
-            done[p.matrix] += p.size
-        rows.append(_joined(cut, assignment.filled, like))
+            pieces.append(flat[p.matrix].narrow(-1, offsets[p.matrix], p.size))
+            offsets[p.matrix] += p.size
+        rows.append(_concatenate(pieces, assignment.filled, like))
     unused = [
         stack.select(-3, slot).flatten(-2).narrow(-1, 0, 1)
-        for stack, own in zip(xs, assignment.owned[rank], strict=True)
-        for slot, i in enumerate(own)
+        for stack, owned in zip(xs, assignment.owned[rank], strict=True)
+        for slot, i in enumerate(owned)
         if i is None
     ]
-    end = _joined(unused, assignment.part - assignment.filled, like)
+    end = _concatenate(unused, assignment.part - assignment.filled, like)
     return [torch.stack([torch.cat([row, end], dim=-1) for row in rows], dim=-2)]
 
 
 def _add(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tensors], list[torch.Tensor]]) -> None:
-    """Add a row of what each rank does by itself."""
+    """Add a row to the table of collectives: a linear map that each rank computes by itself."""
 
     def stacked(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
         ranks = [f(assignment_of(options.number), r, [x[r] for x in xs]) for r in range(n)]

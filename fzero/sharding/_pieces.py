@@ -1,4 +1,4 @@
-"""Pieces: a shard of which a part lies in host memory, cut and put together."""
+"""Pieces: divide a shard into a part in device memory and a part in host memory, and join them again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,52 +29,52 @@ def host_elements(uid: int) -> int:
 
 
 def in_pieces(box: Shard, uid: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
-    """Cut a shard that is in one piece in those of `uid`, and move those of the host; one that is cut so stays."""
+    """Divide a shard of one piece into the pieces of `uid`, and move the host's; a shard of `uid` stays as it is."""
     if box.uid == uid:
         return box
     x, parts = box.data, []
     for piece in facts(uid).pieces:
-        whole = piece.stop - piece.start == x.shape[-1]
-        part = x if whole else x.narrow(-1, piece.start, piece.stop - piece.start)
+        is_all = piece.stop - piece.start == x.shape[-1]
+        part = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
         if piece.space == "host":
             part = move(part)
-        elif not whole and not is_tracing():  # a view would keep all of the shard on the device
+        elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
             part = part.clone()
         parts.append(part)
     return box_of(uid, parts)
 
 
 def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put pieces together; one is all there is, and is not copied."""
+    """Concatenate the pieces of a shard. A single piece is returned as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
 
 def on_device(box: Shard, device: torch.device | None = None) -> Shard:
-    """Return a box whose shard is in one piece, on the device; one that is so already is returned as it is.
+    """Return a box with its shard in one piece on the device. A box without a piece on the host is returned as it is.
 
     Args:
-        box: any.
-        device: where to; by default where its other piece is, or the mesh's.
+        box: the shard's box.
+        device: the device; by default the device of the box's other piece, or else the mesh's device.
 
     Raises:
-        ValueError: if it holds trees of a pair of its own, as the state of `optim.leafwise` does.
+        ValueError: if the box holds trees and no tensors, as in the state of `optim.leafwise`.
     """
     if not all(isinstance(x, torch.Tensor) for x in box.parts):
         raise ValueError(
             f"unit {facts(box.uid).unit!r} of a state holds {type(box.parts[0]).__name__}s and no tensors, as "
-            'optim.leafwise makes it: it can neither be gathered nor be offloaded with update="device"'
+            'optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
         )
     if "host" not in spaces(box):
         return box
     pieces = list(zip(spaces(box), box.parts, strict=True))
-    here = [x.device for space, x in pieces if space == "device"]
-    there = device or (here[0] if here else _device_of_the_mesh())
-    parts = [to_device(x, there) if space == "host" else x for space, x in pieces]
+    devices = [x.device for space, x in pieces if space == "device"]
+    target = device or (devices[0] if devices else _device_of_the_mesh())
+    parts = [to_device(x, target) if space == "host" else x for space, x in pieces]
     return Shard(concatenated(parts), on_host(box.uid, 0))
 
 
 def lifted(values: Tree) -> Tree:
-    """Return a tree whose boxes are in one piece each, on the device."""
+    """Return a tree with the shard of each box in one piece, on the device."""
     entries, structure = tree.flatten(values, is_box)
     for i, x in enumerate(entries):
         if isinstance(x, Shard):
@@ -85,14 +85,14 @@ def lifted(values: Tree) -> Tree:
 
 
 def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
-    """Apply `f(space, x, ...)` to the leaves of trees cut alike, where each says in which memory it lies."""
+    """Apply `f(space, x, ...)` to the leaves of trees of one layout. `space` is the memory in which `x` lies."""
     entries, structure = tree.flatten(values, is_box)
     columns = [entries, *[tree.leaves_up_to(values, other, is_box) for other in rest]]
     plain = [[None if is_box(x) else y for x, y in zip(entries, ys, strict=True)] for ys in columns]
-    out = tree.map(partial(f, "device"), *plain)  # one list, so that ties stay tied
-    for i, (x, *others) in enumerate(zip(*columns, strict=True)):
+    out = tree.map(partial(f, "device"), *plain)  # in one call, so that tied leaves stay tied
+    for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
         if isinstance(x, Shard):
-            parts = zip(spaces(x), x.parts, *[y.parts for y in others], strict=True)
+            parts = zip(spaces(x), x.parts, *[y.parts for y in ys], strict=True)
             out[i] = box_of(x.uid, [tree.map(partial(f, space), *xs) for space, *xs in parts])
         elif is_box(x):
             out[i] = x
@@ -100,7 +100,7 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
 
 
 def _device_of_the_mesh() -> torch.device:
-    """Return the device that the bound axes' process groups communicate on; the CPU in a simulation."""
+    """Return the device on which the bound axes' process groups communicate; the CPU in a simulation."""
     groups = [a.group for a in bound() if a.group and not is_lockstep(a.group) and not a.group.startswith(PLANNED)]
     if any("nccl" in dist.get_backend(group_of(group)) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The rows of the table of collectives that shard, gather and sum a whole unit by one collective."""
+"""The rows of the table of collectives for units: each shards, gathers or sums a whole unit by one collective."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,17 +28,16 @@ from fzero.sharding._spec import Spec, facts, spec_of, unit_axes
 
 __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"]
 
-# Linear maps of whole units: rows of the table of collectives that cut, gather and sum a unit by one collective.
+# Linear maps of whole units: rows of the table of collectives.
 #
 # | row | forward | transpose |
 # | --- | --- | --- |
 # | gather | shards to leaves | reduce_scatter |
-# | partition | replicated leaves to the own shard | pad: the own part among zeros |
+# | partition | replicated leaves to the rank's shard | pad: the rank's part, and zeros elsewhere |
 # | all_reduce | the ranks' leaves to their sum | itself |
 #
-# The stacked form of a row computes for all ranks of a simulation at once, the local one for a rank of a process group.
-# Two pairs follow the axes of a unit that is sharded over several: the slowest axis cuts the unit, the others its
-# shards.
+# The stacked form of a row computes for all ranks of a simulation at once, the local form for one rank of a process
+# group. A unit may be sharded over several axes: the slowest axis divides the unit, the other axes its shards.
 
 
 def _spec(options: OfUnit) -> Spec:
@@ -57,7 +56,7 @@ def _summed_dtype(options: OfUnit, x: torch.Tensor) -> torch.dtype:
 
 
 def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
-    """Cast a shard to the dtype that it is gathered in. In here, so that its gradient may have the shard's own."""
+    """Cast a shard to the dtype in which it is gathered. The row casts, so that the gradient can have another dtype."""
     return x.to(_flat.gathered_dtype(spec, x))
 
 
@@ -112,7 +111,7 @@ add_row(
 )
 
 
-# the same of a unit that stays flat: between steps of stages 0 to 2 one that is split lies whole in a box
+# The same for a unit that stays flat: between steps of stages 0 to 2, a box holds a full split unit.
 
 add_row(
     LinearMap(
@@ -180,8 +179,8 @@ add_row(
 
 # ---------------------------------------------------------------- all_reduce
 
-# A replicated value that each rank uses is, as a joint map over the ranks, the identity on each rank's copy. So the sum
-# stands after the gradient and not in a Function's backward: a gradient of a gradient would meet it twice.
+# Each rank uses its copy of a replicated value: as a joint map over the ranks, this is the identity. So the gradient is
+# summed over ranks afterwards, and not in a Function's backward, where a gradient of a gradient would sum it twice.
 
 
 def _stacked_sum(n: int, options: OfUnit, xs: Tensors) -> Tensors:
@@ -224,16 +223,16 @@ add_row(
 )
 
 
-# ---------------------------------------------------------------- over one axis after the other
+# ---------------------------------------------------------------- over several axes, one after the other
 
-# after the slowest axis the unit is one tensor [k], for which these rows of single tensors do
+# After the slowest axis the unit is one tensor [k]. These rows of single tensors do the same for it.
 _OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
 
 
 def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
-    """Apply a row of units over one axis after the other: the slowest cuts the unit, the others its shards."""
+    """Apply a row over several axes in turn: the slowest axis divides the unit, the other axes its shards."""
     first, *rest = axes or [NO_AXIS]
-    if name == "gather":  # the way back
+    if name == "gather":  # the inverse: the slowest axis last
         for a in rest[::-1]:
             xs = apply(a.token, "all_gather", a.binding, Along(-1), *xs)
         return apply(first.token, name, first.binding, OfUnit(uid), *xs)
@@ -245,7 +244,7 @@ def apply_over_unit_axes(name: str, axes: Sequence[Axis], uid: int, xs: Tensors)
 
 
 def gather_flat(uid: int, shard: torch.Tensor) -> torch.Tensor:
-    """Gather a unit's shards `[k]` into `[numel]`, over the unit's axes, and leave it flat."""
+    """Gather a unit's shards `[k]` over the unit's axes into one flat tensor `[numel]`."""
     for a in reversed(joint(unit_axes(uid))):
         (shard,) = apply(a.token, "gather_flat", a.binding, OfUnit(uid), shard)
     return shard[: facts(uid).numel]
@@ -256,18 +255,18 @@ def apply_to_unit(name: str, uid: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     return apply_over_unit_axes(name, joint(unit_axes(uid)), uid, xs)
 
 
-# One unit's leaves from its shard: by an all_gather, or for nothing where the leaves it was cut from are at hand.
+# Return a unit's leaves from its shard: by an all_gather, or without communication if the box still has its origin.
 
 
-class _Remembered(torch.autograd.Function):
-    """Stands for the gather of a shard whose whole leaves are at hand: hands them out, differentiates as gather.
+class _GatherFromOrigin(torch.autograd.Function):
+    """Replaces the gather of a shard whose full leaves still exist: returns these, and differentiates like a gather.
 
-    The gradient of the leaves goes to the shard; to return the leaves plainly would make it zero.
+    The gradient of the leaves flows to the shard. If the leaves were returned directly, the shard would get none.
     """
 
     @staticmethod
     def forward(uid: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
-        return tuple([x.view_as(x) for x in rest[len(bindings) :]])  # after the axes' tokens: the leaves
+        return tuple([x.view_as(x) for x in rest[len(bindings) :]])  # the axes' tokens come first, then the leaves
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -294,14 +293,14 @@ def _axes(ctx: Any) -> list[Axis]:
 
 
 @allow_in_graph
-def _remembered(uid: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
-    return _Remembered.apply(uid, bindings, shard, *rest)
+def _gather_from_origin(uid: int, bindings: tuple[Binding, ...], shard: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return _GatherFromOrigin.apply(uid, bindings, shard, *rest)
 
 
 def gather_unit(uid: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the leaves of a unit, differentiably in its shard `[k]`.
+    """Return the leaves of a unit, differentiable with respect to its shard `[k]`.
 
-    With `origin`, the leaves that the shard is known to be cut from, nothing is communicated in the forward pass.
+    With `origin`, the leaves that the shard was partitioned from, the forward pass communicates nothing.
     """
     axes = joint(unit_axes(uid))
     if data.shape != (facts(uid).shard_numel,):
@@ -312,6 +311,6 @@ def gather_unit(uid: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | N
     if origin is None:
         leaves = apply_over_unit_axes("gather", axes, uid, [data])
     else:
-        leaves = _remembered(uid, tuple([a.binding for a in axes]), data, *[a.token for a in axes], *origin)
+        leaves = _gather_from_origin(uid, tuple([a.binding for a in axes]), data, *[a.token for a in axes], *origin)
     raise_priority(leaves[0])
     return leaves

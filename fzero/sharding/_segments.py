@@ -1,6 +1,6 @@
-"""Which leaf each element of a flat shard belongs to: what optimizers need to be exact on shards.
+"""Segments: the leaf of each element of a flat shard. Optimizers need it to be exact on shards.
 
-A third-party optimizer may make the padding of a shard nonzero; it lies in no leaf, so nothing here counts it.
+A third-party optimizer may make the padding of a shard nonzero. Padding lies in no leaf, so nothing here counts it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ __all__ = ["abstract", "global_norm", "per_leaf"]
 
 
 def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
-    """Return for each element of this rank's shard the index of its leaf; padding has the number of leaves.
+    """Return the index of the leaf of each element of this rank's shard. Padding has the number of leaves as its index.
 
     Returns:
-        An int64 tensor `[k]`; for a piece of the shard, of its elements.
+        An int64 tensor `[k]`; with `piece`, only the elements of that piece.
     """
     k = facts(uid).shard_numel
     start, stop = (0, k) if piece is None else (piece.start, piece.stop)
@@ -34,7 +34,7 @@ def segment_ids(uid: int, device: torch.device, piece: Piece | None = None) -> t
 
 
 def without_padding(box: Shard) -> torch.Tensor:
-    """Return a shard's data `[k]` with zeros in the padding, and in places of a stacked list that have no item.
+    """Return a shard's data `[k]` with zeros in the padding, and in the places of a stacked list that hold no item.
 
     Raises:
         ValueError: if a part of the shard lies on the host.
@@ -50,7 +50,7 @@ def without_padding(box: Shard) -> torch.Tensor:
 
 @assume_constant_result
 def _idle(uid: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
-    """Return an axis, and by rank along it which leaves of a unit nobody uses; none if all are used."""
+    """Return an axis, and for each rank along it whether each leaf of a unit is unused; `("", ())` if all are used."""
     spec = spec_of(uid)
     along, stacked = stacked_of(spec) or (None, None)
     if along is None or stacked is None:
@@ -65,7 +65,7 @@ def _without_idle(box: Shard) -> torch.Tensor:
     if not rows:
         return box.data
     x, place = box.data, axis_index(axis).reshape(1).to(box.data.device)
-    if all(len(set(row)) == 1 for row in rows):  # of all leaves at once, as where a unit is a block
+    if all(len(set(row)) == 1 for row in rows):  # one value for all leaves, as in a unit that is one block
         unused = torch.tensor([row[0] for row in rows], device=x.device).index_select(0, place)
     else:
         table = torch.tensor([(*row, True) for row in rows], device=x.device)  # the last column: padding
@@ -74,26 +74,26 @@ def _without_idle(box: Shard) -> torch.Tensor:
 
 
 def check_on_device(box: Shard, what: str) -> None:
-    """Check that all of a shard lies on the device, where ranks communicate.
+    """Check that the whole shard lies on the device, where ranks communicate.
 
     Raises:
-        ValueError: if not. Names the unit.
+        ValueError: if a part lies on the host. The message names the unit.
     """
     if "host" in [piece.space for piece in facts(box.uid).pieces]:
         raise ValueError(
-            f"{what} was given {box!r}, of which a part lies on the host: put what reads whole leaves before "
-            'optim.offload, in a chain, or use optim.offload(pair, ratio, update="device")'
+            f"{what} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
+            'whole leaves before optim.offload, or use optim.offload(pair, ratio, update="device")'
         )
 
 
 def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
-    Shards are summed over their ranks by one scalar psum for each set of axes. Replicated leaves and tied ones are
-    counted once, padding and a pipeline's idle places not at all. Sums run in float32 at least.
+    One scalar psum for each set of axes sums the squares of the shards over their ranks. Replicated and tied leaves
+    count once; padding and a pipeline's idle places do not count. Sums are in float32 at least.
 
     Returns:
-        A 0-d tensor, equal on all ranks if the replicated leaves are.
+        A 0-d tensor, equal on all ranks if the replicated leaves are equal.
 
     Example:
         >>> import fzero
@@ -122,10 +122,10 @@ def _square(x: torch.Tensor) -> torch.Tensor:
 
 
 def abstract(params: Tree, parts: bool = False) -> Tree:
-    """Return the tree with meta tensors of the whole leaves' shapes in place of boxes and tensors.
+    """Return the tree with meta tensors of the full leaves' shapes in place of boxes and tensors.
 
-    Of a leaf that is stacked by rank, as those of a pipeline's blocks are, it is the shape that each has. With `parts`,
-    of a leaf that is split along an axis the shape of this rank's part.
+    A leaf that is stacked by rank, such as a leaf of a pipeline's blocks, gets the shape of one item. With `parts`, a
+    leaf that is split along an axis gets the shape of this rank's part.
 
     Example:
         >>> import fzero
@@ -137,37 +137,38 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
     def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def whole(unit: CutUnit) -> list[torch.Tensor]:
-        known = facts(unit.uid)
-        return [meta(shape, known.dtype) for shape in (known.shapes if parts else known.item_shapes)]
+    def full_leaves(unit: CutUnit) -> list[torch.Tensor]:
+        spec = facts(unit.uid)
+        return [meta(shape, spec.dtype) for shape in (spec.shapes if parts else spec.item_shapes)]
 
-    entries, structure = tree.flatten(map_units(whole, params), is_box)
+    entries, structure = tree.flatten(map_units(full_leaves, params), is_box)
     plain = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in entries]
     return tree.unflatten(structure, plain)
 
 
 def _conflict(path: str, other: str) -> str:
-    return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give them the same"
+    return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give both the same value"
 
 
 def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
-    """Spread one number a leaf over a tree of any layout.
+    """Spread one number for each leaf over the elements of a tree of any layout.
 
     Args:
-        params: a tree, whole or cut.
-        values: a tree of numbers (or bools) with the structure of the whole tree, or a function that makes one from
-            a tree of the leaves' shapes (meta tensors).
+        params: a full or sharded tree.
+        values: a tree of numbers (or bools) with the structure of the full tree; or a function that returns such a
+            tree. The function gets a tree of meta tensors with the leaves' shapes.
 
     Returns:
-        A tree like `params`: a number where all elements have the same, else a tensor `[k]` in the box.
+        A tree like `params`: one number where all elements have the same number, else a tensor `[k]` in the box.
 
     Raises:
-        ValueError: if `values` has another structure than `params`, or differs on tied leaves. Names the path.
+        ValueError: if the structures of `values` and `params` differ, or tied leaves have different values. The message
+            names the path.
     """
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
-    first: dict[int, int] = {}  # id of a whole leaf -> its position
+    first: dict[int, int] = {}  # id of a full leaf -> its position
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
             tied = first.setdefault(id(x), position)
@@ -187,7 +188,7 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
 
 
 def _spread(row: Sequence[float], uid: int, piece: Piece, x: torch.Tensor) -> Any:
-    """Return the number of each element of a piece's leaf, or one for all where they are the same."""
+    """Return the number for each element of a piece: one number if all are equal, else a tensor."""
     if len(set(row)) == 1:
         return row[0]
     table = torch.tensor([*row, 0.0], dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Specs: how one unit is cut, interned, and what traced code may know of it.
+"""Specs: immutable descriptions of how a unit is sharded, interned so that traced code can refer to one by an integer.
 
-An ordinary object does not cross Dynamo, so traced code is handed a spec's uid, an integer, and asks the functions
-here, whose answers Dynamo takes as constants.
+Dynamo cannot trace an ordinary object. So traced code holds a spec's uid, an integer, and calls the functions here,
+whose results Dynamo treats as constants.
 """
 
 import itertools
@@ -42,8 +42,8 @@ class Split(NamedTuple):
     Attributes:
         axis: the axis, such as "tp" or "ep".
         size: the number of its ranks.
-        dims: the dimension along which each leaf is cut in equal parts.
-        stacked: the list that the leaves are of, if each rank's parts are those of an item of its own.
+        dims: for each leaf, the dimension along which it is split in equal parts.
+        stacked: the list that the leaves belong to, if each rank has a different item of a list; else None.
     """
 
     axis: str
@@ -52,15 +52,15 @@ class Split(NamedTuple):
     stacked: Stacked | None = None
 
 
-ALIGN = 64  # elements: where a shard is cut in pieces, so that both begin on a cache line
+ALIGN = 64  # elements: the granularity at which a shard is divided into pieces, so that both begin on a cache line
 
 
 class Piece(NamedTuple):
-    """A range of each rank's shard, and the memory that it lies in.
+    """A range of each rank's shard, and the memory in which it lies.
 
     Attributes:
-        start: its first element in the shard.
-        stop: the element behind its last one.
+        start: the index of its first element in the shard.
+        stop: the index after its last element.
         space: "device" or "host".
     """
 
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What traced code may know of a spec: its attributes, and what follows from them, as plain Python values."""
+    """The attributes and derived properties of a spec that traced code may read, as plain Python values."""
 
     unit: str
     mesh: tuple[tuple[str, int], ...]
@@ -93,21 +93,21 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """How one unit is cut. Two specs are equal if and only if shards cut by them may meet in one operation.
+    """How one unit is sharded. Two specs are equal if and only if their shards may meet in one operation.
 
     Attributes:
         unit: the unit's name.
-        mesh: the name and size of each axis over whose ranks the unit is sharded; none if it is not.
+        mesh: the name and size of each axis over which the unit is sharded; empty if it is not sharded.
         paths: the path of each leaf, for messages.
-        shapes: the shape of each leaf, as a rank has it that gathered the unit.
-        dtype: the dtype of the parameters; other trees of their layout, such as moments, may have another.
+        shapes: the shape of each leaf on a rank that has gathered the unit.
+        dtype: the dtype of the parameters. Other trees of their layout, such as moments, may have another dtype.
         reduced: when gradients are reduced: "each" micro-batch, or "once" after the last (stage 1).
-        split: the further axes along which ranks have parts of the leaves, tensor or expert parallel.
-        order: all these axes in the order of the mesh, which says which rank holds which shard.
-        cast: in a gradient by a precision policy, its dtypes on the wire and in the end: the shard that is
-            differentiated has the latter, and is gathered in `dtype`. A box between operations has None.
-        host: the share of each rank's shard, at its end, that lies in host memory, before it is rounded up to where a
-            shard may be cut. A share and no number of elements, so that it holds for any number of ranks.
+        split: the further axes along which ranks have parts of the leaves: tensor or expert parallelism.
+        order: all axes of `mesh` and `split`, in the order of the rank program's mesh: it fixes the rank of each shard.
+        cast: two dtypes of a gradient under a precision policy: on the wire, and of the result. The differentiated
+            shard has the dtype of the result, and is gathered in `dtype`. A box between operations has None.
+        host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
+            `ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
     """
 
     unit: str
@@ -123,7 +123,7 @@ class Spec:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks the unit is sharded."""
+        """The axes over which the unit is sharded."""
         return tuple(name for name, _ in self.mesh)
 
     @cached_property
@@ -133,7 +133,7 @@ class Spec:
 
     @cached_property
     def facts(self) -> Facts:
-        """What traced code may know of it."""
+        """The spec's properties as plain values, for traced code."""
         return Facts(
             unit=self.unit,
             mesh=self.mesh,
@@ -156,53 +156,53 @@ class Spec:
 
     @cached_property
     def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each leaf as `step.init` was given it, split along no axis."""
-        found = []
+        """The shape of each full leaf, before any split, as the user passes it to `step.init`."""
+        shapes = []
         for i, shape in enumerate(self.shapes):
-            whole = list(shape)
+            full = list(shape)
             for s in self.split:
-                whole[s.dims[i]] *= s.size
-            found.append(tuple(whole))
-        return tuple(found)
+                full[s.dims[i]] *= s.size
+            shapes.append(tuple(full))
+        return tuple(shapes)
 
     @cached_property
     def item_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each leaf as a model has it: of one that is stacked by rank, without the ranks."""
+        """The shape of each leaf in the model: a leaf that is stacked by rank has no dimension of ranks there."""
         return tuple([x[1:] for x in self.whole_shapes]) if any(s.stacked for s in self.split) else self.whole_shapes
 
     @property
     def split_ranks(self) -> int:
-        """The number of ranks that have parts of one leaf."""
+        """The number of ranks among which each leaf is split."""
         return math.prod(s.size for s in self.split)
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks that share the unit, N."""
+        """The number of ranks over which the unit is sharded, N."""
         return math.prod(size for _, size in self.mesh)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each leaf."""
+        """The number of elements of each leaf on a rank that has gathered the unit."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each leaf starts in the flat unit, in elements; then where the last one ends."""
+        """The first element of each leaf in the flat unit, and then the end of the last leaf."""
         return tuple(itertools.accumulate(self.sizes, initial=0))
 
     @property
     def numel(self) -> int:
-        """Elements of the unit, without padding."""
+        """The number of elements of the unit, without padding."""
         return sum(self.sizes)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included."""
+        """The number of elements of one rank's shard, with padding."""
         return -(-self.numel // self.ranks)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of a rank's shard, in order: nearly always one, and two where a part of it lies on the host."""
+        """The pieces of a rank's shard, in order: usually one, and two if a part of the shard lies on the host."""
         k = self.shard_numel
         at = max(k - -(-math.ceil(self.host * k) // ALIGN) * ALIGN, 0)
         if at == 0 or at == k:
@@ -215,7 +215,7 @@ _UIDS: dict[Spec, int] = {}
 
 
 def intern(spec: Spec) -> int:
-    """Return the uid of a spec: equal specs have the same."""
+    """Return the uid of a spec. Equal specs have equal uids."""
     if spec not in _UIDS:
         _UIDS[spec] = len(_SPECS)
         _SPECS.append(spec)
@@ -238,7 +238,7 @@ def intern_parts(
     split: tuple[Split, ...],
     bound: tuple[str, ...],
 ) -> int:
-    """Return the uid of the spec with these attributes; `bound` are the mesh's axes."""
+    """Return the uid of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
     return intern(_ordered(Spec(unit, mesh, paths, shapes, dtype, reduced, split), bound))
 
 
@@ -248,19 +248,19 @@ def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
 
 @assume_constant_result
 def on_mesh(uid: int, mesh: tuple[tuple[str, int], ...], reduced: str, bound: tuple[str, ...]) -> int:
-    """Return the uid of the same unit, sharded over other axes; `bound` are the mesh's axes."""
+    """Return the uid of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
     return intern(_ordered(replace(spec_of(uid), mesh=mesh, reduced=reduced), bound))
 
 
 @assume_constant_result
 def with_cast(uid: int, wire: torch.dtype, grad: torch.dtype) -> int:
-    """Return the uid of the same unit, whose gradients are summed over ranks in one dtype, and end in another."""
+    """Return the uid of the same unit with gradients that are summed over ranks in `wire`, and returned in `grad`."""
     return intern(replace(spec_of(uid), cast=(wire, grad)))
 
 
 @assume_constant_result
 def on_host(uid: int, part: int, of: int = 1) -> int:
-    """Return the uid of the same unit, of which the last `part / of` of each rank's shard lie in host memory."""
+    """Return the uid of the same unit with the last `part / of` of each rank's shard in host memory."""
     return intern(replace(spec_of(uid), host=Fraction(part, of)))
 
 
@@ -270,7 +270,7 @@ def _constant(uid: int) -> Facts:
 
 
 def facts(uid: int) -> Facts:
-    """Return what is known of a spec, as constants also to traced code."""
+    """Return the properties of a spec; traced code takes them as constants."""
     return _constant(uid + 0)  # Dynamo: + 0 makes a lazy constant a constant
 
 
@@ -278,36 +278,36 @@ def unit_axes(uid: int) -> tuple[Axis, ...]:
     """Return the bound axes over which a unit is sharded.
 
     Raises:
-        ValueError: if one is not bound, or has another size than the unit was cut for.
+        ValueError: if an axis is not bound, or its size is not the size in the unit's spec.
     """
-    known = facts(uid)
-    axes = [lookup(name) for name in known.axes]
-    check_cut_for(uid, f"unit {known.unit!r}", tuple([(a.name, a.size) for a in bound()]))
+    spec = facts(uid)
+    axes = [lookup(name) for name in spec.axes]
+    check_cut_for(uid, f"unit {spec.unit!r}", tuple([(a.name, a.size) for a in bound()]))
     return tuple(axes)
 
 
 def unit_index(uid: int) -> torch.Tensor:
-    """Return which of a unit's shards this rank's is: an int64 tensor of shape []."""
+    """Return the index of this rank's shard among the unit's shards: an int64 tensor of shape []."""
     return axis_index(facts(uid).axes)
 
 
 def check_cut_for(uid: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
-    """Check that a unit was cut for a mesh of this shape.
+    """Check that a unit was sharded for a mesh of this shape.
 
     Raises:
-        ValueError: if not; it calls the unit `what`.
+        ValueError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
     """
-    known = facts(uid)
-    for pair in (*known.mesh, *[(s.axis, s.size) for s in known.split]):
+    spec = facts(uid)
+    for pair in (*spec.mesh, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise ValueError(
-                f"{what} was cut for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it was "
-                "cut for, and call step.init on this one"
+                f"{what} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it on the mesh that it "
+                "was sharded for, and call step.init on this one"
             )
-    order, names = known.order, [name for name, _ in shape]
+    order, names = spec.order, [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):
         raise ValueError(
-            f"{what} was cut on a mesh with the axes {', '.join(order)} in this order, and this one has "
-            f"{', '.join(names)}: its ranks would take one another's shards; make the mesh in the same order"
+            f"{what} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
+            f"{', '.join(names)}: ranks would take each other's shards; make the mesh with the axes in the same order"
         )

@@ -1,4 +1,4 @@
-"""Stacked lists: of which item each rank has the leaves, and what these are called in the whole list."""
+"""Stacked lists: find the item whose leaves a rank holds, and the paths of these leaves in the full list."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,8 +13,8 @@ class Item(NamedTuple):
     """The place of a leaf in a stacked list.
 
     Attributes:
-        list: the path of the list in the tree at hand.
-        numbers: by rank along the axis, the number of the item in the whole list; None where there is none.
+        list: the path of the list in the tree.
+        numbers: for each rank along the axis, the number of its item in the full list; None if it holds no item.
         below: the path of the leaf within an item; empty if the item is the leaf.
     """
 
@@ -23,17 +23,17 @@ class Item(NamedTuple):
     below: str
 
     def path(self, number: int) -> str:
-        """Return the path that the leaf has in an item of the whole list."""
+        """Return the path of the leaf in an item of the full list."""
         return ".".join([self.list, str(number), *([self.below] if self.below else [])])
 
 
 def stacked_of(spec: Spec) -> tuple[Split, Stacked] | None:
-    """Return the axis along which a unit's leaves are stacked, and the list; None if they are not."""
+    """Return the axis along which a unit's leaves are stacked, and the list; None if they are not stacked."""
     return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
 
 
 def prefix_of(path: str, own: str) -> str | None:
-    """Return the path of the tree in which a leaf at `path` has the path `own`; None if it lies in no such tree.
+    """Return the path of the subtree in which the leaf at `path` has the path `own`; None if there is no such subtree.
 
     Example:
         >>> prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w")
@@ -43,7 +43,12 @@ def prefix_of(path: str, own: str) -> str | None:
 
 
 def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
-    """Return the place of a leaf in a stacked list, given the path of the tree that holds the list; else None.
+    """Return the place of a leaf in a stacked list; None if the leaf is not in the list.
+
+    Args:
+        path: the path of the leaf.
+        prefix: the path of the tree that holds the list.
+        stacked: the list.
 
     Example:
         >>> item_of("mu.blocks.1.w", "mu.", Stacked("blocks", ((0, 2), (1, None)))).numbers
@@ -57,13 +62,13 @@ def item_of(path: str, prefix: str, stacked: Stacked) -> Item | None:
 
 
 def own_path(spec: Spec, index: int, prefix: str, places: Mapping[str, int]) -> str:
-    """Return the path of the leaf that a rank has as that of an index in a unit.
+    """Return the path, in the full tree, of the leaf that a rank holds at an index of a unit.
 
     Args:
-        spec: of the unit.
-        index: of the leaf there.
+        spec: the unit's spec.
+        index: the leaf's index in the unit.
         prefix: the path of the tree that holds the unit.
-        places: of the rank, along each axis.
+        places: the rank's index along each axis.
     """
     path, stacks = prefix + spec.paths[index], stacked_of(spec)
     item = None if stacks is None else item_of(path, prefix, stacks[1])

@@ -1,4 +1,4 @@
-"""Policies that choose units: by size, and by module granularity, as DeepSpeed counts it."""
+"""Policies that choose units: by size, or by module granularity as DeepSpeed counts it."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from fzero.tree import Tree, is_box
 
 __all__ = ["UnitPolicy", "UnitRow", "by_granularity", "by_size", "leaves_of", "number"]
 
-# A rule of units that was made of one tree, and that prints what it makes of it.
+# A rule of units made for one tree: it can print the units of this tree.
 
 
 class UnitRow(NamedTuple):
     """A unit in the table of a rule.
 
     Attributes:
-        name: of the unit.
-        elements: of its leaves together, as they are whole.
-        leaves: how many there are. Tied leaves are one.
+        name: the unit's name.
+        elements: the number of elements of its full leaves together.
+        leaves: the number of its leaves. Tied leaves are one.
     """
 
     name: str
@@ -32,12 +32,12 @@ class UnitRow(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """A rule `(path, leaf) -> name of its unit`, for `fzero.shard(units=)`. It prints its table.
+    """A rule `(path, leaf) -> name of its unit`, for `fzero.shard(units=)`. `print` shows its table.
 
-    A leaf that the tree of the rule has not is named by the default rule.
+    The default rule names leaves that are not in the rule's tree.
 
     Attributes:
-        table: a row for each unit, in the order of the tree.
+        table: one row for each unit, in the order of the tree.
     """
 
     table: tuple[UnitRow, ...]
@@ -48,7 +48,7 @@ class UnitPolicy:
         return self._names[path] if path in self._names else default_units(path, leaf)
 
     def __str__(self) -> str:
-        """Show the table, and the largest unit."""
+        """Show the table, with the totals in the last line."""
         wide = max([len(row.name) for row in self.table] + [4])
         lines = [f"{'unit':<{wide}}  {'elements':>15}  {'leaves':>7}"]
         lines += [f"{row.name:<{wide}}  {row.elements:>15,}  {row.leaves:>7,}" for row in self.table]
@@ -61,15 +61,15 @@ class UnitLeaves(NamedTuple):
     """The leaves of a tree that can be in units.
 
     Attributes:
-        leaves: by path, each tensor once, in the order of the tree.
-        ties: the path of the first place of a leaf, for each further one.
+        leaves: the leaves by path, in the order of the tree; a tied leaf is listed once.
+        ties: for each further path of a tied leaf, its first path.
     """
 
     leaves: dict[str, Any]
     ties: dict[str, str]
 
     def rule(self, names: Mapping[str, str]) -> UnitPolicy:
-        """Make the rule that gives each leaf its name, and a tied one the name of its first place."""
+        """Make the rule that gives each leaf its name, and a tied leaf the name for its first path."""
         elements: dict[str, list[int]] = {}
         for path, name in names.items():
             elements.setdefault(name, []).append(self.leaves[path].numel())
@@ -78,34 +78,34 @@ class UnitLeaves(NamedTuple):
 
 
 def leaves_of(params: Tree) -> UnitLeaves:
-    """Find the leaves of a tree that can be in units: those of floating point.
+    """Find the leaves of a tree that can be in units: the leaves of floating point.
 
     Raises:
-        TypeError: if there is none.
+        TypeError: if the tree has none.
     """
-    known, first = UnitLeaves({}, {}), dict[Any, str]()
+    unit_leaves, first = UnitLeaves({}, {}), dict[Any, str]()
     paths, leaves, _ = tree.flatten_with_paths(params, is_box)
     for path, x in zip(paths, leaves, strict=True):
         if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:
             continue
         if tree.identity(x) in first:
-            known.ties[path] = first[tree.identity(x)]
+            unit_leaves.ties[path] = first[tree.identity(x)]
         else:
             first[tree.identity(x)] = path
-            known.leaves[path] = x
-    if not known.leaves:
+            unit_leaves.leaves[path] = x
+    if not unit_leaves.leaves:
         raise TypeError(
             f"params is {tree.show(params)[:80]}, and holds no tensor of floating point: expected a tree of "
             "parameters, such as dict(module.named_parameters())"
         )
-    return known
+    return unit_leaves
 
 
 def number(name: str, value: Any, least: int) -> int:
-    """Return a count that a user gave.
+    """Check a number of elements that the user set, and return it.
 
     Raises:
-        ValueError: if it is no int from `least` on.
+        ValueError: if `value` is not an int of at least `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: expected an int from {least:,} on, in elements")
@@ -116,27 +116,27 @@ def number(name: str, value: Any, least: int) -> int:
 
 
 def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPolicy:
-    """Make a rule whose units are the topmost subtrees of a granularity of at most `threshold`.
+    """Make a rule whose units are the topmost subtrees with a granularity of at most `threshold`.
 
     The granularity of a subtree is its parameters / (1 + its descendants), rounded down, as in DeepSpeed's
     `stage3_module_granularity_threshold`. A node whose children are all numbered subtrees is a list and does not count.
     A leaf outside such subtrees is in a unit with the other leaves of its own node.
 
-    **Prefer `by_size`.** The ratio hardly tells the levels of a model apart. In the model that DeepSpeed made it for,
-    of 48 layers with 64 experts, an expert has 96, a layer 101, and the root 101. So no threshold selects the layers:
-    one that does makes the whole model one unit, unless it has more than `most` elements.
+    **Prefer `by_size`.** The ratio hardly distinguishes the levels of a model. DeepSpeed made it for a model of 48
+    layers with 64 experts: there an expert has 96, a layer 101, and the root 101. So no threshold selects the layers.
+    A threshold from 101 on makes the whole model one unit, unless it has more than `most` elements.
 
     Args:
-        params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.
+        params: the tree that will be sharded, on the meta device or not. Only paths, sizes and dtypes are read.
         threshold: parameters per descendant. With 0 each node that holds leaves is a unit.
-        most: elements of a unit of several leaves.
+        most: the largest number of elements of a unit with several leaves.
 
     Returns:
         A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
 
     Raises:
         TypeError: if the tree holds no tensor of floating point.
-        ValueError: if `threshold` is no number from 0 on, or `most` no int from 1 on.
+        ValueError: if `threshold` is not a number of at least 0, or `most` not an int of at least 1.
 
     Example:
         >>> import fzero, torch
@@ -152,10 +152,10 @@ def by_granularity(params: Tree, threshold: float, most: int = 10**9) -> UnitPol
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
-    most, known = number("most", most, 1), leaves_of(params)
-    nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in known.leaves.items()})
+    most, unit_leaves = number("most", most, 1), leaves_of(params)
+    nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine = {keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= most}
-    return known.rule({path: _unit(path, fine, nodes, most) for path in known.leaves})
+    return unit_leaves.rule({path: _unit(path, fine, nodes, most) for path in unit_leaves.leaves})
 
 
 _Keys = tuple[str, ...]
@@ -165,52 +165,52 @@ class _Node(NamedTuple):
     """A subtree that is no leaf.
 
     Attributes:
-        numel: elements of all leaves below it.
-        own: elements of the leaves that it holds itself.
-        counted: itself, if it counts, and what counts below it.
-        is_module: whether it counts, and holds other subtrees.
+        numel: the number of elements of all leaves below it.
+        direct: the number of elements of its direct children that are leaves.
+        modules: the number of nodes that count, at it and below it.
+        is_module: whether it counts and holds other subtrees.
     """
 
     numel: int
-    own: int
-    counted: int
+    direct: int
+    modules: int
     is_module: bool
 
     @property
     def ratio(self) -> int:
         """The granularity."""
-        return self.numel // self.counted
+        return self.numel // self.modules
 
 
 def _nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
-    """Return the subtrees by their keys."""
+    """Return the nodes of a tree by their keys."""
     below: dict[_Keys, dict[_Keys, None]] = {(): {}}
-    total, own = dict[_Keys, int](), dict[_Keys, int]()
+    total, direct = dict[_Keys, int](), dict[_Keys, int]()
     for leaf, numel in numels.items():
-        home = leaf[:-1]
-        own[home] = own.get(home, 0) + numel
+        parent = leaf[:-1]
+        direct[parent] = direct.get(parent, 0) + numel
         for depth in range(len(leaf)):
             total[leaf[:depth]] = total.get(leaf[:depth], 0) + numel
             if depth:
                 below.setdefault(leaf[: depth - 1], {})[leaf[:depth]] = None
             below.setdefault(leaf[:depth], {})
-    found: dict[_Keys, _Node] = {}
+    nodes: dict[_Keys, _Node] = {}
     for keys in sorted(below, key=len, reverse=True):  # the deepest first
         children = below[keys]
-        is_list = bool(children) and keys not in own and all(child[-1].isdigit() for child in children)
-        counted = sum(found[child].counted for child in children) + (not is_list)
-        found[keys] = _Node(total[keys], own.get(keys, 0), counted, bool(children) and not is_list)
-    return found
+        is_list = bool(children) and keys not in direct and all(child[-1].isdigit() for child in children)
+        modules = sum(nodes[child].modules for child in children) + (not is_list)
+        nodes[keys] = _Node(total[keys], direct.get(keys, 0), modules, bool(children) and not is_list)
+    return nodes
 
 
 def _unit(path: str, fine: Container[_Keys], nodes: Mapping[_Keys, _Node], most: int) -> str:
-    """Name the unit of a leaf: the topmost subtree around it that is fine, or its own node, or itself."""
+    """Name the unit of a leaf: the topmost fine subtree around it, or else its node, or else the leaf itself."""
     keys = tuple(path.split("."))
     for depth in range(len(keys)):
         if keys[:depth] in fine:
             return ".".join(keys[:depth]) or "params"
-    home = keys[:-1]
-    return (".".join(home) if home and nodes[home].own <= most else path) or "params"
+    parent = keys[:-1]
+    return (".".join(parent) if parent and nodes[parent].direct <= most else path) or "params"
 
 
 # Units by their sizes: the smallest subtrees that are large enough.
@@ -225,23 +225,23 @@ def by_size(
 ) -> UnitPolicy:
     """Make a rule whose units are the smallest subtrees of at least `least` elements, with at most `most`.
 
-    Neighbours that are smaller are joined, up to `most`. A rest that is still smaller than `least` joins the unit
-    before it, or the one after it, where there is room. So many small leaves need few collectives, and a
-    large subtree needs no large buffer. A unit never has two dtypes, two sets of axes or splits, nor a part of a tie.
+    Smaller neighbours are joined, up to `most`. A rest that is still smaller than `least` joins the unit before it, or
+    the unit after it, if there is room. So many small leaves need few collectives, and a large subtree needs no large
+    buffer. A unit never mixes dtypes, sets of axes or splits, and never separates tied leaves.
 
     Args:
-        params: the tree that is to be cut, on the meta device or not. Only paths, sizes and dtypes are read.
-        least: elements; by default half of `most`. With 1 each leaf is a unit.
-        most: elements of a unit of several leaves. A leaf that has more is a unit of its own.
-        over: what `fzero.shard` is given as `over`, so that sizes are those of leaves that can share a unit.
-        split: the same of `split`. Sizes are those of whole leaves, before they are split.
+        params: the tree that will be sharded, on the meta device or not. Only paths, sizes and dtypes are read.
+        least: the smallest number of elements of a unit; by default half of `most`. With 1 each leaf is a unit.
+        most: the largest number of elements of a unit with several leaves. A larger leaf is a unit of its own.
+        over: the argument `over` of `fzero.shard`: leaves that it shards over other axes cannot share a unit.
+        split: the argument `split` of `fzero.shard`, likewise. Sizes count full leaves, before the split.
 
     Returns:
         A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
 
     Raises:
         TypeError: if the tree holds no tensor of floating point, or `over` or `split` is no rule.
-        ValueError: if `least` or `most` is no int from 1 on, or `most` is less than `least`.
+        ValueError: if `least` or `most` is not an int of at least 1, or `most` is less than `least`.
 
     Example:
         >>> import fzero, torch
@@ -256,20 +256,20 @@ def by_size(
     most = number("most", most, 1)
     least = max(most // 2, 1) if least is None else number("least", least, 1)
     if least > most:
-        raise ValueError(f"least={least:,} is more than most={most:,}: a unit cannot have both")
-    known, rules = leaves_of(params), given_rules(None, over, split)
+        raise ValueError(f"least={least:,} is more than most={most:,}: expected at most as many elements")
+    unit_leaves, rules = leaves_of(params), given_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
-    for path, x in known.leaves.items():
+    for path, x in unit_leaves.leaves.items():
         kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()
     names: dict[str, str] = {}
     for numels in kinds.values():
-        for piece in pieces(numels, least, most, known.leaves):
+        for piece in pieces(numels, least, most, unit_leaves.leaves):
             names.update(dict.fromkeys(piece.paths, piece.name))
-    return known.rule({path: names[path] for path in known.leaves})  # in the order of the tree
+    return unit_leaves.rule({path: names[path] for path in unit_leaves.leaves})  # the table follows the tree
 
 
 def _kind(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:
-    """Return what the leaves of a unit share: dtype, the axes they are sharded over, and those that split them."""
+    """Return the properties that the leaves of a unit share: dtype, the axes they are sharded over, the split axes."""
     over = rules.over(path, leaf) if rules.over else None
     axes = (over,) if isinstance(over, str) else over
     return (

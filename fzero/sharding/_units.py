@@ -1,4 +1,4 @@
-"""Units: which leaves are gathered together. A tree is divided by its paths and by the sizes of its subtrees."""
+"""Units: the leaves that are gathered together. Rules form units by paths and by the sizes of subtrees."""
 
 import math
 from collections import Counter
@@ -30,16 +30,16 @@ __all__ = [
 ]
 
 
-# Subtrees: a tree is cut into pieces by the sizes of its subtrees, by its leaves' dotted paths alone.
+# Subtrees: a tree is divided into pieces of similar size. Only the dotted paths and the sizes of its leaves are read.
 
 
 class Subtree(NamedTuple):
-    """Leaves that lie together in a tree.
+    """A piece of a tree: a subtree, or neighbouring subtrees joined.
 
     Attributes:
-        name: the path of the subtree that they are, or of the first and the last subtree that were joined.
-        paths: of the leaves, in their order.
-        numel: their elements.
+        name: the path of the subtree; of joined subtrees the paths of the first and the last.
+        paths: the paths of its leaves, in the order of the tree.
+        numel: the number of elements of its leaves.
     """
 
     name: str
@@ -48,24 +48,24 @@ class Subtree(NamedTuple):
 
 
 def pieces(numels: Mapping[str, int], least: int, most: float = math.inf, around: Iterable[str] = ()) -> list[Subtree]:
-    """Cut a tree into its smallest subtrees of at least `least` elements.
+    """Divide a tree into its smallest subtrees of at least `least` elements.
 
-    Neighbours that are smaller are joined as long as they have no more than `most` elements together. What is still
-    smaller than `least` then joins the piece before it, or else the one after it, if they have no more than `most`.
+    Smaller neighbours are joined while they have at most `most` elements together. A piece that is still smaller than
+    `least` then joins the piece before it, or else the piece after it, if both have at most `most` elements together.
 
     Args:
-        numels: the elements of each leaf, by its path, in the order of the tree.
-        least: elements; at most `most`.
-        most: elements; a piece that has more is one leaf.
-        around: the paths of all leaves of the tree, if these are not all. A piece is named by
-            subtrees that are whole in it.
+        numels: the number of elements of each leaf, by path, in the order of the tree.
+        least: the smallest number of elements of a piece; at most `most`.
+        most: the largest number of elements of a piece. A larger piece is a single leaf.
+        around: the paths of all leaves of the tree, if `numels` has only some of them. A piece is named by subtrees
+            that it contains completely.
 
     Returns:
-        The pieces. Each leaf lies in one of them, and no two have one name.
+        The pieces. Each leaf lies in exactly one, and their names differ.
     """
-    found = _cut([_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
+    groups = _cut([_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, least, most)
     below = _counts([tuple(path.split(".")) for path in around or numels])
-    return [_piece(leaves, below) for leaves in found]
+    return [_piece(leaves, below) for leaves in groups]
 
 
 _Keys = tuple[str, ...]
@@ -81,29 +81,29 @@ _Leaves = list[_SubtreeLeaf]
 
 
 def _cut(leaves: _Leaves, depth: int, least: int, most: float) -> list[_Leaves]:
-    """Cut a subtree, whose leaves share `depth` keys."""
+    """Divide a subtree, whose leaves share their first `depth` keys."""
     children: dict[str | None, _Leaves] = {}
     for leaf in leaves:
         children.setdefault(leaf.keys[depth] if depth < len(leaf.keys) else None, []).append(leaf)
     sizes = [_numel(child) for child in children.values()]
     if sum(sizes) <= most and max(sizes, default=0) < least:
         return [leaves]
-    found: list[_Leaves] = []
-    is_open = False  # whether the last piece is of small neighbours, which a further one may join
+    pieces: list[_Leaves] = []
+    is_open = False  # whether the last piece consists of small neighbours, which the next child may join
     for child, numel in zip(children.values(), sizes, strict=True):
         is_small = numel < least
-        if is_small and is_open and _numel(found[-1]) + numel <= most:
-            found[-1] = found[-1] + child
+        if is_small and is_open and _numel(pieces[-1]) + numel <= most:
+            pieces[-1] = pieces[-1] + child
         else:
-            found += [child] if is_small or len(child) == 1 else _cut(child, depth + 1, least, most)
+            pieces += [child] if is_small or len(child) == 1 else _cut(child, depth + 1, least, most)
         is_open = is_small
-    return _without_rests(found, least, most)
+    return _without_rests(pieces, least, most)
 
 
-def _without_rests(found: Sequence[_Leaves], least: int, most: float) -> list[_Leaves]:
-    """Join what is smaller than `least` to a neighbour, if there is room."""
+def _without_rests(pieces: Sequence[_Leaves], least: int, most: float) -> list[_Leaves]:
+    """Join each piece that is smaller than `least` to a neighbour, if both have at most `most` elements together."""
     joined: list[_Leaves] = []
-    for piece in found:
+    for piece in pieces:
         last = _numel(joined[-1]) if joined else 0
         if joined and min(last, _numel(piece)) < least and last + _numel(piece) <= most:
             joined[-1] = joined[-1] + piece
@@ -122,32 +122,32 @@ def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
 
 
 def _piece(leaves: _Leaves, below: Mapping[_Keys, int]) -> Subtree:
-    """Name a piece by its first and its last subtree, of which it has all leaves."""
+    """Name a piece by the first and the last subtree that it contains completely."""
     inside = _counts([leaf.keys for leaf in leaves])
 
     def subtree(leaf: _SubtreeLeaf) -> str:
-        whole = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
-        return ".".join(next((keys for keys in whole if inside[keys] == below[keys]), leaf.keys)) or "params"
+        prefixes = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
+        return ".".join(next((keys for keys in prefixes if inside[keys] == below[keys]), leaf.keys)) or "params"
 
     first, last = subtree(leaves[0]), subtree(leaves[-1])
     name = first if first == last else f"{first} to {last}"
     return Subtree(name, tuple([leaf.path for leaf in leaves]), _numel(leaves))
 
 
-# Units: which leaves are gathered together, which unit each leaf belongs to, and how units are found in a cut tree.
+# Units: which unit each leaf belongs to, and how units are found in a sharded tree.
 #
-# A *unit* is stored flat: its leaves concatenated, padded to a multiple of N and cut in N equal 1-D shards.
+# A *unit* is stored flat: its leaves are concatenated, padded to a multiple of N, and divided into N equal 1-D shards.
 
 
-MOST = 2**31 - 1  # elements of a unit of the default rule: what an int32 counts
+MOST = 2**31 - 1  # the most elements of a unit of the default rule: an int32 can count them
 
 
 def default_units(path: str, leaf: torch.Tensor) -> str:
     """Name the unit of a leaf: its repeated block, else its top-level child.
 
     A repeated block is a numbered child that is itself a subtree: `"blocks.3.attn.w"` is in unit `"blocks.3"`,
-    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`. What has more elements than an int32 counts is
-    cut further, into subtrees, when a tree is partitioned. `fzero.sharding.by_size` sets another limit.
+    and `"embed.0"`, a leaf in a list of leaves, is in unit `"embed"`. If a unit has more elements than an int32 can
+    count, `partition` divides it into subtrees. `fzero.sharding.by_size` sets another limit.
 
     Example:
         >>> x = torch.zeros(2)
@@ -162,7 +162,7 @@ def default_units(path: str, leaf: torch.Tensor) -> str:
 
 
 class WholeUnit(NamedTuple):
-    """A unit of a tree that is about to be cut: its spec, its distinct leaves, and the position of the first."""
+    """A unit of a tree that is about to be sharded: its spec, its distinct leaves, and the position of the first."""
 
     uid: int
     leaves: list[torch.Tensor]
@@ -170,14 +170,14 @@ class WholeUnit(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The units of a tree: at each position of its flattened form a `Slot`, or the leaf if it belongs to no unit."""
+    """The units of a tree. Each entry of the flattened tree is a `Slot`, or the leaf itself if it is in no unit."""
 
     entries: list[Any]
     units: list[WholeUnit]
     structure: Any
 
     def with_shards(self, shards: Sequence[Shard]) -> Tree:
-        """Build the cut tree, with the shard of each unit in place of its first slot."""
+        """Build the sharded tree: the shard of each unit replaces the unit's first slot."""
         entries = list(self.entries)
         for unit, shard in zip(self.units, shards, strict=True):
             entries[unit.position] = shard
@@ -191,12 +191,13 @@ def assign(
     reduced: str = "each",
     rest: str | None = None,
 ) -> Assignment:
-    """Assign the leaves of a tree to units that are to be sharded over `axes`.
+    """Assign the leaves of a tree to units that will be sharded over `axes`.
 
-    The rules are those given, else the running step's, else the default ones. A unit has one dtype and one set of axes:
-    a rule's unit that has several becomes several. Leaves that are one tensor object are one leaf of the first one's
-    unit. Integer and bool leaves belong to no unit. Leaves that the rule names `None` belong to the unit `rest`. A leaf
-    that is neither sharded over an axis nor split along one stays as it is.
+    Without `rules`, the running step's rules apply, or else the default rules. A unit has one dtype and one set of
+    axes: if the rule gives one name to leaves that differ in them, they form several units. Tied leaves, one tensor
+    object at several places, are one leaf of the unit of the first place. Integer and bool leaves belong to no unit.
+    Leaves that the rule names `None` belong to the unit `rest`. A leaf that is neither sharded nor split over an axis
+    stays as it is.
     """
     rules = rules_here() if rules is None else rules
     paths, leaves, structure = tree.flatten_with_paths(params, is_box)
@@ -214,18 +215,18 @@ def assign(
         if key is not None:
             members.setdefault(key, []).append(position)
     if rules.units is None:
-        members = {k: at for key, at in members.items() for k, at in _capped(key, at, paths, leaves, split)}
+        members = {k: part for key, at in members.items() for k, part in _cap(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound()})
     units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduced) for key, at in members.items()}
     places = [owner.get(tree.identity(x)) for x in leaves]
-    entries = [x if at is None else Slot(units[at[0]].uid, at[1]) for x, at in zip(leaves, places, strict=True)]
+    entries = [x if p is None else Slot(units[p[0]].uid, p[1]) for x, p in zip(leaves, places, strict=True)]
     return Assignment(entries, list(units.values()), structure)
 
 
 class _Key(NamedTuple):
-    """What the leaves of a unit share."""
+    """The properties that all leaves of a unit share."""
 
     name: str
     dtype: torch.dtype
@@ -234,39 +235,41 @@ class _Key(NamedTuple):
     later: tuple[str, ...]
 
 
-def _capped(
-    key: _Key, at: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
+def _cap(
+    key: _Key, positions: list[int], paths: list[str], leaves: list[Any], split: Mapping[int, dict[str, int]]
 ) -> list[tuple[_Key, list[int]]]:
-    """Cut the default rule's unit into subtrees of at most `MOST` elements, as this rank has them, if it has more."""
-    parts = {i: leaves[i].numel() // math.prod([lookup(name).size for name in split[i]]) for i in at}
-    if sum(parts.values()) <= MOST or len(at) == 1:
-        return [(key, at)]
-    found = pieces({paths[i]: parts[i] for i in at}, MOST // 2, MOST)
-    of = {path: piece.name for piece in found for path in piece.paths}
-    return [(key._replace(name=piece.name), [i for i in at if of[paths[i]] == piece.name]) for piece in found]
+    """Divide a unit of the default rule into subtrees if this rank's part of it has more than `MOST` elements."""
+    parts = {i: leaves[i].numel() // math.prod([lookup(name).size for name in split[i]]) for i in positions}
+    if sum(parts.values()) <= MOST or len(positions) == 1:
+        return [(key, positions)]
+    subtrees = pieces({paths[i]: parts[i] for i in positions}, MOST // 2, MOST)
+    unit_of = {path: piece.name for piece in subtrees for path in piece.paths}
+    return [
+        (key._replace(name=piece.name), [i for i in positions if unit_of[paths[i]] == piece.name]) for piece in subtrees
+    ]
 
 
 def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, int]:
-    """Check which axes cut a leaf itself, and along which dimensions, counted from the front."""
-    wanted = (rules.split and rules.split(path, leaf)) or {}
-    if not isinstance(wanted, dict) or not all(isinstance(dim, int) for dim in wanted.values()):
-        raise TypeError(f'split: the rule gave {wanted!r} for leaf {path!r}, expected {{axis: dimension}}: {{"tp": 1}}')
-    found: dict[str, int] = {}
-    parts: dict[int, int] = {}  # dimension -> in how many parts it is cut
-    for name in sorted(wanted):
-        dim = wanted[name]
-        known = leaf.is_floating_point() and -leaf.ndim <= dim < leaf.ndim
-        if known:
-            found[name] = dim % leaf.ndim
-            parts[found[name]] = parts.get(found[name], 1) * lookup(name).size
-        if not known or leaf.shape[dim] % parts[found[name]]:
-            n = parts[found[name]] if known else lookup(name).size
+    """Return the axes that split a leaf, with the dimension of each, counted from the front, and check both."""
+    dims = (rules.split and rules.split(path, leaf)) or {}
+    if not isinstance(dims, dict) or not all(isinstance(dim, int) for dim in dims.values()):
+        raise TypeError(f'split: the rule gave {dims!r} for leaf {path!r}, expected {{axis: dimension}}: {{"tp": 1}}')
+    split: dict[str, int] = {}
+    parts: dict[int, int] = {}  # dimension -> number of its parts
+    for name in sorted(dims):
+        dim = dims[name]
+        is_valid = leaf.is_floating_point() and -leaf.ndim <= dim < leaf.ndim
+        if is_valid:
+            split[name] = dim % leaf.ndim
+            parts[split[name]] = parts.get(split[name], 1) * lookup(name).size
+        if not is_valid or leaf.shape[dim] % parts[split[name]]:
+            n = parts[split[name]] if is_valid else lookup(name).size
             raise ValueError(
-                f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be cut in {n} equal parts along dimension "
+                f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be split in {n} equal parts along dimension "
                 f"{dim} over {name!r}"
-                + ("; pad the model's dimension, or leave the leaf out" if known else ": it has no such dimension")
+                + ("; pad the model's dimension, or leave the leaf out" if is_valid else ": it has no such dimension")
             )
-    return found
+    return split
 
 
 def _key_of(
@@ -278,7 +281,7 @@ def _key_of(
     if name is None:
         name = default_units(path, leaf) if split else rest
     over = wanted_axes(path, leaf, axes, rules, tuple(split))
-    # split units are first cut over no axis, and then further: those that will differ are two from the start
+    # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
     later = wanted_axes(path, leaf, bound(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
     return _Key(name, dtype, over, tuple(split), later) if name is not None and (over or split) else None
@@ -287,19 +290,19 @@ def _key_of(
 def wanted_axes(
     path: str, leaf: torch.Tensor, axes: Sequence[Axis], rules: LayoutRules, split: Sequence[str]
 ) -> tuple[str, ...]:
-    """List those of `axes` that the rules shard a leaf's unit over; never those that split it."""
-    wanted = None if rules.over is None else rules.over(path, leaf)
-    wanted = (wanted,) if isinstance(wanted, str) else wanted
-    if wanted is not None and not isinstance(wanted, tuple | list | set | frozenset):
-        raise TypeError(f"over: the rule gave {wanted!r} for leaf {path!r}, expected names of axes")
-    for name in wanted or ():
+    """List the axes, among `axes`, over which the rules shard a leaf's unit; axes that split the leaf are left out."""
+    over = None if rules.over is None else rules.over(path, leaf)
+    over = (over,) if isinstance(over, str) else over
+    if over is not None and not isinstance(over, tuple | list | set | frozenset):
+        raise TypeError(f"over: the rule gave {over!r} for leaf {path!r}, expected names of axes")
+    for name in over or ():
         lookup(name)
         if axes and name not in [a.name for a in axes]:
             raise ValueError(
                 f"over: leaf {path!r} is to be sharded over {name!r}, which is none of the axes "
-                f"{tuple(a.name for a in axes)} that trees are cut over; name one of these, or add {name!r} to axis="
+                f"{tuple(a.name for a in axes)} that shard trees; name one of these, or add {name!r} to axis="
             )
-    return tuple([a.name for a in axes if a.name not in split and (wanted is None or a.name in wanted)])
+    return tuple([a.name for a in axes if a.name not in split and (over is None or a.name in over)])
 
 
 def _unit(
@@ -307,42 +310,42 @@ def _unit(
     axes: Sequence[Axis],
     paths: list[str],
     leaves: list[Any],
-    at: list[int],
+    positions: list[int],
     split: Any,
     stacks: Mapping[str, Stacked],
     reduced: str,
 ) -> WholeUnit:
-    parts = [leaves[i] for i in at]
+    parts = [leaves[i] for i in positions]
     for name in key.split:
-        parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, at, strict=True)]
+        parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, positions, strict=True)]
     uid = intern_parts(
         key.name,
         tuple([(a.name, a.size) for a in axes if a.name in key.over]),
-        tuple([paths[i] for i in at]),
+        tuple([paths[i] for i in positions]),
         tuple([tuple([int(d) for d in x.shape]) for x in parts]),
         key.dtype,
         reduced,
         tuple(
             [
-                Split(name, lookup(name).size, tuple([split[i][name] for i in at]), stacks.get(name))
+                Split(name, lookup(name).size, tuple([split[i][name] for i in positions]), stacks.get(name))
                 for name in key.split
             ]
         ),
         axis_names(),
     )
-    return WholeUnit(uid, parts, at[0])
+    return WholeUnit(uid, parts, positions[0])
 
 
-# ---------------------------------------------------------------- in a cut tree
+# ---------------------------------------------------------------- in a sharded tree
 
 
 class CutUnit(NamedTuple):
-    """A unit found in a cut tree.
+    """A unit of a sharded tree.
 
     Attributes:
-        uid: of its spec.
+        uid: the id of its spec.
         shard: its box.
-        members: `(position in the flattened tree, index in the unit)` of each of its leaves, the shard's own first.
+        members: `(position in the flattened tree, index in the unit)` of each leaf. The first is at the shard's place.
     """
 
     uid: int
@@ -350,16 +353,16 @@ class CutUnit(NamedTuple):
     members: list[tuple[int, int]]
 
 
-def put(entries: list[Any], members: Sequence[tuple[int, int]], made: Shard | Sequence[Any]) -> None:
-    """Put at a unit's positions in a flattened tree a box of another shard, or of its leaves each its own."""
+def put(entries: list[Any], members: Sequence[tuple[int, int]], result: Shard | Sequence[Any]) -> None:
+    """Replace a unit in a flattened tree by another shard, or by its leaves, each at its position."""
     for position, index in members:
-        entries[position] = Slot(made.uid, index) if isinstance(made, Shard) else made[index]
-    if isinstance(made, Shard):
-        entries[members[0][0]] = made
+        entries[position] = Slot(result.uid, index) if isinstance(result, Shard) else result[index]
+    if isinstance(result, Shard):
+        entries[members[0][0]] = result
 
 
 def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tree:
-    """Replace each unit of a cut tree by what `f` makes of it: a box of another shard, or the unit's leaves.
+    """Replace each unit of a sharded tree by the result of `f`: another shard, or the unit's leaves.
 
     Plain leaves stay as they are.
     """
@@ -370,38 +373,39 @@ def map_units(f: Callable[[CutUnit], Shard | Sequence[Any]], values: Tree) -> Tr
 
 
 def cut_units(paths: Sequence[str], entries: Sequence[Any]) -> list[CutUnit]:
-    """Find the units of a flattened cut tree.
+    """Find the units of a flattened sharded tree.
 
     A tree may hold several trees of one layout, such as the parameters and their moving average. Then a slot belongs to
-    the nearest shard of its unit before it, or to the first.
+    the last shard of its unit before the slot, or else to the first shard of its unit.
 
     Raises:
-        ValueError: if a slot's shard is not in the tree, or several trees of one layout alternate. Names the path.
+        ValueError: if a slot's shard is not in the tree, or several trees of one layout alternate. The message names
+            the leaves.
     """
-    found: dict[int, list[CutUnit]] = {}
-    order: list[CutUnit] = []
+    by_uid: dict[int, list[CutUnit]] = {}
+    units: list[CutUnit] = []
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
             unit = CutUnit(x.uid, x, [(position, 0)])
-            found.setdefault(x.uid, []).append(unit)
-            order.append(unit)
-    seen: dict[int, int] = {}
+            by_uid.setdefault(x.uid, []).append(unit)
+            units.append(unit)
+    counts: dict[int, int] = {}  # uid -> number of its shards so far
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            seen[x.uid] = seen.get(x.uid, 0) + 1
+            counts[x.uid] = counts.get(x.uid, 0) + 1
         elif isinstance(x, Slot):
-            if x.uid not in found:
+            if x.uid not in by_uid:
                 raise ValueError(
                     f"leaf {paths[position]!r} lies in the shard of unit {x.spec.unit!r}, which is not in this tree; "
-                    "pass a tree that holds whole units, a tied leaf's first place among them, or cut it finer with "
-                    "units="
+                    "pass a tree that holds whole units, including the first place of a tied leaf, or make smaller "
+                    "units with units="
                 )
-            found[x.uid][max(seen.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
-    for mine in found.values():
-        if len({tuple(sorted([index for _, index in unit.members])) for unit in mine}) > 1:
-            where = [paths[unit.members[0][0]] for unit in mine]
+            by_uid[x.uid][max(counts.get(x.uid, 0) - 1, 0)].members.append((position, x.index))
+    for same in by_uid.values():
+        if len({tuple(sorted([index for _, index in unit.members])) for unit in same}) > 1:
+            shard_paths = [paths[unit.members[0][0]] for unit in same]
             raise ValueError(
-                f"leaves of {len(mine)} trees of one layout alternate ({mine[0].shard!r} at {where}), so it cannot be "
-                "told which leaf lies in which: keep each tree whole, one after the other"
+                f"leaves of {len(same)} trees of one layout alternate ({same[0].shard!r} at {shard_paths}), so the "
+                "shard of a leaf cannot be determined: keep each tree together, one after the other"
             )
-    return order
+    return units

@@ -1,4 +1,4 @@
-"""ZeRO: a stage is a row of a table, and a dozen lines compose the transforms by it."""
+"""ZeRO: a stage is a row of a table, and a sharded step composes the transforms by this row."""
 
 from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict

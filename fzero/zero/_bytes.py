@@ -1,4 +1,4 @@
-"""The bytes of a tree: how much of it one rank holds, and whether the host has room for it."""
+"""Count the bytes of a tree that one rank holds, and check that the host has room for offloaded state."""
 
 import math
 import os
@@ -17,20 +17,20 @@ from fzero.sharding import Shard, axes_of, is_box, spaces
 __all__ = ["check_host_memory", "free_bytes", "state_bytes"]
 
 
-# state_bytes: how much of a tree one rank holds.
+# state_bytes: the bytes of a tree that one rank holds.
 
 
 def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     """Count the bytes that one rank of a mesh holds of a tree, in any layout; tied leaves count once.
 
     Args:
-        values: a tree of plain tensors, which every rank holds, and of boxes, of which it holds its own piece. Tensors
-            on the meta device count as if they had memory.
-        mesh: the ranks. In a simulation boxes hold the pieces of all.
-        space: "device" or "host" to count what lies in one memory (`optim.offload`); by default both.
+        values: a tree of plain tensors, which count in full, and of boxes, of which one rank's shard counts. Tensors on
+            the meta device count as if they had memory.
+        mesh: the ranks. In a simulation boxes hold the shards of all ranks.
+        space: "device" or "host" to count the bytes in one memory (`optim.offload`); by default both count.
 
     Raises:
-        ValueError: if `space` is something else.
+        ValueError: if `space` has another value.
 
     Example:
         >>> import fzero, torch
@@ -44,10 +44,9 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     for x in tree.flatten(values, is_box)[0]:
         leaves = tree.flatten(x)[0]
         parts = zip(spaces(x), x.parts, strict=True) if isinstance(x, Shard) else [("device", leaves)]
-        lies = [
-            memory for memory, part in parts for _ in tree.flatten(part)[0]
-        ]  # a part may be a tree (optim.leafwise)
-        for axes, leaf, memory in zip(axes_of(x, mesh.axis_names), leaves, lies, strict=True):
+        # a part may be a tree (optim.leafwise)
+        memories = [memory for memory, part in parts for _ in tree.flatten(part)[0]]
+        for axes, leaf, memory in zip(axes_of(x, mesh.axis_names), leaves, memories, strict=True):
             if space not in (None, memory):
                 continue
             n = math.prod([size for name, size in mesh.shape if name in axes]) if mesh.simulated else 1
@@ -58,26 +57,26 @@ def state_bytes(values: Any, mesh: Mesh, space: str | None = None) -> int:
     return total
 
 
-# Check that a host has room for what `step.init` is about to put into its memory.
+# Check that a host has room for the state that `step.init` is about to offload.
 
 
 MEMINFO, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any, mesh: Mesh) -> None:
-    """Check that the host's share of a state fits, for all ranks of this host, before any of it is made.
+    """Check that the offloaded state of all ranks of this host fits into its memory, before it is allocated.
 
-    Nothing is checked without offload, for tensors on the meta device, and for a pair that cannot make its state of
-    such. A system that does not say what is free is not asked either.
+    There is no check without offload, or for parameters on the meta device. Nor is there one if the pair's `init` fails
+    on meta tensors, or if the system does not report its free memory.
 
     Args:
-        state_of: makes the state of parameters and a pair.
-        params: in the step's layout.
+        state_of: makes the state, given parameters and a pair.
+        params: the parameters in the step's layout.
         opt: the pair.
         mesh: the ranks.
 
     Raises:
-        MemoryError: if it does not fit. Says by how much.
+        MemoryError: if the state does not fit. The message names both sizes.
     """
     if not getattr(opt, "offloads", False) or any(x.is_meta for x in tree.tensors(params)):
         return
@@ -86,31 +85,33 @@ def check_host_memory(state_of: Callable[[Any, Any], Any], params: Any, opt: Any
         return
     meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
     try:
-        held = [state_of(meta, opt)]
-    except (NotImplementedError, RuntimeError):  # it reads values
+        trees = [state_of(meta, opt)]
+    except (NotImplementedError, RuntimeError):  # the pair reads values
         return
     if opt.lowers:
-        held.append(
+        trees.append(
             offload_params(meta if opt.precision is None else opt.precision.cast(meta), opt.lowers, opt.precision)
         )
     ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * state_bytes(held, mesh, "host")
+    needed = ranks * state_bytes(trees, mesh, "host")
     if needed > free:
         raise MemoryError(
-            f"offload: {size(needed)} are to lie on this host, for its {ranks} ranks, and {size(free)} of its memory "
-            f"are free, {free / needed:.0%} of that: use a smaller ratio, or fewer ranks on a host"
+            f"offload: this host needs {size(needed)} for its {ranks} ranks, and {size(free)} of its memory are free, "
+            f"{free / needed:.0%} of the need: use a smaller ratio, or fewer ranks on a host"
         )
 
 
 def free_bytes() -> int | None:
-    """Return how much of the host's memory this process's group may still take, or None if that is not known."""
+    """Return the bytes of host memory that this process's control group may still allocate; None if unknown."""
     if not MEMINFO.exists():
         return None
     lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
     free = int(lines["MemAvailable"].split()[0]) * 1024
     limit = GROUP / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
+    if limit.exists() and (maximum := limit.read_text().strip()) != "max":
         stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        taken = int((GROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))  # a cache of files goes
-        free = min(free, int(most) - taken)
+        used = int((GROUP / "memory.current").read_text()) - int(
+            stat.get("inactive_file", 0)
+        )  # without the file cache, which can be freed
+        free = min(free, int(maximum) - used)
     return free

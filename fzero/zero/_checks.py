@@ -1,4 +1,4 @@
-"""What a sharded step checks: its arguments and results, the optimizer, and the state."""
+"""Checks of a sharded step: its arguments and results, the optimizer, and the optimizer's state."""
 
 import inspect
 import math
@@ -20,7 +20,6 @@ from fzero.tree import Tree
 
 __all__ = [
     "as_value",
-    "boxed",
     "check_arguments",
     "check_device",
     "check_no_torch_optimizer",
@@ -29,21 +28,22 @@ __all__ = [
     "check_results",
     "check_tree",
     "check_unwritten",
-    "copied_from",
+    "copy_aliases_of",
     "is_like",
-    "noted",
+    "is_sharded",
+    "make_state",
 ]
 
-# What a sharded step checks of its arguments and results: bad input is an error that names it.
+# Checks of arguments and results. Each message names the bad input.
 
 
-def boxed(values: Any) -> bool:
-    """Return whether a tree holds units that are sharded."""
+def is_sharded(values: Any) -> bool:
+    """Return whether a tree holds units that are sharded over some axis."""
     return any(isinstance(x, Shard) and facts(x.uid).axes for x in tree.flatten(values, is_box)[0])
 
 
 def check_tree(values: Any, mesh: Mesh) -> None:
-    """Check that the boxes of a tree were cut for this mesh, and that it holds whole units."""
+    """Check that the boxes of a tree were sharded for this mesh, and that it holds whole units."""
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     cut_units(paths, entries)
     for path, x in zip(paths, entries, strict=True):
@@ -52,15 +52,15 @@ def check_tree(values: Any, mesh: Mesh) -> None:
 
 
 def check_arguments(
-    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, averaged: Sequence[str], rules: LayoutRules = DEFAULT_RULES
+    call: tuple[Sequence[Any], dict[str, Any]], mesh: Mesh, mean_axes: Sequence[str], rules: LayoutRules = DEFAULT_RULES
 ) -> None:
-    """Check that boxes were cut for this step, and note it when no argument differs by rank.
+    """Check that boxes were sharded for this step, and print a notice if no argument differs by rank.
 
     Args:
-        call: the arguments.
-        mesh: the ranks.
-        averaged: the axes that the step averages over.
-        rules: how it cuts trees.
+        call: the positional and keyword arguments.
+        mesh: the step's mesh.
+        mean_axes: the axes over which the step averages.
+        rules: the step's rules for layouts.
     """
     paths, entries, _ = tree.flatten_with_paths(call, is_box)
     for path, x in zip(paths, entries, strict=True):
@@ -68,52 +68,52 @@ def check_arguments(
             where = tree.place("argument", path.split(".", 1)[1])
             check_cut_for(x.uid, where, mesh.shape)
             _check_stacked(where, x, mesh, rules)
-    check_means(entries, averaged, rules.apart)
+    check_means(entries, mean_axes, rules.apart)
     ranks = math.prod([size for name, size in mesh.shape if name not in rules.apart])
     if ranks > 1 and not torch.compiler.is_dynamo_compiling() and not any(isinstance(x, PerRank) for x in entries):
         notice(
-            "fzero.shard: no argument of the step differs by rank, so every rank computes the same: cut the global "
-            "batch with mesh.split(batch), or wrap what each rank loaded with mesh.local(batch)"
+            "fzero.shard: no argument of the step differs by rank, so every rank computes the same: split the global "
+            "batch with mesh.split(batch), or wrap each rank's batch with mesh.local(batch)"
         )
 
 
 def _check_stacked(where: str, x: Shard, mesh: Mesh, rules: LayoutRules) -> None:
-    """Check that each rank has the items of a stacked list that this step's rules give it."""
+    """Check that each rank holds the items of a stacked list that this step's rules assign to it."""
     for s in facts(x.uid).split:
         if s.stacked is None or not rules.stacks:
             continue
         places = [f"{s.stacked.key}.{i}." for i in range(len(s.stacked.items))]
-        wanted = rules.stacked(places, dict(mesh.shape)).get(s.axis)
-        if wanted != s.stacked:
+        expected = rules.stacked(places, dict(mesh.shape)).get(s.axis)
+        if expected != s.stacked:
             raise ValueError(
                 f"{where} is of the list {s.stacked.key!r}, which was stacked with the items {_rows(s.stacked)} on the "
-                f"ranks along {s.axis!r}, and this step has there {_rows(wanted)}: unstack it with the loss that "
-                "stacked it, or save it and load it into a state of this step"
+                f"ranks along {s.axis!r}, and this step expects the items {_rows(expected)} there: unstack it with the "
+                "loss that stacked it, or save it and load it into a state of this step"
             )
 
 
 def _rows(stacked: Stacked | None) -> str:
-    """Show which items each rank has."""
+    """Show the items of each rank."""
     return "none" if stacked is None else str([list(row) for row in zip(*stacked.items, strict=True)])
 
 
-def check_means(entries: Sequence[Any], averaged: Sequence[str], apart: Sequence[str] = ()) -> None:
-    """Check that no leaf is split along an axis that the step averages over, and along which no data differ.
+def check_means(entries: Sequence[Any], mean_axes: Sequence[str], apart: Sequence[str] = ()) -> None:
+    """Check that no leaf is split along an axis over which the step averages, unless data differ along this axis.
 
-    Its gradient would be divided by the axis's ranks, and summed over none. Ranks along the axes `apart` have no data
-    of their own, and are to be averaged over.
+    The leaf's gradient would be divided by the number of the axis's ranks without a sum over them. Axes in `apart` are
+    exempt: their ranks share one batch, and the step does average over them.
     """
     batches = [x for x in entries if isinstance(x, PerRank)]
-    differ = [name for name in averaged if name in apart or any(x.axes is None or name in x.axes for x in batches)]
+    data_axes = [name for name in mean_axes if name in apart or any(x.axes is None or name in x.axes for x in batches)]
     for x in entries if batches else ():
         for split in facts(x.uid).split if isinstance(x, Shard) else ():
-            if split.axis in averaged and split.axis not in differ:
-                wanted = f"axis={tuple(differ)!r}" if differ else "such as axis='dp' of fzero.mesh(dp=1, ...)"
-                own = tuple([name for name in averaged if name not in apart and name in (*differ, split.axis)])
+            if split.axis in mean_axes and split.axis not in data_axes:
+                option = f"axis={tuple(data_axes)!r}" if data_axes else "such as axis='dp' of fzero.mesh(dp=1, ...)"
+                axes = tuple([name for name in mean_axes if name not in apart and name in (*data_axes, split.axis)])
                 raise ValueError(
-                    f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: where "
-                    f"its ranks share one batch, as along tp, leave it out of the mean, fzero.shard(..., {wanted}); "
-                    f"where each has its own, as along ep, split the batch over it, too, mesh.split(batch, {own!r})"
+                    f"the step averages over {split.axis!r}, along which {x!r} is split and no argument differs: if "
+                    f"its ranks share one batch, as along tp, leave it out of the mean, fzero.shard(..., {option}); if "
+                    f"each has its own batch, as along ep, also split the batch over it, mesh.split(batch, {axes!r})"
                 )
 
 
@@ -121,48 +121,48 @@ def check_params(args: Sequence[Any], positions: Sequence[int], stage: int, shar
     """Check that parameters have the stage's layout between steps."""
     for i in positions:
         if i >= len(args):
-            hint = "" if args else ": a step, fzero.plan and step.plan take what train_step takes"
+            hint = "" if args else ": a step, fzero.plan and step.plan take the arguments of train_step"
             raise ValueError(
                 f"params={tuple(positions)}: the step was called with {len(args)} positional arguments{hint}"
             )
         if _is_state(args[i]):
             raise TypeError(
-                f"argument {i} (parameters) is the state of an optimizer, {_named(args[i])}: give a step its arguments "
-                "in train_step's order; fzero.shard(..., params=1) says that parameters are not the first"
+                f"argument {i} (parameters) is the state of an optimizer, {_type_name(args[i])}: pass the arguments in "
+                "train_step's order; if parameters are not the first, use fzero.shard(..., params=1)"
             )
         if isinstance(args[i], torch.nn.Module):
             raise TypeError(
                 f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
                 "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
             )
-        if sharded and not boxed(args[i]) and _has_a_unit(args[i], rules):
+        if sharded and not is_sharded(args[i]) and _has_a_unit(args[i], rules):
             raise ValueError(
-                f"argument {i} (parameters) is plain, and stage {stage} takes it cut: "
-                "params, opt_state = step.init(params, opt); what a step of another stage trained by "
+                f"argument {i} (parameters) is plain, and stage {stage} takes it sharded: "
+                "params, opt_state = step.init(params, opt); for parameters that a step of another stage trained, "
                 "step.partition(params)"
             )
-        if not sharded and boxed(args[i]):
+        if not sharded and is_sharded(args[i]):
             raise ValueError(
-                f"argument {i} (parameters) is cut, and stage {stage} takes it plain: gather it with the step "
-                "that cut it, then step.init"
+                f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
+                "that sharded it, then call step.init"
             )
 
 
 def _is_state(values: Any) -> bool:
-    """Return whether a value is what an optimizer of fzero, or a chain of them, keeps."""
+    """Return whether a value is the state of an optimizer of fzero, or of a chain of optimizers."""
     if type(values) is tuple:
         return any(_is_state(x) for x in values)
     return isinstance(values, tuple) and type(values).__module__.startswith("fzero.optim.")
 
 
-def _named(values: Any) -> str:
-    return f"({', '.join(map(_named, values))})" if type(values) is tuple else type(values).__name__
+def _type_name(values: Any) -> str:
+    return f"({', '.join(map(_type_name, values))})" if type(values) is tuple else type(values).__name__
 
 
 def _has_a_unit(params: Any, rules: LayoutRules) -> bool:
-    """Return whether rules are known, outside the mesh, to cut some leaf of a plain tree."""
+    """Return whether rules certainly shard some leaf of a plain tree, as far as this is known outside the mesh."""
     rule = rules.units
-    if rules.over is not None:  # it may name no axis
+    if rules.over is not None:  # it may return no axis
         return False
     paths, leaves, _ = tree.flatten_with_paths(params)
     return any(
@@ -171,38 +171,38 @@ def _has_a_unit(params: Any, rules: LayoutRules) -> bool:
     )
 
 
-def check_unwritten(cut: Sequence[Any], positions: Sequence[int]) -> None:
-    """Check that a step that is traced has not written into the shards that its parameters were cut into.
+def check_unwritten(args: Sequence[Any], positions: Sequence[int]) -> None:
+    """Check that a traced step has not written into the shards of its parameters.
 
-    A trace finds writes into arguments by itself, and these shards are none.
+    A trace itself detects writes into arguments. These shards are no arguments, so they are checked here.
     """
     if torch.compiler.is_dynamo_compiling() or not is_tracing():
         return
     for i in positions:
-        shards = [x for x in tree.flatten(cut[i], is_box)[0] if isinstance(x, Shard)]
+        shards = [x for x in tree.flatten(args[i], is_box)[0] if isinstance(x, Shard)]
         refuse_writes_into([(f"argument {i}, unit {x.spec.unit!r}", x.data) for x in shards])
         for x in shards:
-            # not written, and yet no longer what it was; a unit over no axis was not cut, and is the argument itself
+            # not written, and yet changed; a unit over no axis was not sharded: its data is the argument itself
             if x.origin is None and facts(x.uid).axes:
                 raise RuntimeError(other_memory(f"argument {i}, unit {x.spec.unit!r}"))
 
 
 def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> None:
-    """Check that new parameters are like the old, so that the next step can take them."""
+    """Check that new parameters have the structure, shapes and dtypes of the old, for the next step."""
     results = out if isinstance(out, tuple) else (out,)
     for i in positions:
-        what = f"result {i} is not like argument {i} (parameters)"
+        label = f"result {i} is not like argument {i} (parameters)"
         if i >= len(results):
             raise ValueError(
-                f"params={tuple(positions)}: the step returned {len(results)} results; new parameters are expected "
-                "at the positions of the old"
+                f"params={tuple(positions)}: the step returned {len(results)} results; expected the new parameters at "
+                "the positions of the old ones"
             )
-        # a step may have gathered its parameters itself: then they are like the whole ones
-        old = abstract(args[i], parts=True) if boxed(args[i]) and not boxed(results[i]) else args[i]
+        # a step may have gathered its parameters itself: then compare them with the full parameters
+        old = abstract(args[i], parts=True) if is_sharded(args[i]) and not is_sharded(results[i]) else args[i]
         try:
             tree.leaves_up_to(old, results[i])
         except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
+            raise ValueError(f"{label}: {error}") from error
         paths, before, _ = tree.flatten_with_paths(old, is_box)
         after = tree.leaves_up_to(old, results[i], is_box)
         for path, x, y in zip(paths, before, after, strict=True):
@@ -211,95 +211,97 @@ def check_results(args: Sequence[Any], out: Any, positions: Sequence[int]) -> No
                 isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
             ):
                 raise ValueError(
-                    f"{what}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
+                    f"{label}: leaf {path!r} was {tree.show(x)} and became {tree.show(y)}; "
                     "fzero.optim.apply_updates keeps dtypes and shapes"
                 )
 
 
-# What a sharded step checks of the optimizer that it makes a state for, and of that state.
+# Checks of the optimizer, and of its new state.
 
 
 def check_optimizer(opt: Any, stage: int, on_shards: bool) -> None:
-    """Check that an optimizer is a pair, and one that a stage can run: on shards only an elementwise one."""
+    """Check that an optimizer is a pair that the stage can run: on shards, it must be elementwise."""
     check_pair(opt, "init")
-    elementwise = getattr(opt, "elementwise", None)  # a third-party pair does not say
+    elementwise = getattr(opt, "elementwise", None)  # a third-party pair does not declare it
     if not on_shards:
         return
     if elementwise is None:
         notice(
-            f"fzero: {type(opt).__name__} does not say whether it is elementwise and is taken to be: "
-            "fzero.testing.check_elementwise(opt) finds out"
+            f"fzero: {type(opt).__name__} does not declare whether it is elementwise, and is assumed to be: "
+            "fzero.testing.check_elementwise(opt) checks it"
         )
     if elementwise is False:
         raise ValueError(
-            f"stage={stage} runs the optimizer on flat shards, and this one declares elementwise=False: "
-            "it needs whole leaves; give them to it with optim.whole(opt), or use stage=0"
+            f"stage={stage} runs the optimizer on flat shards, and this optimizer declares elementwise=False: "
+            "it needs whole leaves; wrap it with optim.whole(opt), or use stage=0"
         )
 
 
-def noted(make: Callable[[], Any]) -> Any:
-    """Call `make()`, and add advice to the error of a pair that takes trees apart by itself."""
+def make_state(make: Callable[[], Any]) -> Any:
+    """Return `make()`. If it fails because a pair flattens trees by itself, the error gets a note with advice."""
     try:
         return make()
     except ValueError as error:
         if "differs by rank" in str(error):
-            error.add_note("A pair that takes trees apart by itself keeps unboxed state: wrap it, optim.leafwise(pair)")
+            error.add_note(
+                "A pair that flattens trees by itself returns state without boxes: wrap it, optim.leafwise(pair)"
+            )
         raise
 
 
 def check_device(params: Any, opt_state: Any) -> None:
-    """Check that no state was made without memory for parameters that have it."""
+    """Check that the state is not on the meta device if the parameters are not."""
     if not any(x.is_meta for x in tree.tensors(params)):
         check_memory("opt_state", opt_state)
 
 
-def check_memory(what: str, values: Any) -> None:
-    """Check that no leaf of a tree is on the meta device, beside parameters that have values.
+def check_memory(name: str, values: Any) -> None:
+    """Check that no leaf of a tree is on the meta device, given that the parameters have values.
 
     Raises:
-        ValueError: if one is. The message names it.
+        ValueError: if a leaf is on the meta device. The message names it.
     """
     if not any(x.is_meta for x in tree.tensors(values)):
         return
     paths, leaves, _ = tree.flatten_with_paths(values)
     path = next(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor) and x.is_meta)
     raise ValueError(
-        f"{what} leaf {path!r} is on the meta device, and the parameters have values: give step.init the module "
-        "itself, or a function that makes zeros, and then read the parameters into what it returned"
+        f"{name} leaf {path!r} is on the meta device, and the parameters have values: give step.init the module "
+        "itself, or a function that makes zeros, and then load the parameters into its result"
     )
 
 
 def check_no_torch_optimizer(train_step: Callable[..., Any]) -> None:
-    """Check that a train step runs no optimizer of torch.optim, which would change nothing and say nothing.
+    """Check that a train step runs no optimizer of torch.optim, which would silently change nothing.
 
     Raises:
-        TypeError: if one is among what it refers to, and it calls a `step` or an `update`.
+        TypeError: if the step's globals or closure hold such an optimizer, and the step calls a `step` or an `update`.
     """
     if not inspect.isfunction(train_step) or not {"step", "update"} & set(train_step.__code__.co_names):
         return
-    seen = inspect.getclosurevars(train_step)
-    for name, x in {**seen.globals, **seen.nonlocals}.items():
+    closure = inspect.getclosurevars(train_step)
+    for name, x in {**closure.globals, **closure.nonlocals}.items():
         if isinstance(x, torch.optim.Optimizer):
             raise TypeError(f"train_step calls {name!r}: {of_torch(x)}")
 
 
-# Tensors as a step takes and gives them: without a graph of their own, in memory of their own, and like the old.
+# Tensors at the border of a step: without `requires_grad`, in memory that nothing else shares, and alike across steps.
 
 
 def as_value(x: Any) -> Any:
-    """Return a tensor without its own `requires_grad`; a tensor that a graph or a transform made stays as it is."""
-    own = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
-    return x.detach() if own else x
+    """Return a leaf tensor without `requires_grad`; a tensor that a graph or a transform produced stays as it is."""
+    is_grad_leaf = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)
+    return x.detach() if is_grad_leaf else x
 
 
-def copied_from(values: Tree) -> Callable[[Any], Any]:
-    """Return a function that copies tensors that share memory with `values`, which a jitted step may overwrite."""
-    lent = {storage_id(x) for x in tree.tensors(values)}
-    return lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in lent else x
+def copy_aliases_of(values: Tree) -> Callable[[Any], Any]:
+    """Return a function that copies tensors that share memory with `values`: a jitted step may overwrite `values`."""
+    storages = {storage_id(x) for x in tree.tensors(values)}
+    return lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_id(x) in storages else x
 
 
 def is_like(x: Tree, y: Tree) -> bool:
-    """Return whether two trees of tensors have one structure, and tensors of one shape and dtype at each place."""
-    (xs, structure), (ys, other) = tree.flatten(x), tree.flatten(y)
+    """Return whether two trees of tensors have the same structure, shapes and dtypes. A lone tensor is no tree."""
+    (xs, structure), (ys, structure_y) = tree.flatten(x), tree.flatten(y)
     is_tree = not isinstance(x, torch.Tensor) and any(isinstance(a, torch.Tensor) for a in xs)
-    return is_tree and structure == other and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]
+    return is_tree and structure == structure_y and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]

@@ -24,24 +24,25 @@ def evaluate(
 ) -> Callable[..., Any]:
     """Make a program that evaluates a model on a batch over all ranks of a step.
 
-    Call it as `program(params, ..., batch, rows)`, with what `fzero.data.once` gives. `fzero.data.mean` makes of what
-    it returns for each batch the mean over all examples, whether the batches divide or not. It can be jitted.
+    Call it as `program(params, ..., batch, rows)`, with the batches and rows of `fzero.data.once`. `fzero.data.mean`
+    combines the results of all batches into the mean over all examples, even if the last batch is not full. The program
+    can be jitted.
 
     Args:
-        step: the sharded step, of whose parameters the program takes trees.
-        f: what is measured: `f(params, ..., batch)` of a rank's b examples returns a tree of tensors `[b]`, one value
-            an example. With `weighted`, a pair of such a tree and a tensor `[b]` of weights.
-        weighted: whether examples count differently, as with tokens: values are then sums over an example's tokens,
-            and the weight is the number of these.
-        gather: whether boxes in the arguments become whole leaves first. With False, as for blocks that are
-            rematerialised, `f` gathers its own.
+        step: the sharded step. The program takes trees in the layout of its parameters.
+        f: the measurement: `f(params, ..., batch)` on a rank's b examples returns a tree of tensors `[b]`, one value
+            per example. With `weighted`, it returns a pair of this tree and a tensor `[b]` of weights.
+        weighted: whether examples have weights. For means over tokens, a value is the sum over an example's tokens,
+            and its weight is the number of tokens.
+        gather: whether boxes in the arguments are gathered first. With False `f` gathers them itself, as blocks with
+            remat do.
 
     Returns:
         A program that returns `(sums, weight)`: the tree with 0-d sums over the first `rows` examples of the global
-        batch, and the sum of their weights. They are in float32 at least, and equal on all ranks.
+        batch, and the sum of their weights. Both are in float32 at least, and equal on all ranks.
 
     Raises:
-        ValueError: when called, if a value has not one number an example. The message names it.
+        ValueError: when called, if a value is not one number per example. The message names the value.
 
     Example:
         >>> import fzero, torch
@@ -56,34 +57,35 @@ def evaluate(
 
     def totals(*args: Any) -> Any:
         *trees, batch, rows = args
-        out = f(*_whole(trees, gather), batch)
+        out = f(*_full(trees, gather), batch)
         values, weights = out if weighted else (out, None)
         b = _examples("evaluate", f, values if weights is None else (values, weights))
-        here = torch.arange(b, device=rows.device) + axis_index(step.data_axes) * b
-        real = here < rows
-        weight = real if weights is None else torch.where(real, weights, 0)
-        sums = tree.map(lambda x: _sum(torch.where(real, x, 0)), values)
+        index = torch.arange(b, device=rows.device) + axis_index(step.data_axes) * b
+        is_real = index < rows
+        weight = is_real if weights is None else torch.where(is_real, weights, 0)
+        sums = tree.map(lambda x: _sum(torch.where(is_real, x, 0)), values)
         return psum((sums, _sum(weight)), step.data_axes)
 
-    return _named(step, f, totals)
+    return _program(step, f, totals)
 
 
 @api_boundary
 def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) -> Callable[..., Any]:
-    """Return a function that runs a model on every rank's batch and gathers the outputs.
+    """Make a program that runs a model on every rank's batch and gathers the outputs.
 
-    Call it as `program(params, ..., batch)`. It can be jitted. Of a batch that was filled up, take the first `rows`.
+    Call it as `program(params, ..., batch)`. It can be jitted. If the batch was padded, use the first `rows` of the
+    result.
 
     Args:
-        step: the sharded step, of whose parameters the program takes trees.
-        f: the model: `f(params, ..., batch)` of a rank's b examples returns a tree of tensors `[b, ...]`.
-        gather: whether boxes in the arguments become whole leaves first; see `fzero.evaluate`.
+        step: the sharded step. The program takes trees in the layout of its parameters.
+        f: the model: `f(params, ..., batch)` on a rank's b examples returns a tree of tensors `[b, ...]`.
+        gather: whether boxes in the arguments are gathered first; see `fzero.evaluate`.
 
     Returns:
         A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
 
     Raises:
-        ValueError: when called, if a result has not b rows. The message names it.
+        ValueError: when called, if a result does not have b rows. The message names the result.
 
     Example:
         >>> import fzero, torch
@@ -96,37 +98,39 @@ def predict(step: ShardedStep, f: Callable[..., Any], *, gather: bool = True) ->
         tensor([0., 2., 4., 6., 8.])
     """
 
-    def gathered(*args: Any) -> Any:
+    def gathered_outputs(*args: Any) -> Any:
         *trees, batch = args
-        out = f(*_whole(trees, gather), batch)
+        out = f(*_full(trees, gather), batch)
         _examples("predict", f, out)
         return tree.map(lambda x: all_gather_invariant(x, step.data_axes), out)
 
-    return _named(step, f, gathered)
+    return _program(step, f, gathered_outputs)
 
 
-def _whole(args: list[Any], gather: bool) -> list[Any]:
+def _full(args: list[Any], gather: bool) -> list[Any]:
     args = tree.map(as_value, args)
     return gather_boxes(args) if gather else args
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float32
-    return x.sum(dtype=wide)
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float32
+    return x.sum(dtype=dtype)
 
 
-def _examples(what: str, f: Any, values: Any) -> int:
-    """Return how many examples a rank's values are of, and check that they are: one each, or one row each."""
+def _examples(name: str, f: Any, values: Any) -> int:
+    """Return the number of a rank's examples, and check that each leaf has one value, or one row, per example."""
     paths, leaves, _ = tree.flatten_with_paths(values)
     if not leaves:
-        raise ValueError(f"fzero.{what}: {_name(f)} returns no tensor")
+        raise ValueError(f"fzero.{name}: {_name(f)} returns no tensor")
     for path, x in zip(paths, leaves, strict=True):
-        most = 1 if what == "evaluate" else math.inf
+        most = 1 if name == "evaluate" else math.inf
         if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= most or x.shape[0] != leaves[0].shape[0]:
-            wanted = "a tensor [examples], one value an example" if what == "evaluate" else "a tensor [examples, ...]"
-            wanted += "; of a pipelined loss give loss.outputs(last)" if isinstance(f, Pipeline) else ""
+            expected = (
+                "a tensor [examples], one value per example" if name == "evaluate" else "a tensor [examples, ...]"
+            )
+            expected += "; for a pipelined loss pass loss.outputs(last)" if isinstance(f, Pipeline) else ""
             raise ValueError(
-                f"fzero.{what}: {_name(f)} returns {tree.place('value', path)} as {tree.show(x)}: expected {wanted}"
+                f"fzero.{name}: {_name(f)} returns {tree.place('value', path)} as {tree.show(x)}: expected {expected}"
             )
     return leaves[0].shape[0]
 
@@ -135,6 +139,6 @@ def _name(f: Any) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _named(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
+def _program(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
     program.__name__ = _name(f)
     return step.program(program)

@@ -1,4 +1,4 @@
-"""Parameters of modules: those that they have, or, for one built on the meta device, a function that makes them."""
+"""Parameters of modules: take a module's parameters, or initialize those of a module on the meta device."""
 
 import copy
 from collections.abc import Callable
@@ -6,43 +6,43 @@ from typing import Any
 
 import torch
 
-__all__ = ["initializer", "on_meta", "stand_ins", "trainable", "without_storage"]
+__all__ = ["initializer", "is_on_meta", "stand_ins", "trainable_params", "without_storage"]
 
 Tensors = dict[str, torch.Tensor]
 
 
 def without_storage(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a module whose parameters and buffers are meta tensors; tied ones stay tied."""
+    """Return a copy of a module whose parameters and buffers are meta tensors; tied tensors stay tied."""
     return copy.deepcopy(module, stand_ins(module))
 
 
 def stand_ins(module: torch.nn.Module) -> dict[int, Any]:
-    """Make meta tensors like a module's parameters and buffers, by the ids of these."""
-    made: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    """Map the id of each parameter and buffer of a module to a meta tensor like it."""
+    result: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for p in module.parameters():
-        made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    return made
+        result[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    return result
 
 
-def trainable(module: torch.nn.Module) -> Tensors:
-    """Return a module's trainable parameters themselves, by name; a tied one has one name."""
+def trainable_params(module: torch.nn.Module) -> Tensors:
+    """Return a module's trainable parameters by name, not copied; a tied parameter has one name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def on_meta(module: torch.nn.Module) -> bool:
-    """Return whether a module's trainable parameters are on the meta device, and are yet to be filled.
+def is_on_meta(module: torch.nn.Module) -> bool:
+    """Return whether a module's trainable parameters are on the meta device, and must be initialized.
 
     Raises:
-        ValueError: if some are and some have values. Names one of each.
+        ValueError: if some parameters are on the meta device and some have values. The message names one of each.
     """
-    params = trainable(module)
+    params = trainable_params(module)
     absent = [name for name, p in params.items() if p.is_meta]
     present = [name for name, p in params.items() if not p.is_meta]
     if absent and present:
         raise ValueError(
             f"the module is partly on the meta device: {absent[0]!r} has no values, and {present[0]!r} has. step.init "
-            "keeps the weights of a module that has them all, and draws those of one that has none: load or fill "
-            f'{absent[0]!r} first, or move the module to the meta device, module.to("meta"), and have all drawn anew'
+            "keeps all weights of a module, or draws all if it has none: load or fill "
+            f'{absent[0]!r} first, or move the module to the meta device, module.to("meta"), to draw all weights anew'
         )
     return bool(absent)
 
@@ -50,23 +50,24 @@ def on_meta(module: torch.nn.Module) -> bool:
 def initializer(
     module: torch.nn.Module, init: Callable[[torch.nn.Module], Any] | None = None, device: str = "cpu"
 ) -> Callable[[], Tensors]:
-    """Make an init function of a module that was built on the meta device, for `step.init`.
+    """Make an init function for a module that was built on the meta device, for `step.init`.
 
-    It gives each submodule memory and has it fill its own parameters, one submodule after the other, in their order.
-    Whatever else a constructor does is not repeated: for that, give `step.init` an init function that calls it.
+    The init function allocates each submodule's own parameters and lets the submodule fill them, in the order of the
+    submodules. It does not repeat anything else that a constructor does. If that matters, give `step.init` an init
+    function that calls the constructor.
 
     Args:
         module: a module built under `with torch.device("meta"):`; it stays as it is.
         init: fills the parameters of a submodule in place; by default its `reset_parameters()`. For a model of
             transformers pass its `_init_weights`.
-        device: where the parameters are to be.
+        device: the device of the new parameters.
 
     Returns:
         A function without arguments that returns the trainable parameters by name, as `functional` names them.
 
     Raises:
         ValueError: when called, if a submodule has parameters of its own and no `reset_parameters`. The message names
-        it.
+            the submodule.
 
     Example:
         >>> with torch.device("meta"):
@@ -76,21 +77,21 @@ def initializer(
     """
 
     def make() -> Tensors:
-        made: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> what is in its place
-        whole = without_storage(module)
-        for name, m in whole.named_modules():
-            own = dict(m.named_parameters(recurse=False))
-            tied = [made[id(p)] for p in own.values() if id(p) in made]
-            for key, p in own.items():
-                if id(p) not in made:
-                    made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                m._parameters[key] = made[id(p)]
-            if len(tied) < len(own):
-                before = [p.detach().clone() for p in tied]
+        params: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> its replacement
+        clone = without_storage(module)
+        for name, m in clone.named_modules():
+            own_params = dict(m.named_parameters(recurse=False))
+            tied = [params[id(p)] for p in own_params.values() if id(p) in params]
+            for key, p in own_params.items():
+                if id(p) not in params:
+                    params[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                m._parameters[key] = params[id(p)]
+            if len(tied) < len(own_params):
+                old_values = [p.detach().clone() for p in tied]
                 _fill(name, m, init)
-                for p, values in zip(tied, before, strict=True):  # the first submodule's, as where one is assigned
+                for p, values in zip(tied, old_values, strict=True):  # the first submodule's values stay
                     p.detach().copy_(values)
-        return {name: p.detach() for name, p in whole.named_parameters() if p.requires_grad}
+        return {name: p.detach() for name, p in clone.named_parameters() if p.requires_grad}
 
     return make
 

@@ -1,4 +1,4 @@
-"""shard: an unsharded train step, composed with the four transforms by stage."""
+"""shard: make a sharded step of an unsharded train step and a ZeRO stage."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -29,37 +29,37 @@ def shard(
 ) -> ShardedStep:
     """Shard an unsharded train step by a ZeRO stage (arXiv:1910.02054).
 
-    The sharded step has the same signature, and the numbers of unsharded training on the global batch. At stage 3
-    it runs `train_step` on boxes. At stages 1 and 2 it cuts the parameters, runs `train_step` on the boxes, and
-    gathers the new parameters. At stage 0 it runs `train_step` as it is.
+    The sharded step has the same signature, and computes the numbers of unsharded training on the global batch. At
+    stage 3 it runs `train_step` on boxes. At stages 1 and 2 it partitions the parameters, runs `train_step` on the
+    boxes, and gathers the new parameters. At stage 0 it runs `train_step` on plain tensors.
 
     Args:
         train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
             gradients with `fzero.value_and_grad`.
-        stage: 0 to 3: what is sharded. See `ShardedStep.layout`.
+        stage: the ZeRO stage, 0 to 3. It determines the sharded trees: see `ShardedStep.layout`.
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
         axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
             gradients are averaged over them, and units are sharded over them.
         params: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results at
             the same positions are gathered.
-        units: a rule `(path, leaf) -> unit name` that says which leaves are gathered together, or `None` for a leaf
-            that stays replicated. By default each repeated block is a unit, and each other top-level child is one.
-        over: those of `axis` that units are sharded over, or a rule `(path, leaf) -> axes`; by default all. Along the
-            others they are replicated: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
-        split: a rule `(path, leaf) -> {axis: dimension}` for leaves of which each rank along an axis has its own part:
-            tensor and expert parallelism. `init` takes them whole, and so gives `gather` them. Several rules cut over
-            an axis each.
-        check: whether a distributed run compares, by checksum, its plain arguments and results between the ranks:
-            at the "first" call, at each (True), or never (False). It finds a forgotten `pmean` or `mesh.local`. A
+        units: a rule `(path, leaf) -> unit name`: leaves with one name are gathered together. The name `None` keeps a
+            leaf replicated. By default each repeated block is a unit, and so is each other top-level child.
+        over: the axes, among `axis`, over which units are sharded, or a rule `(path, leaf) -> axes`; by default all.
+            Units are replicated along the other axes: hybrid sharding is `axis=("replica", "shard"), over="shard"`.
+        split: a rule `(path, leaf) -> {axis: dimension}` for tensor and expert parallelism: each rank along the axis
+            has its own part of the leaf. `init` takes full leaves, and `gather` returns full leaves. A sequence of
+            rules, each for a different axis, is also accepted.
+        check: whether a distributed run compares its plain arguments and results between the ranks, by checksum: at
+            the "first" call, at each call (True), or never (False). It detects a forgotten `pmean` or `mesh.local`. A
             simulation always checks results, by type.
 
     Returns:
-        A `ShardedStep`: call it like `train_step`.
+        A `ShardedStep`. Call it like `train_step`.
 
     Raises:
-        ValueError: if `stage` is not 0 to 3, `axis` not an axis of the mesh, or `check` none of its values.
-        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; if `mesh` is no mesh. Also if
-            `axis` is no name, or `units`, `over` or `split` no rule.
+        ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
+        TypeError: if `train_step` is no function, or runs an optimizer of torch.optim; or if `mesh` is no mesh. Also if
+            `axis` is no name, or if `units`, `over` or `split` is no rule.
 
     Example:
         >>> import fzero, torch
@@ -86,23 +86,23 @@ def shard(
     if mesh is None:
         mesh = make_mesh(dp=-1)
         if mesh.simulated:
-            notice("fzero.shard: no mesh given and no torchrun world, so a simulated mesh of one rank is used")
+            notice("fzero.shard: no mesh and no torchrun world, so a simulated mesh of one rank is used")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
     names = mesh.names(axis)
     positions = (params,) if isinstance(params, int | str) else tuple(params)
-    whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
-    if not whole or not positions or len(set(positions)) < len(positions):
+    are_indices = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions)
+    if not are_indices or not positions or len(set(positions)) < len(positions):
         raise ValueError(f"params={params!r}: expected different positions of arguments, counted from 0")
     return ShardedStep(train_step, _stage(stage), mesh, names, positions, given_rules(units, over, split), check)
 
 
 def _stage(stage: Any) -> int:
-    """Return a stage as an int; those of numpy count, and bools do not."""
+    """Return a stage as an int. Integers of numpy are valid, and bools are not."""
     try:
-        found = -1 if isinstance(stage, bool) else operator.index(stage)
+        number = -1 if isinstance(stage, bool) else operator.index(stage)
     except TypeError:
-        found = -1
-    if found not in range(len(STAGES)):
+        number = -1
+    if number not in range(len(STAGES)):
         raise ValueError(f"stage={stage!r}: expected a stage of ZeRO, 0 to {len(STAGES) - 1}")
-    return found
+    return number

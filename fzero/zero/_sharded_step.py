@@ -1,4 +1,4 @@
-"""The sharded step: what each stage does with parameters, gradients and optimizer state, around an unsharded step."""
+"""The sharded step: an unsharded train step, with parameters, gradients and state in the layouts of a ZeRO stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from fzero.optim import offload_params
 from fzero.ranks import Mesh, Spmd, check_equal
 from fzero.sharding import PerRank, is_box
 from fzero.transforms import assemble, partition, replicate
-from fzero.zero._build import build, given_like, lay_side_by_side
+from fzero.zero._build import build, lay_side_by_side, supply_like
 from fzero.zero._bytes import check_host_memory, state_bytes
 from fzero.zero._checks import (
     as_value,
@@ -27,9 +27,9 @@ from fzero.zero._checks import (
     check_results,
     check_tree,
     check_unwritten,
-    copied_from,
+    copy_aliases_of,
     is_like,
-    noted,
+    make_state,
 )
 from fzero.zero._source import source_of
 from fzero.zero._stages import STAGES, StageLayouts
@@ -39,16 +39,16 @@ __all__ = ["ShardedStep"]
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A train step on a mesh, made by `fzero.shard`. Call it like the unsharded step.
+    """A train step on a mesh, returned by `fzero.shard`. Call it like the unsharded step.
 
     Attributes:
         train_step: the unsharded step.
         stage: 0 to 3.
         mesh: the ranks.
-        axis: the data-parallel axes. Losses are averaged and units sharded over them; the batch is split over all of
-            them but a pipeline's.
-        params: the positions of the parameters.
-        rules: how trees are cut: the rules given as `units`, `over` and `split`.
+        axis: the data-parallel axes. Losses are averaged and units sharded over them. The batch is split over them,
+            except over a pipeline's axis.
+        params: the positions of the parameters among the arguments.
+        rules: the rules for layouts: the arguments `units`, `over` and `split` of `fzero.shard`.
         check: whether a distributed run compares replicated values between the ranks: "first", True or False.
     """
 
@@ -63,17 +63,17 @@ class ShardedStep:
 
     @property
     def layout(self) -> StageLayouts:
-        """What the stage does with parameters, gradients and optimizer state."""
+        """The stage's layouts of parameters, gradients and optimizer state."""
         return STAGES[self.stage]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that a batch is split over: those of `axis`, but for a pipeline's, whose ranks share one."""
+        """The axes over which a batch is split: `axis` without a pipeline's axis, whose ranks share one batch."""
         return tuple([name for name in self.axis if name not in self.rules.apart])
 
     @property
     def name(self) -> str:
-        """The name of the unsharded step's function."""
+        """The name of the unsharded step."""
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
 
     def __repr__(self) -> str:
@@ -82,30 +82,31 @@ class ShardedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
 
-        Parameters that require grad by themselves, as those of a module do, are taken as plain values: else torch would
-        record each step. To differentiate a step use `torch.func`, or let another argument require grad.
+        Parameters that are leaves with `requires_grad`, such as a module's, are detached: otherwise torch would record
+        every step. To differentiate a step, use `torch.func`, or let another argument require grad.
 
         Args:
-            *args: what `train_step` takes: parameters and optimizer state as `init` or the last call gave them, the
-                batch as `mesh.split` or `mesh.local` did, other values plain (replicated).
-            **kwargs: likewise.
+            *args: the arguments of `train_step`: parameters and optimizer state from `init` or the previous call, the
+                batch from `mesh.split` or `mesh.local`, and other values as plain (replicated) tensors.
+            **kwargs: keyword arguments of `train_step`, likewise.
 
         Returns:
-            What `train_step` returns; plain tensors are equal on all ranks.
+            The results of `train_step`. Plain tensors are equal on all ranks.
 
         Raises:
-            ValueError: if the parameters have not the stage's layout, or a box was cut for another mesh. Also if a
-                plain result differs by rank (simulation, or with `check`), or new parameters are not like the old.
+            ValueError: if the parameters do not have the stage's layout, or a box was sharded for another mesh. Also if
+                a plain result differs by rank (in a simulation, or with `check`), or new parameters differ from the old
+                in structure, shape or dtype.
             RuntimeError: if a step of stage 1 or 2 returns parameters that it wrote through `.data`, which torch does
-                not count. Other in-place writes give the unsharded numbers; a jitted step refuses all.
+                not count. Other in-place writes give the unsharded numbers. A jitted step refuses all in-place writes.
         """
         if is_tracing():
             return self._run(*args, **kwargs)
         with UsersFrames():
             if any(x.is_meta for i in self.params for x in tree.tensors(args[i : i + 1])):
                 raise ValueError(
-                    "the parameters are on the meta device, which is for fzero.plan: give step.init the module itself, "
-                    "or a function that makes the parameters"
+                    "the parameters are on the meta device, which only fzero.plan supports: give step.init the module "
+                    "itself, or a function that makes the parameters"
                 )
             for i, x in enumerate(args):
                 check_memory(f"argument {i}", x)
@@ -118,8 +119,8 @@ class ShardedStep:
         return self.program(self.rank_step)(*args, **kwargs)
 
     def _checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, comparing plain arguments and results between the ranks if `check` says so now."""
-        check = self._checks_now()
+        """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
+        check = self._should_check()
         if check:
             check_equal("argument", {**dict(enumerate(args)), **kwargs}, self.mesh)
         out = run(*args, **kwargs)
@@ -128,17 +129,17 @@ class ShardedStep:
         return out
 
     def _handed_on(self, args: Sequence[Any], out: Any) -> tuple[int, ...]:
-        """List the arguments that the step hands on: its parameters, and each tree that it returns like it took it.
+        """List the arguments that the step updates: parameters, and each tree with a result like it at its position.
 
-        A lone tensor is no state: a step's loss may look like one of its arguments.
+        A lone tensor does not count as state: a step's loss may look like one of its arguments.
         """
         results = out if isinstance(out, tuple) else (out,)
         return tuple(
             [i for i, x in enumerate(args) if i in self.params or (i < len(results) and is_like(x, results[i]))]
         )
 
-    def _checks_now(self) -> bool:
-        if not self.mesh.distributed or vmaps():  # what a vmap has batched cannot be read
+    def _should_check(self) -> bool:
+        if not self.mesh.distributed or vmaps():  # a value that a vmap batches cannot be read
             return False
         if self.check == "first" and not self._calls:
             self._calls.append(None)
@@ -146,7 +147,7 @@ class ShardedStep:
         return self.check != "first" and bool(self.check)
 
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Run a rank program of your own on the step's mesh, with its axes and rules as the defaults."""
+        """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
         return Spmd(self.mesh, f, self.axis, self.rules)
 
     def _on(self, mesh: Mesh) -> "ShardedStep":
@@ -154,52 +155,52 @@ class ShardedStep:
         return replace(self, mesh=mesh, _calls=[])
 
     def rank_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one rank's step: what `fzero.shard` composes, to read."""
-        if not self.layout.shards_within_step:  # the layout in is the layout out
+        """Run one rank's step. This function is the whole of ZeRO: read it to see how the transforms compose."""
+        if not self.layout.shards_within_step:  # parameters keep their layout within the step
             out = self.train_step(*args, **kwargs)
             check_results(args, out, self.params)
             return out
-        cut = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
-        out = self.train_step(*cut, **kwargs)
-        check_unwritten(cut, self.params)
-        check_results(cut, out, self.params)
-        del cut  # the old shards, before the new parameters are whole
+        sharded = [partition(x, reduce=self.layout.grads) if i in self.params else x for i, x in enumerate(args)]
+        out = self.train_step(*sharded, **kwargs)
+        check_unwritten(sharded, self.params)
+        check_results(sharded, out, self.params)
+        del sharded  # free the old shards before gathering the new parameters
         if not isinstance(out, tuple):
             return replicate(out)
-        whole = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
-        return type(out)(*whole) if hasattr(out, "_fields") else tuple(whole)
+        full = [replicate(x) if i in self.params else x for i, x in enumerate(out)]
+        return type(out)(*full) if hasattr(out, "_fields") else tuple(full)
 
     @api_boundary
     def init(self, params: Any, opt: Any, *, donate: bool = False) -> tuple[Any, Any]:
-        """Put parameters into the stage's layout and make the optimizer's state for them.
+        """Put parameters into the stage's layout, and make the optimizer's state for them.
 
-        At stage 3 each leaf of a function, or of a module on the meta device, is made, cut and forgotten. So no rank
-        ever holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters anyway; from a
-        function they are made at once, and from a tree they are copied, unless it is donated. At stages 1 and 2 the
-        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards alone.
+        At stage 3 a function, or a module on the meta device, is run leaf by leaf: each leaf is computed, sharded and
+        freed. So a rank never holds more than its shards and one leaf. At stages 0 to 2 a rank holds all parameters
+        anyway: a function computes them at once, and a tree is copied, unless it is donated. At stages 1 and 2 the
+        leaves of a unit lie side by side in one buffer. At stages 1 to 3 the state is made for a rank's shards only.
 
         Args:
-            params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or what
-                makes one: a function without arguments, or a module. A module keeps the weights that it has; one on
-                the meta device fills itself, see `fzero.nn.initializer`. A function draws the random numbers of an
-                ordinary call, so the values are the same for every mesh; seed all ranks alike.
+            params: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run); or a
+                function without arguments that returns such a tree; or a module. A module keeps its weights; a module
+                on the meta device initializes itself, see `fzero.nn.initializer`. A function draws the random numbers
+                of an ordinary call, so the values are the same for every mesh; seed all ranks alike.
             opt: an (init, update) pair.
-            donate: whether the results may take over the memory of the tensors in `params`. Afterwards
-                reading these raises `DonatedError`. Views of their memory share it with the results. Units of several
-                leaves are copied at stages 1 and 2, one by one, and each leaf is freed when it is.
+            donate: whether the results may reuse the memory of the tensors in `params`. Reading such a tensor
+                afterwards raises `DonatedError`. Views of its memory share it with the results. At stages 1 and 2,
+                units of several leaves are copied one after the other, and each leaf is freed after its copy.
 
         Returns:
-            `(params, opt_state)`: what the step takes, plain tensors and boxes without an autograd graph. They share no
-            memory with anything that was given and not donated. With a pair that keeps master weights, the parameters
-            are cast as its precision policy says.
+            `(params, opt_state)` for the step: plain tensors and boxes without an autograd graph. They share memory
+            with donated tensors only. With a pair that keeps master weights, the parameters have the dtypes of its
+            precision policy.
 
         Raises:
             ValueError: if `params` differs between ranks, holds boxes, or is a module that is partly on the meta
                 device. Also if `opt` declares that it is not elementwise and the stage shards its state.
             TypeError: if `opt` is no (init, update) pair, or a leaf of `params` is no dense tensor. The message names
-                it.
+                the leaf.
             DonatedError: if a leaf was donated before.
-            MemoryError: if the host has less free than `optim.offload` is about to put there.
+            MemoryError: if the host has too little free memory for the state that `optim.offload` puts there.
 
         Example:
             >>> import fzero, torch
@@ -211,74 +212,79 @@ class ShardedStep:
         """
         check_optimizer(opt, self.stage, self.layout.shards_state)
         precision = getattr(opt, "precision", None)
-        # units are cut as those of the parameters that theirs become
-        wide = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
+        # units depend on dtypes: assign the leaves by the dtypes that the parameters will have after the cast
+        step = self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
         with torch.inference_mode(False), torch.no_grad():
-            params = wide._placed("params", params, "step.init(..., donate=True)" if donate else "")
-            check_host_memory(wide._state, params, opt, self.mesh)
-            opt_state = wide._state(params, opt)
+            params = step._place("params", params, "step.init(..., donate=True)" if donate else "")
+            check_host_memory(step._make_state, params, opt, self.mesh)
+            opt_state = step._make_state(params, opt)
             params = params if precision is None else precision.cast(params)
-            # a state that starts as the parameters: a jitted step writes into both
-            opt_state = tree.map(copied_from(params), opt_state)
+            # a state may start as the parameters themselves, and a jitted step writes into both
+            opt_state = tree.map(copy_aliases_of(params), opt_state)
             if ratio := getattr(opt, "lowers", 0):
                 params = offload_params(params, ratio, precision)
             leaves, structure = tree.flatten(params, is_box)
             del params
-            return self._in_units(leaves, structure), opt_state
+            return self._lay_out_units(leaves, structure), opt_state
 
-    def _in_units(self, leaves: list[Any], structure: Any) -> Any:
-        """Lay whole leaves side by side by units, where a rank updates its part of each. Takes `leaves`."""
-        whole = [x if isinstance(x, torch.Tensor) else None for x in leaves]
+    def _lay_out_units(self, leaves: list[Any], structure: Any) -> Any:
+        """Unflatten full leaves; at stages 1 and 2 first lay the leaves of each unit side by side, in one buffer.
+
+        `leaves` is changed in place, so that each leaf is freed after its copy.
+        """
+        full = [x if isinstance(x, torch.Tensor) else None for x in leaves]
         if self.layout.shards_within_step:
-            whole = tree.map(lambda x: torch.empty_like(x, device="meta"), whole)
-            lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, whole)))
+            full = tree.map(lambda x: torch.empty_like(x, device="meta"), full)
+            lay_side_by_side(leaves, self.program(partition)(tree.unflatten(structure, full)))
         return tree.unflatten(structure, leaves)
 
-    def _placed(self, what: str, values: Any, by: str) -> Any:
-        """Put a tree into the layout that parameters have between steps: its leaves one by one into their places."""
-        source = source_of(what, values, one_by_one=self.layout.shards_params, by=by)
+    def _place(self, label: str, values: Any, call: str) -> Any:
+        """Put a tree into the layout that parameters have between steps, leaf by leaf."""
+        source = source_of(label, values, lazy=self.layout.shards_params, call=call)
         del values
         plain = [None if isinstance(x, PerRank) else x for x in source.leaves]
-        layout = self.program(self._cut)(tree.unflatten(source.structure, plain))
-        return build(what, source, layout, self.mesh)
+        layout = self.program(self._partition_params)(tree.unflatten(source.structure, plain))
+        return build(label, source, layout, self.mesh)
 
-    def _cut(self, params: Any) -> Any:
-        """Cut parameters, as a rank program: at stages 0 to 2 only leaves that are split, of which no rank has all."""
+    def _partition_params(self, params: Any) -> Any:
+        """Partition parameters, as a rank program. At stages 0 to 2 only split leaves become boxes, over no axis."""
         sharded = self.layout.shards_params
         return partition(params, None if sharded else (), reduce=self.layout.grads if sharded else "each")
 
-    def _state(self, params: Any, opt: Any) -> Any:
-        """Make the optimizer's state, for a rank's shards where the stage shards it."""
-        further = self.layout.shards_within_step
+    def _make_state(self, params: Any, opt: Any) -> Any:
+        """Make the optimizer's state: for a rank's shards if the stage shards it, else for full parameters."""
+        partitions = self.layout.shards_within_step
 
         def make(params: Any) -> Any:
-            return opt.init(partition(params, reduce=self.layout.grads) if further else params)
+            return opt.init(partition(params, reduce=self.layout.grads) if partitions else params)
 
-        state = noted(lambda: self.program(make)(params))
+        state = make_state(lambda: self.program(make)(params))
         check_device(params, state)
         return state
 
     @api_boundary
     def partition(self, values: Any, like: Any = None, *, donate: bool = False) -> Any:
-        """Put a tree of whole leaves into the step's layout, outside the step: the inverse of `gather`.
+        """Put a tree of full leaves into the step's layout, outside the step: the inverse of `gather`.
 
-        A tree like the parameters, such as frozen ones, needs no `like`: the step's rules cut it as `init` does, at
-        stage 3 in shards. For any other tree, such as the optimizer's state, of which only some leaves are cut, give
-        `like`, a tree in the layout of the result. One without memory will do: `_, like = step.init(meta, opt)`.
+        A tree like the parameters, such as frozen parameters, needs no `like`: the step's rules partition it as in
+        `init`. For any other tree, such as the optimizer's state, pass `like`, a tree in the layout of the result. A
+        tree on the meta device is enough: `_, like = step.init(meta, opt)`.
 
         Args:
             values: a tree of plain tensors, equal on all ranks (compared by checksum in a distributed run). Without
-                `like`, also a function that makes one, or a module, as `init` takes them. `PerRank` values are copied.
-            like: a tree in the layout, with the structure, shapes and dtypes of `values`, whatever its tensors hold.
-            donate: whether the results may take over the memory of the tensors in `values`, as in `init`.
+                `like`, also a function that returns such a tree, or a module, as in `init`. `PerRank` values are
+                copied.
+            like: a tree in the layout, with the structure, shapes and dtypes of `values`. The contents of its tensors
+                are not read.
+            donate: whether the results may reuse the memory of the tensors in `values`, as in `init`.
 
         Returns:
-            The tree in the layout, in memory of its own. `step.gather` of it is `values`, to the last bit.
+            The tree in the layout, in memory of its own. `step.gather` returns `values` again, to the last bit.
 
         Raises:
-            ValueError: if `values` differs between ranks, holds shards, or is not like `like`; or if `like` was cut for
-                another mesh. Names the leaf.
-            TypeError: if a leaf is no dense tensor. The message names it.
+            ValueError: if `values` differs between ranks, holds shards, or does not match `like`; or if `like` was
+                sharded for another mesh. The message names the leaf.
+            TypeError: if a leaf is no dense tensor. The message names the leaf.
 
         Example:
             >>> import fzero, torch
@@ -291,41 +297,46 @@ class ShardedStep:
             >>> step.partition(saved, like=opt_state).mu
             {'w': Shard('w', float32 [100], 25 of 100 elements, dp=4)}
         """
-        by = "step.partition(..., donate=True)" if donate else ""
+        call = "step.partition(..., donate=True)" if donate else ""
         with torch.inference_mode(False), torch.no_grad():
             if like is None:
-                placed = self._placed("values", values, by)
+                result = self._place("values", values, call)
             else:
                 check_tree(like, self.mesh)
-                placed = build("values", given_like("values", values, like, by), like, self.mesh)
+                result = build("values", supply_like("values", values, like, call), like, self.mesh)
             del values
-            leaves, structure = tree.flatten(placed, is_box)
-            del placed
-            return self._in_units(leaves, structure)
+            leaves, structure = tree.flatten(result, is_box)
+            del result
+            return self._lay_out_units(leaves, structure)
 
     @api_boundary
     def gather(self, params: Any) -> Any:
-        """Gather every box of a tree, outside the step: plain tensors again, for evaluation or export.
+        """Gather every box of a tree into plain tensors, outside the step, for evaluation or export.
+
+        All ranks must call it: under `if mesh.rank == 0:`, rank 0 would wait for the other ranks forever.
 
         Args:
             params: a tree in the step's layout, such as its parameters, or a moment of the optimizer's state.
 
         Returns:
-            The tree with plain tensors, in memory of their own, on every rank; `PerRank` values stay as they are. All
-            ranks must call it: under `if mesh.rank == 0:` it would wait for the others for ever.
+            The tree with plain tensors, in memory of their own, on every rank. `PerRank` values stay as they are.
 
         Raises:
-            ValueError: if a box was cut for another mesh.
+            ValueError: if a box was sharded for another mesh.
         """
         check_tree(params, self.mesh)
         entries, structure = tree.flatten(params, is_box)
-        kept = [x if isinstance(x, PerRank) else None for x in entries]
-        whole = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
-        whole = tree.map(copied_from(params), whole)
-        return tree.unflatten(structure, [x if x is not None else y for x, y in zip(kept, whole, strict=True)])
+        per_rank = [x if isinstance(x, PerRank) else None for x in entries]
+        full = self.program(assemble)([None if isinstance(x, PerRank) else x for x in entries])
+        full = tree.map(copy_aliases_of(params), full)
+        return tree.unflatten(structure, [x if x is not None else y for x, y in zip(per_rank, full, strict=True)])
 
     def state_bytes(self, *trees: Any, space: str | None = None) -> int:
-        """Count the bytes that one rank holds of trees, in both memories or one; tied leaves count once.
+        """Count the bytes that one rank holds of trees; tied leaves count once.
+
+        Args:
+            *trees: trees in the step's layout.
+            space: "device" or "host" to count the bytes in one memory; by default both count.
 
         Example:
             >>> import fzero, torch

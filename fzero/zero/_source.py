@@ -1,4 +1,4 @@
-"""Where a tree's leaves come from: a tree, a module, or an init function that is traced and run leaf by leaf."""
+"""Sources of a tree's leaves: a tree, a module, or an init function that is traced and run leaf by leaf."""
 
 import random
 import sys
@@ -16,131 +16,133 @@ from fzero._donated import empty
 from fzero._notice import notice
 from fzero.graph import is_random, values
 from fzero.sharding import PerRank, is_box
-from fzero.zero._module import initializer, on_meta, trainable
+from fzero.zero._module import initializer, is_on_meta, trainable_params
 
-__all__ = ["Deferred", "LeafSupply", "defer", "given", "source_of"]
+__all__ = ["LeafSupply", "TracedInit", "source_of", "supply_of", "trace_init"]
 
-# Leaves that exist already: given by the caller, who keeps them or gives them up, or made by a function.
+# Leaves that exist already. The caller keeps or donates them, or a function has returned them.
 
 
 @dataclass(frozen=True)
 class LeafSupply:
-    """A tree whose leaves are at hand, to be handed out once, one after the other.
+    """A tree whose leaves exist. `run` passes each leaf on once, one after the other, and drops it.
 
     Attributes:
-        leaves: its leaves, in meta tensors; one object where leaves are tied. Other values are as they were given.
-        devices: the device of each; None where there is no tensor.
-        structure: its structure, in which a `PerRank` value is a leaf.
-        held: the leaves themselves, until they are handed out.
-        notes: if the caller gives the leaves up, the message of each for whoever reads it afterwards; else empty.
+        leaves: meta tensors like the leaves; tied leaves are one object. Values that are no tensors are unchanged.
+        devices: the device of each leaf; None for a value that is no tensor.
+        structure: the tree's structure, in which a `PerRank` value is a leaf.
+        tensors: the leaves themselves, until `run` passes them on.
+        notes: if the caller donates the leaves, an error message for each, for later reads; else empty.
     """
 
     leaves: list[Any]
     devices: list[Any]
     structure: Any
-    held: list[Any]
+    tensors: list[Any]
     notes: Sequence[str]
 
     def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
-        """Hand out the leaves, and forget each.
+        """Pass each leaf to `take`, and drop it.
 
         Args:
-            take: called with each leaf's positions, the leaf, and whether its memory may be kept for the result.
+            take: called with each leaf's positions, the leaf, and whether the result may keep the leaf's memory.
         """
         positions: dict[int, list[int]] = {}  # id of a leaf -> its positions
         for i, x in enumerate(self.leaves):
             if isinstance(x, torch.Tensor):
                 positions.setdefault(id(x), []).append(i)
-        lie_in = [_torch.storage_id(self.held[at[0]]) for at in positions.values()]
+        storages = [_torch.storage_id(self.tensors[at[0]]) for at in positions.values()]
         for at in positions.values():
-            x = self.held[at[0]]
-            fit = x.is_contiguous() and not x.is_inference()  # to be written into by a jitted step
-            alone = lie_in.count(_torch.storage_id(x)) == 1 and x.untyped_storage().nbytes() == x.nbytes
+            x = self.tensors[at[0]]
+            is_writable = x.is_contiguous() and not x.is_inference()  # a jitted step can write into it
+            owns_storage = storages.count(_torch.storage_id(x)) == 1 and x.untyped_storage().nbytes() == x.nbytes
             for i in at:
-                self.held[i] = None
+                self.tensors[i] = None
             if self.notes and not x.is_meta:
                 x = empty(x, self.notes[at[0]])
-            take(at, x, bool(self.notes) and fit and alone)
-            del x  # before the next one is made
+            take(at, x, bool(self.notes) and is_writable and owns_storage)
+            del x  # before the next leaf is copied
 
 
-def given(what: str, values: Any, by: str = "") -> LeafSupply:
-    """Take a tree apart. Where nobody else holds its leaves, each is freed when it was handed out.
+def supply_of(label: str, values: Any, call: str = "") -> LeafSupply:
+    """Flatten a tree into a supply of its leaves. A leaf is freed after its use, unless someone else holds it.
 
     Args:
-        what: what the tree is called in messages.
+        label: the tree's name in messages.
         values: the tree.
-        by: the call by which the caller gives the leaves up, if they do: "step.init(..., donate=True)".
+        call: if the caller donates the leaves, the call that does, for messages: "step.init(..., donate=True)".
 
     Raises:
-        ValueError: if the tree is cut. Names the first box.
+        ValueError: if the tree is sharded. The message names the first box.
         TypeError: if a leaf is no dense tensor. The message names it.
     """
-    paths, held, structure = tree.flatten_with_paths(values, is_box)
+    paths, tensors, structure = tree.flatten_with_paths(values, is_box)
     leaves: list[Any] = []
     meta: dict[int, torch.Tensor] = {}  # id of a leaf -> its stand-in
-    for i, (path, x) in enumerate(zip(paths, held, strict=True)):
+    for i, (path, x) in enumerate(zip(paths, tensors, strict=True)):
         if isinstance(x, PerRank):
-            held[i] = tree.map(torch.clone, x)
+            tensors[i] = tree.map(torch.clone, x)
         else:
-            _check_leaf(what, path, x)
+            _check_leaf(label, path, x)
         if isinstance(x, torch.Tensor) and id(x) not in meta:
             meta[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else held[i])
-    devices = [x.device if isinstance(x, torch.Tensor) else None for x in held]
-    notes = [f"{what} leaf {path!r} was donated to {by}" for path in paths] if by else []
-    return LeafSupply(leaves, devices, structure, held, notes)
+        leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else tensors[i])
+    devices = [x.device if isinstance(x, torch.Tensor) else None for x in tensors]
+    notes = [f"{label} leaf {path!r} was donated to {call}" for path in paths] if call else []
+    return LeafSupply(leaves, devices, structure, tensors, notes)
 
 
-def _check_leaf(what: str, path: str, x: Any) -> None:
+def _check_leaf(label: str, path: str, x: Any) -> None:
     if is_box(x):
-        raise ValueError(f"{what} is cut already: leaf {path!r} is {x!r}; gather it with the step that cut it")
+        raise ValueError(f"{label} is sharded already: leaf {path!r} is {x!r}; gather it with the step that sharded it")
     if isinstance(x, torch.nn.Module):
         raise TypeError(
-            f"{what} holds a module: give the module itself, or fzero.nn.functional(module).params, a tree of its "
+            f"{label} holds a module: pass the module itself, or fzero.nn.functional(module).params, a tree of its "
             "parameters"
         )
     if not isinstance(x, torch.Tensor):
         if x is not None:
-            raise TypeError(f"{what} leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
+            raise TypeError(f"{label} leaf {path!r} is {x!r}: expected a tensor; register its class as a pytree node")
         return
     if torch.nn.parameter.is_lazy(x):
-        raise TypeError(f"{what} leaf {path!r} is not initialised: run the lazy module once on a batch first")
-    if hasattr(type(x), "__tensor_flatten__"):  # torch's protocol of tensors that are made of others
+        raise TypeError(f"{label} leaf {path!r} is not initialised: run the lazy module once on a batch first")
+    if hasattr(type(x), "__tensor_flatten__"):  # torch's protocol for tensor subclasses that wrap tensors
         raise TypeError(
-            f"{what} leaf {path!r} is a {type(x).__name__}, a tensor made of others, which cannot be cut: give a plain "
-            "tensor (x.full_tensor() of a DTensor)"
+            f"{label} leaf {path!r} is a {type(x).__name__}, a tensor that wraps tensors, and cannot be sharded: pass "
+            "a plain tensor (x.full_tensor() of a DTensor)"
         )
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
-        raise TypeError(f"{what} leaf {path!r} is {kind}, and cannot be cut: give a dense tensor, such as x.to_dense()")
+        raise TypeError(
+            f"{label} leaf {path!r} is {kind}, and cannot be sharded: pass a dense tensor, such as x.to_dense()"
+        )
 
 
-# A tree that is made leaf by leaf: its init function is traced without memory, and the graph run later.
+# A tree whose init function is traced without memory. Running the graph later computes leaf after leaf.
 
 
 @dataclass(frozen=True)
-class Deferred:
-    """A tree that is yet to be made, by a traced init function.
+class TracedInit:
+    """A tree that does not exist yet: a traced init function will compute it.
 
     Attributes:
-        leaves: its leaves, in meta tensors; one object where leaves are tied.
-        devices: the device of each.
-        structure: its structure.
+        leaves: meta tensors like the leaves; tied leaves are one object.
+        devices: the device of each leaf.
+        structure: the tree's structure.
     """
 
     leaves: list[Any]
     devices: list[Any]
     structure: Any
     _graph: GraphModule
-    _nodes: dict[Node, list[int]]  # the node of each leaf, and the leaf's positions
+    _nodes: dict[Node, list[int]]  # the node that computes a leaf -> the leaf's positions
 
     def run(self, take: Callable[[list[int], torch.Tensor, bool], None]) -> None:
-        """Compute the leaves, in the order of the function, random numbers included.
+        """Compute the leaves in the order of the function, random numbers included.
 
         Args:
-            take: called as soon as nothing will change or read a leaf any more, with its positions, the leaf, and
-                False: its memory may be a part of more, or the caller's. What `take` does not copy is freed.
+            take: called with a leaf's positions, the leaf, and False, as soon as no operation changes or reads the leaf
+                any more. False: its memory may be part of a larger tensor, or the caller's, so `take` must copy it.
         """
         expires = self._last_touches()
         env: dict[Node, Any] = {}
@@ -151,17 +153,17 @@ class Deferred:
                 args, kwargs = map_arg((n.args, n.kwargs), lambda a: env[a])  # pyright: ignore
                 env[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 del args, kwargs
-            for done in expires.get(n, ()):
-                value = env.pop(done, None)
-                if done in self._nodes:
-                    take(self._nodes[done], value, False)
+            for expired in expires.get(n, ()):
+                value = env.pop(expired, None)
+                if expired in self._nodes:
+                    take(self._nodes[expired], value, False)
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:
-        """Return for each node the values whose memory it is the last to touch, through whatever view of it."""
+        """Return for each node the values whose memory no later node touches, not even through a view."""
         nodes = [n for n in self._graph.graph.nodes if n.op != "output"]
-        touched: dict[int, int] = {}  # storage -> when last
-        used: dict[Node, int] = {}  # a value without memory, such as a random generator -> when last
+        touched: dict[int, int] = {}  # storage -> index of the last node that touches it
+        used: dict[Node, int] = {}  # value, maybe without memory like a random generator -> index of its last use
         for i, n in enumerate(nodes):
             for x in (n, *n.all_input_nodes):
                 used[x] = i
@@ -174,54 +176,55 @@ class Deferred:
 
 
 @contextmanager
-def _watching_seeds() -> Iterator[list[str]]:
-    """Watch for traced code that seeds a generator after a traced draw: in the graph all seeds come before draws.
+def _watch_seeds() -> Iterator[list[str]]:
+    """Detect traced code that seeds a generator after a traced draw: the graph runs all seeds before the draws.
 
     Yields:
-        A list that is filled with the names of the methods that seeded.
+        A list, which receives the name of each method that seeds a generator again.
     """
-    found: list[str] = []
-    seeded: list[torch.Generator] = [torch.default_generator]  # kept, so that no other is taken for one of them
+    methods: list[str] = []
+    # holds the generators, so that a new one cannot have the identity of an old one
+    generators: list[torch.Generator] = [torch.default_generator]
 
-    def watch(frame: Any, event: str, called: Any) -> None:
-        generator = getattr(called, "__self__", None) if event == "c_call" else None
-        if isinstance(generator, torch.Generator) and called.__name__ in ("manual_seed", "seed", "set_state"):
-            again = any(g is generator for g in seeded)
-            if again and any(is_random(n) for n in _torch.recorded()):
-                found.append(called.__name__)
-            seeded.append(generator)
+    def watch(frame: Any, event: str, function: Any) -> None:
+        generator = getattr(function, "__self__", None) if event == "c_call" else None
+        if isinstance(generator, torch.Generator) and function.__name__ in ("manual_seed", "seed", "set_state"):
+            is_reseed = any(g is generator for g in generators)
+            if is_reseed and any(is_random(n) for n in _torch.recorded()):
+                methods.append(function.__name__)
+            generators.append(generator)
 
-    before = sys.getprofile()
+    previous = sys.getprofile()
     sys.setprofile(watch)
     try:
-        yield found
+        yield methods
     finally:
-        sys.setprofile(before)
+        sys.setprofile(previous)
 
 
-def defer(init: Callable[[], Any]) -> Deferred:
-    """Trace an init function, without memory for what it makes.
+def trace_init(init: Callable[[], Any]) -> TracedInit:
+    """Trace an init function, without memory for its results.
 
     Raises:
         DataDependentError: if it reads a tensor's value.
-        RuntimeError: if it seeds a random generator that it has drawn from: draws come later than seeds here.
+        RuntimeError: if it seeds a random generator after drawing from it: the graph runs all draws after the seeds.
     """
-    found: list[Any] = []
+    result: list[Any] = []
 
     def flat() -> list[torch.Tensor]:
-        found[:] = tree.flatten(init())
-        return [x for x in found[0] if isinstance(x, torch.Tensor)]
+        result[:] = tree.flatten(init())
+        return [x for x in result[0] if isinstance(x, torch.Tensor)]
 
-    with _torch.TRACING, _watching_seeds() as reseeded:
+    with _torch.TRACING, _watch_seeds() as methods:
         graph = _torch.trace(flat, [])
-    if reseeded:
+    if methods:
         raise RuntimeError("it seeds a random generator again after drawing from it")
-    leaves, structure = found
+    leaves, structure = result
     output = next(n for n in graph.graph.nodes if n.op == "output")
     positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     nodes: dict[Node, list[int]] = {}
     devices: list[Any] = [None] * len(leaves)
-    first: dict[int, Node] = {}  # id of a leaf -> its node: a captured tensor has one for each place
+    first: dict[int, Node] = {}  # id of a leaf -> its first node: a captured tensor has a node for each place
     for i, n in zip(positions, output.args[0], strict=True):
         nodes.setdefault(first.setdefault(id(leaves[i]), n), []).append(i)
     for n, at in nodes.items():
@@ -229,46 +232,47 @@ def defer(init: Callable[[], Any]) -> Deferred:
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
         for i in at:
             leaves[i], devices[i] = meta, x.device
-    return Deferred(leaves, devices, structure, graph, nodes)
+    return TracedInit(leaves, devices, structure, graph, nodes)
 
 
-# Where a tree's leaves come from: a tree, a function that makes one, or a module.
+# The source of a tree's leaves: a tree, a function that returns one, or a module.
 
 
-def source_of(what: str, values: Any, one_by_one: bool, by: str = "") -> LeafSupply | Deferred:
-    """Return the leaves of a tree, to be had one after the other.
+def source_of(label: str, values: Any, lazy: bool, call: str = "") -> LeafSupply | TracedInit:
+    """Return the source of a tree's leaves, which supplies them one after the other.
 
     Args:
-        what: what the tree is called in messages.
-        values: the tree; or a function without arguments that makes it, or a module, which has its trainable parameters
-            or, on the meta device, makes them.
-        one_by_one: whether each leaf that a function makes is made only when it is its turn, if the function can be
-            traced. Else the function is called now, and each leaf is freed when it had its turn.
-        by: the call by which the caller gives the leaves up, if they do.
+        label: the tree's name in messages.
+        values: the tree; or a function without arguments that returns it; or a module. The tree of a module has its
+            trainable parameters; a module on the meta device initializes them.
+        lazy: whether to trace a function, so that each leaf is computed only when it is needed. Otherwise, or if it
+            cannot be traced, the function is called now, and each leaf is freed after its use.
+        call: if the caller donates the leaves, the call that does, for messages.
 
     Raises:
-        ValueError: if a module is partly on the meta device, or the tree is cut. Names the parameter or the leaf.
+        ValueError: if a module is partly on the meta device, or the tree is sharded. The message names the parameter
+            or the leaf.
         TypeError: if a leaf is no dense tensor. The message names it.
     """
     if isinstance(values, torch.nn.Module):
-        values = initializer(values) if on_meta(values) else trainable(values)
+        values = initializer(values) if is_on_meta(values) else trainable_params(values)
     if not callable(values):
-        return given(what, values, by)
-    deferred = _deferred(values) if one_by_one else None
-    return given(what, values(), by) if deferred is None else deferred
+        return supply_of(label, values, call)
+    source = _try_trace(values) if lazy else None
+    return supply_of(label, values(), call) if source is None else source
 
 
-def _deferred(init: Callable[[], Any]) -> Deferred | None:
-    """Trace an init function; return None, and say why, if that is not possible."""
-    before = random.getstate(), torch.get_rng_state()
+def _try_trace(init: Callable[[], Any]) -> TracedInit | None:
+    """Trace an init function. If that is not possible, print a notice with the reason, and return None."""
+    states = random.getstate(), torch.get_rng_state()
     try:
-        return defer(init)
-    except Exception as error:  # if it is init's own, it comes again when init is called
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
+        return trace_init(init)
+    except Exception as error:  # an error of init itself is raised again when init is called
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
         name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
         notice(
             f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
-            "while it is cut"
+            "while it is sharded"
         )
         return None

@@ -1,6 +1,6 @@
 """The stages of ZeRO: four rows, each a choice of layouts for parameters, gradients and optimizer state.
 
-A row says all that the code of a step asks of a stage. So another way to shard is another row.
+A sharded step reads nothing else of a stage. So another way to shard is another row.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,13 @@ __all__ = ["STAGES", "StageLayouts"]
 
 
 class StageLayouts(NamedTuple):
-    """What a stage does with each tree: "replicated" on every rank, or "sharded" over them.
+    """The layout of each tree at a stage: "replicated" on every rank, or "sharded" over the ranks.
 
     Attributes:
-        params: the parameters, between steps.
-        grads: when gradients are reduced: "replicated" (never cut), "once" (in full until the last micro-batch,
-            then into shards), or "each" (each micro-batch into shards).
-        opt_state: the optimizer's state.
+        params: the layout of the parameters between steps.
+        grads: when gradients are reduced: "replicated" (full gradients, never sharded), "once" (full gradients until
+            the last micro-batch, then a reduce-scatter), or "each" (a reduce-scatter for each micro-batch).
+        opt_state: the layout of the optimizer's state.
     """
 
     params: str
@@ -24,17 +24,17 @@ class StageLayouts(NamedTuple):
 
     @property
     def shards_params(self) -> bool:
-        """Whether a rank holds its shards of the parameters between steps."""
+        """Whether a rank holds only its shards of the parameters between steps."""
         return self.params == "sharded"
 
     @property
     def shards_state(self) -> bool:
-        """Whether a rank holds the optimizer's state of its shards alone."""
+        """Whether a rank holds the optimizer's state of its shards only."""
         return self.opt_state == "sharded"
 
     @property
     def shards_within_step(self) -> bool:
-        """Whether a step partitions whole parameters, updates its shards, and gathers them again (stages 1 and 2)."""
+        """Whether a step partitions full parameters, updates shards, and gathers them again (stages 1 and 2)."""
         return self.shards_state and not self.shards_params
 
 

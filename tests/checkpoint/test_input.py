@@ -89,7 +89,7 @@ def test_a_box_needs_the_mesh_that_it_was_cut_for(tmp_path):
     step, state = state_in(Layout({"dp": 2}, 3), PARAMS)
     with pytest.raises(ValueError, match=r"the tree leaf 'params.a' is in a box: give the mesh"):
         fzero.save(tmp_path, state)
-    with pytest.raises(ValueError, match=r"the tree leaf 'params.a' was cut for dp=2, and this mesh has dp=3"):
+    with pytest.raises(ValueError, match=r"the tree leaf 'params.a' was sharded for dp=2, and this mesh has dp=3"):
         fzero.save(tmp_path, state, fzero.mesh(dp=3))
     with pytest.raises(ValueError, match=r"has a part of unit 'b', without leaf|is not in this tree"):
         whole = {"b": {"c": torch.zeros(3), "d": torch.zeros(2)}}

@@ -278,7 +278,7 @@ MUTANTS = [
         Fault("write into shared memory", "_check_apart", never("A < B"), JIT),
     ),
     *File("zero/_sharded_step.py", ("tests/distributed/test_gloo.py", "-k", "training-2")).faults(
-        Fault("ranks compare what a vmap has batched", "ShardedStep._checks_now", dropped("A()")),
+        Fault("ranks compare what a vmap has batched", "ShardedStep._should_check", dropped("A()")),
     ),
     *File("ranks/_spmd.py", JIT).faults(
         Fault("a vmap around the world breaks", "Spmd._by_vmap", dropped("is_outermost")),

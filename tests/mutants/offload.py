@@ -119,7 +119,7 @@ MUTANTS = [
         ),
     ),
     *File("zero/_build.py", OFFLOAD).faults(
-        Fault("pieces are filled from the shard's start", "_Home.store", bare("A + B.C")),
+        Fault("pieces are filled from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
     *File("graph/passes/_recompute.py", SPACES).faults(
         Fault("moves are made again", "_repeats", dropped("A(B)", at="4 of 5")),

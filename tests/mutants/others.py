@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("late reduction", "raise_priority", never("not A()"), ("tests/transforms/test_memory.py",)),
     ),
     *File("zero/_checks.py", ("tests/zero/test_parameters_with_grad.py",)).faults(
-        Fault("steps are recorded for ever", "as_value", never("own")),
+        Fault("steps are recorded for ever", "as_value", never("is_grad_leaf")),
         Fault("graphs are cut between steps", "as_value", dropped("A.is_leaf")),
         Fault("jit lets a step write into its shards", "check_unwritten", always("not A()"), WRITES),
     ),

@@ -73,7 +73,7 @@ MUTANTS = [
         Fault("a parameter keeps its path", "Pipelined.name.name", returns("path")),
     ),
     *File("sharding/_segments.py", OPTIMIZERS).faults(
-        Fault("masks see ranks", "abstract.whole", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
+        Fault("masks see ranks", "abstract.full_leaves", becomes("A.B if C else A.D", "A.B if C else A.whole_shapes")),
     ),
     *File("optim/_norms.py", OPTIMIZERS).faults(
         Fault("a norm of all ranks' blocks", "_leaf_norms", never("A.B", at="1 of 2")),
@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     *File("zero/_evaluate.py", OUTPUTS).faults(
         Fault("sums over the stages", "evaluate.totals", becomes("A((B, C(D)), E.F)", "A((B, C(D)), E.axis)")),
-        Fault("a row a stage", "predict.gathered", becomes("step.A", "step.axis")),
+        Fault("a row a stage", "predict.gathered_outputs", becomes("step.A", "step.axis")),
     ),
     *File("zero/_sharded_step.py", OUTPUTS).faults(
         Fault("stages have data", "ShardedStep.data_axes", dropped("A not in self.B.C")),

@@ -49,7 +49,7 @@ MUTANTS = [
     *File("sharding/_rows.py").faults(
         Fault(
             "lose the remembered gradient",
-            "_Remembered.backward",
+            "_GatherFromOrigin.backward",
             becomes("(None, None, A, *B)", "(None, None, A * 0, *B)"),
         ),
     ),

@@ -18,8 +18,8 @@ MUTANTS = [
         Fault("a large subtree stays whole", "_cut", dropped("sum(A) <= B")),
         Fault("large children are one piece", "_cut", always("max(A, default=0) < B")),
         Fault("a piece is named by its first subtree", "_piece", always("A == last")),
-        Fault("the default rule has no cap", "_capped", always("sum(A.values()) <= B")),
-        Fault("the cap counts leaves before they are split", "_capped", bare("A // math.prod(B)")),
+        Fault("the default rule has no cap", "_cap", always("sum(A.values()) <= B")),
+        Fault("the cap counts leaves before they are split", "_cap", bare("A // math.prod(B)")),
     ),
     *File("sharding/_unit_policies.py", UNITS).faults(
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),

@@ -42,15 +42,15 @@ MUTANTS = [
         Fault("every leaf lies where the unit begins", "_fill", becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])")),
         Fault("tied leaves come apart", "_fill", always("A not in B")),
         Fault("all old leaves live on", "lay_side_by_side", becomes("A.clear()", "leaves.append([*A.values()])")),
-        Fault("replicated leaves are the caller's", "_Filling.take", always("A and B == C[0]"), GIVEN),
-        Fault("donated leaves are copied", "_Filling.take", never("may_keep"), GIVEN),
+        Fault("replicated leaves are the caller's", "_Filler.take", always("A and B == C[0]"), GIVEN),
+        Fault("donated leaves are copied", "_Filler.take", never("may_keep"), GIVEN),
         Fault("a unit on two devices", "_check_one_device", never("A != B[0]"), GIVEN),
         Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B"), PARTITION),
         Fault("tied leaves may differ", "_check_tied", never("A is not B"), PARTITION),
-        Fault("ties are lost", "_Filling.take", always("A not in self.B"), PARTITION),
+        Fault("ties are lost", "_Filler.take", always("A not in self.B"), PARTITION),
     ),
     *File("zero/_sharded_step.py", GIVEN).faults(
-        Fault("stage 0 lays leaves side by side", "ShardedStep._in_units", always("self.layout.A"), SIDE_BY_SIDE),
+        Fault("stage 0 lays leaves side by side", "ShardedStep._lay_out_units", always("self.layout.A"), SIDE_BY_SIDE),
         Fault(
             "results have a graph",
             "ShardedStep.init",
@@ -88,13 +88,13 @@ MUTANTS = [
     ),
     *File("zero/_source.py", GIVEN).faults(
         Fault("a module's weights are drawn anew", "source_of", always("A(B)", at="1 of 2")),
-        Fault("donated views are kept", "LeafSupply.run", dropped("alone")),
+        Fault("donated views are kept", "LeafSupply.run", dropped("owns_storage")),
         Fault("donated inference tensors are kept", "LeafSupply.run", dropped("not A.is_inference()")),
         Fault("leaves are held to the end", "LeafSupply.run", skipped("self.A[B] = None")),
-        Fault("what differs by rank is shared", "given", becomes("torch.clone", "lambda v: v"), PARTITION),
+        Fault("what differs by rank is shared", "supply_of", becomes("torch.clone", "lambda v: v"), PARTITION),
     ),
     *File("zero/_module.py", GIVEN).faults(
-        Fault("half a module is drawn", "on_meta", never("A and B")),
+        Fault("half a module is drawn", "is_on_meta", never("A and B")),
     ),
     *File("zero/_bytes.py", PARTITION).faults(
         Fault("all ranks' bytes", "state_bytes", bare("A // B")),

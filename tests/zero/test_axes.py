@@ -391,7 +391,7 @@ def test_boxes_of_a_mesh_in_another_order_are_refused():
     steps = [fzero.shard(lambda p, s: (p, s), 3, mesh, "dp", split=split) for mesh in (one, other)]
     params, _ = steps[0].init({"w": torch.arange(8.0)}, optim.sgd(0.1))
     with pytest.raises(
-        ValueError, match="was cut on a mesh with the axes dp, tp in this order, and this one has tp, dp"
+        ValueError, match="was sharded on a mesh with the axes dp, tp in this order, and this mesh has tp, dp"
     ):
         steps[1].gather(params)
 
@@ -409,7 +409,7 @@ def test_split_rules_are_checked():
         ("tp", r"split: the rule gave 'tp' for leaf 'w', expected"),
         ({"tp": None}, r"split: the rule gave {'tp': None} for leaf 'w'"),
         ({"tp": 2}, r"along dimension 2 over 'tp': it has no such dimension"),
-        ({"tp": 1}, r"cut in 2 equal parts along dimension 1 over 'tp'; pad"),
+        ({"tp": 1}, r"split in 2 equal parts along dimension 1 over 'tp'; pad"),
         ({"pp": 0}, r"axis 'pp' is not bound here"),
     ):
         with pytest.raises((ValueError, TypeError), match=error):

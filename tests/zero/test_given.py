@@ -251,19 +251,19 @@ def test_one_tensor_at_two_paths_with_two_rules_follows_the_first():
 DENSE = {
     "sparse": (
         lambda: torch.eye(3).to_sparse(),
-        r"params leaf 'w' is torch.sparse_coo, and cannot be cut: give a dense",
+        r"params leaf 'w' is torch.sparse_coo, and cannot be sharded: pass a dense",
     ),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), r"params leaf 'w' is torch.sparse_csr, and cannot be cut"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), r"params leaf 'w' is torch.sparse_csr, and cannot be sharded"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        r"params leaf 'w' is quantized, and cannot be cut",
+        r"params leaf 'w' is quantized, and cannot be sharded",
     ),
     "lazy": (
         lambda: torch.nn.UninitializedParameter(),
         r"params leaf 'w' is not initialised: run the lazy module once",
     ),
     "a number": (lambda: 1.0, r"params leaf 'w' is 1.0: expected a tensor"),
-    "a module": (lambda: torch.nn.Linear(2, 2), r"params holds a module: give the module itself, or fzero.nn"),
+    "a module": (lambda: torch.nn.Linear(2, 2), r"params holds a module: pass the module itself, or fzero.nn"),
 }
 
 

@@ -139,9 +139,9 @@ def test_what_is_not_like_like_is_named():
     whole = step.gather(params)
     other = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=4))
     rows = [
-        (lambda: step.partition(params), "values is cut already: leaf 'a.w' is Shard"),
+        (lambda: step.partition(params), "values is sharded already: leaf 'a.w' is Shard"),
         (lambda: step.partition(params, like=params), r"values .*'a.w'.*Shard"),
-        (lambda: step.partition({"a": {"w": whole["a"]["w"]}}, like=params), r"values is not like like=: .*'a.b'"),
+        (lambda: step.partition({"a": {"w": whole["a"]["w"]}}, like=params), r"values does not match like=: .*'a.b'"),
         (
             lambda: step.partition({"a": {**whole["a"], "b": torch.ones(3)}}, like=params),
             r"values leaf 'a.b' is torch.float32 \[3\], and like= says torch.float32 \[2\]",
@@ -156,9 +156,9 @@ def test_what_is_not_like_like_is_named():
         ),
         (
             lambda: step.partition(step.gather(state), like=params),
-            "values is not like like=: trees differ in structure",
+            "values does not match like=: trees differ in structure",
         ),
-        (lambda: other.partition(whole, like=params), "leaf 'a.w' was cut for dp=2, and this mesh has dp=4"),
+        (lambda: other.partition(whole, like=params), "leaf 'a.w' was sharded for dp=2, and this mesh has dp=4"),
     ]
     for action, message in rows:
         with pytest.raises(ValueError, match=message):

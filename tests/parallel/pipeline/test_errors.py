@@ -148,7 +148,7 @@ def test_parameters_that_were_stacked_for_another_schedule(stage):
     said = (
         "the list 'blocks', which was stacked with the items [[0, 1], [2, 3]] on the ranks along 'pp', and this step "
     )
-    with raises(ValueError, said + "has there [[0, 2], [1, 3]]: unstack it with the loss that stacked it"):
+    with raises(ValueError, said + "expects the items [[0, 2], [1, 3]] there: unstack it with the loss"):
         steps[1](params, mesh.split(batch_of(8), "dp"))
     with raises(ValueError, "argument 1, leaf 'mu.blocks.0.w' is of the list 'blocks'"):
         mine, _ = steps[1].init(loss_of(2, schedule="interleaved", stages=2).stack(params_of(4), mesh), optim.sgd(0.1))

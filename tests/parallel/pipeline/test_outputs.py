@@ -99,7 +99,7 @@ def test_bad_input(simulate):
     step, cut = made(mesh, 1, loss, params_of(4))
     batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)
     for said, program in (
-        ("of a pipelined loss give loss.outputs(last)", fzero.evaluate(step, loss)),
+        ("for a pipelined loss pass loss.outputs(last)", fzero.evaluate(step, loss)),
         ("outputs asks last(rest, x, batch) for a tree of tensors [b, ...], of the b examples", None),
     ):
         program = program or fzero.evaluate(step, loss.outputs())
