@@ -12,7 +12,7 @@ import torch
 
 from fzero import tree
 from fzero.collectives import to_device, to_host
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, as_optimizer, find_state, wrap_pairs
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
 from fzero.sharding import Shard, is_box, lifted, spaces
@@ -108,7 +108,10 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
 
     offload_update.__qualname__ = "offload.update"
     return replace(
-        around(init, offload_update, pair), pointwise=optimizer.pointwise, offloads=True, lowers=ratio if params else 0
+        wrap_pairs(init, offload_update, pair),
+        pointwise=optimizer.pointwise,
+        offloads=True,
+        lowers=ratio if params else 0,
     )
 
 
@@ -142,8 +145,8 @@ def _check_waiting(new: Updates, waiting: Updates) -> None:
         if isinstance(x, Shard) and x.dtype != before.dtype:
             raise ValueError(
                 f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state expects {before.dtype}: give "
-                "value_and_grad and master_weights the same precision. Within a loss scale gradients have the masters' "
-                "dtype, and there is no delay"
+                "value_and_grad and master_weights the same precision; scaled_value_and_grad gives float32 gradients, "
+                "so with a loss scale there is no delay"
             )
 
 

@@ -107,7 +107,7 @@ MUTANTS = [
     *File("optim/_loss_scale.py", OFFLOAD).faults(
         Fault(
             "a skipped step is not skipped on the host",
-            "_chosen",
+            "_select",
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
@@ -197,7 +197,7 @@ MUTANTS = [
         Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
     *File("optim/_base.py", ROOM).faults(
-        Fault("a chain does not offload", "around", becomes("any(A.offloads for A in B)", "False")),
+        Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads for A in B)", "False")),
     ),
     *File("zero/_sharded_step.py", OFFLOAD).faults(
         Fault("parameters go up to stay", "ShardedStep.init", becomes("getattr(A, 'lowers', 0)", "0")),
