@@ -44,8 +44,8 @@ def dynamic_loss_scale(
 
     The reduced gradients decide whether a step counts, by one psum of a number, so all ranks agree. The choice is a
     `where`, so Python never waits for the value. A skipped step leaves the parameters and the pair's state bit for bit
-    unchanged. Wrap the whole chain; `fzero.scaled_value_and_grad` scales the loss and divides the gradients by the scale. The
-    numbers are those of `torch.amp.GradScaler`.
+    unchanged. Wrap the whole chain in it. `fzero.scaled_value_and_grad` scales the loss, and divides the gradients by
+    the scale. The numbers are those of `torch.amp.GradScaler`.
 
     Args:
         pair: an (init, update) pair.
