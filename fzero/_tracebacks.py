@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fzero._torch.recorder import is_fzeros, is_users
+from fzero._torch.recorder import is_fzero_code, is_user_code
 
 __all__ = ["UsersFrames", "api_boundary", "api_boundary_with"]
 
@@ -87,7 +87,7 @@ def _is_message(error: Exception, trace: TracebackType | None) -> bool:
     """Return whether fzero raised an error as a message to the user. Errors of other types may be bugs of fzero."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    is_from_fzero = trace is None or is_fzeros(trace.tb_frame.f_code.co_filename)
+    is_from_fzero = trace is None or is_fzero_code(trace.tb_frame.f_code.co_filename)
     return is_from_fzero and isinstance(error, ValueError | TypeError | RuntimeError | OSError)
 
 
@@ -104,7 +104,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback of the frames that run user code; None if there are none."""
     entries: list[TracebackType] = []
     while trace is not None:
-        entries += [trace] if is_users(trace.tb_frame.f_code.co_filename) else []
+        entries += [trace] if is_user_code(trace.tb_frame.f_code.co_filename) else []
         trace = trace.tb_next
     reduced = None
     for entry in reversed(entries):

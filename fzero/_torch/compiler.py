@@ -313,7 +313,7 @@ def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: Fak
 
 
 def _compile_with(
-    settings: Mapping[str, Any], run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: FakeTensorMode
+    settings: dict[str, Any], run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: FakeTensorMode
 ) -> Callable[..., Any]:
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
@@ -330,10 +330,10 @@ def _compile_with(
 def _gcc_workaround() -> dict[str, str]:
     """Return settings of Inductor with which GCC compiles correct code.
 
-    GCC 11 and 12 at -O3 with AVX-512 compute wrong numbers where one file transposes two tiles of 32 x 32
-    half-precision values: they merge unrelated scalar operations into vectors. torch.compile has this bug, too.
-    Inductor's code is vectorized already, so switching this step off costs nothing. Inductor accepts compiler flags in
-    no other setting.
+    GCC 11 and 12 compute wrong numbers at -O3 with AVX-512 if one file transposes two tiles of 32 x 32 half-precision
+    values. Their SLP vectorizer, which merges scalar operations into vectors, is at fault; torch.compile has this bug,
+    too. Inductor's code is vectorized already, so it loses nothing without the SLP vectorizer. Inductor accepts
+    compiler flags in no other setting.
     """
     from torch._inductor import config
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.compiler import padded
 from fzero._torch.levels import deciding
-from fzero._torch.recorder import DEVICE_OF, INSTEAD, user_line
+from fzero._torch.recorder import DEVICE_OF, REPLACEMENTS, user_line
 from fzero._torch.tracing import compiling
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class _Operations(TorchDispatchMode):
         if func is torch.ops.aten.constant_pad_nd.default:
             with self:
                 return padded(*args, **(kwargs or {}))
-        out = INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        out = REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
         self.check_not_fixed(user_line())
         for x in tree_leaves((args, kwargs, out)):
             self._check(x)

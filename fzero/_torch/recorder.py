@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from fzero._torch.levels import is_deciding
 from fzero._torch.modules import storage_id
 
-__all__ = ["DEVICE_OF", "INSTEAD", "OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
+__all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "is_fzero_code", "is_user_code", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -36,16 +36,16 @@ _PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "di
 _EINOPS = os.path.join("", "einops", "")
 DEVICE_OF = torch.ops.prim.device.default
 # under vmap forward mode makes its zeros on the meta device, where stand-ins are not
-INSTEAD: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+REPLACEMENTS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
 
 
-def is_users(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Return whether a file is code of the user: not of torch, fzero, einops or Python itself, and not generated."""
     is_library = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
     return not is_library and not file.startswith((_TORCH, _FZERO, "<"))
 
 
-def is_fzeros(file: str) -> bool:
+def is_fzero_code(file: str) -> bool:
     """Return whether a file belongs to fzero."""
     return file.startswith(_FZERO)
 
@@ -55,7 +55,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if is_user_code(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        func = INSTEAD.get(func, func)
+        func = REPLACEMENTS.get(func, func)
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
         if mode is None:  # within the function of a OneNode

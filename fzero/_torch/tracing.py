@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero._torch.levels import unwrapped
 from fzero._torch.modules import in_buffers, storage_id
-from fzero._torch.recorder import Recorder, is_users, user_line
+from fzero._torch.recorder import Recorder, is_user_code, user_line
 
 __all__ = [
     "TRACING",
@@ -190,7 +190,7 @@ class DataDependentError(RuntimeError):
 
 def _line_of_traceback(error: BaseException) -> str:
     lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if is_users(line)), "")
+    return next((line for line in reversed(lines) if is_user_code(line)), "")
 
 
 def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.levels import profiling
-from fzero._torch.recorder import is_users
+from fzero._torch.recorder import is_user_code
 
 __all__ = [
     "Allocations",
@@ -221,7 +221,7 @@ def _frames() -> Iterator[FrameType]:
 
 def _is_user_file(file: str) -> bool:
     """Return whether a file belongs to the user, or to a library other than torch, fzero and Python's own."""
-    return is_users(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
+    return is_user_code(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
 
 
 def _line_of(node: Any) -> str:

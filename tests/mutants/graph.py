@@ -230,7 +230,7 @@ MUTANTS = [
         Fault("a view stays where it lay", "without_round_trips", becomes("A[1:]", "()")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
-        Fault("zeros of forward mode stay", "INSTEAD", dropped("A: torch.ops.aten.zeros.default"), IN_PLACE),
+        Fault("zeros of forward mode stay", "REPLACEMENTS", dropped("A: torch.ops.aten.zeros.default"), IN_PLACE),
         Fault("stand-ins change with their tensors", "_track", bare("B(A)")),
         Fault("only the first of several results", "_record", becomes("enumerate(A)", "enumerate(A[:1])")),
         Fault("what the user notes is lost", "_record", dropped("**get_current_meta().get('custom', {})")),
