@@ -1,4 +1,4 @@
-"""Donation: a jitted step, or init, takes over the memory of some arguments, which must not be read again."""
+"""Donation: a jitted step or `step.init` reuses the memory of some arguments, which must not be read again."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ __all__ = ["DonatedError", "DonatedTensor", "check_not_donated", "empty"]
 
 
 class DonatedError(RuntimeError):
-    """A value was read whose memory a jitted step, or `step.init`, has taken over for its results.
+    """Code read a value whose memory now holds results of a jitted step or of `step.init`.
 
     Example:
         >>> import fzero, torch
@@ -31,43 +31,43 @@ DonatedError.__module__ = "fzero"
 
 
 def message(note: str) -> str:
-    """Say what was donated and what to do."""
+    """Return the message of a `DonatedError`: `note` says which value was donated, and the rest what to do."""
     if note.endswith("failed midway"):
         return (
-            f"{note}: its memory was written into, and there are no results. Go on from what you saved before the call"
+            f"{note}: its memory was overwritten, and there are no results. Continue from a copy saved before the call"
         )
     return (
-        f"{note}: its memory holds the results of that call now. Go on with them (params, opt_state, loss = "
-        "step(params, opt_state, batch)), copy what you want to keep before the call, or call without donation: jit "
+        f"{note}: its memory holds the results of that call now. Continue with the results (params, opt_state, loss = "
+        "step(params, opt_state, batch)), copy values that you need before the call, or call without donation: jit "
         "with donate=(), step.init without donate=True"
     )
 
 
 class DonatedTensor(torch.Tensor):
-    """A tensor that was donated: it holds nothing, and raises `DonatedError` at whatever torch is asked to do with it.
+    """A tensor that was donated: it is empty, and every operation of torch on it raises `DonatedError`.
 
     Attributes:
-        donated: which argument it was, of which step.
+        donated: the argument and the step, such as "argument 0 was donated to jit(step)".
     """
 
     donated: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse whatever is asked: arithmetic, `.shape`, `torch.save`, `copy.deepcopy`, `.numpy()`."""
+        """Refuse every operation: arithmetic, `.shape`, `torch.save`, `copy.deepcopy`, `.numpy()`."""
         check_not_donated([args, kwargs or {}])
         raise AssertionError(f"{func} was dispatched to a donated tensor, and none is among its arguments")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Say what became of it, so that a tree of such tensors can be printed."""
+        """Return the note about its donation, so that a tree of such tensors can be printed."""
         return f"<{self.donated}>"
 
 
 def check_not_donated(values: Iterable[Any]) -> None:
-    """Check that no value, in lists and dicts of any depth, is a tensor that was donated.
+    """Check that no value, in lists and dicts of any depth, is a donated tensor.
 
     Raises:
-        DonatedError: if one is. Names the argument.
+        DonatedError: if a value is. The message names the argument.
     """
     for x in values:
         if isinstance(x, DonatedTensor):
@@ -77,26 +77,26 @@ def check_not_donated(values: Iterable[Any]) -> None:
 
 
 def empty(x: torch.Tensor, note: str) -> torch.Tensor:
-    """Empty a tensor, so that whoever reads it learns why, and return a new one over its memory."""
-    taken = x.data  # unlike x.detach() no view, so that nothing else keeps x's base alive
+    """Make `x` a `DonatedTensor` without data, and return a new tensor over its memory."""
+    data = x.data  # not a view, unlike x.detach(), so x's base is not kept alive
     if x._is_view():
         _leave_base(x)
     x.data = _nothing(x.dtype, x.device)
     x.donated = note  # pyright: ignore[reportAttributeAccessIssue]
-    # The object is dead: callers that still hold it, in trees, optimizers or closures, are to hear of it. No other way
-    # reaches those that save or sum it without asking fzero.
+    # Callers may still hold this object, in trees, optimizers or closures. Only a change of its class makes every later
+    # use of it, such as saving or summing, raise an error.
     x.__class__ = DonatedTensor
-    return taken
+    return data
 
 
 def _leave_base(x: torch.Tensor) -> None:
-    """Make a view forget what it was a view of, which would keep the memory in use."""
-    with contextlib.suppress(RuntimeError):  # where autograd or a weak reference knows it
+    """Detach a view from its base, which would keep the memory in use."""
+    with contextlib.suppress(RuntimeError):  # if autograd or a weak reference refers to x
         torch.utils.swap_tensors(x, torch.empty(0, dtype=x.dtype, device=x.device))
 
 
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the empty tensor that all donated ones share: to make one for each took most of a call's time."""
+    """Return the empty tensor that all donated tensors share: making one for each took most of a call's time."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)

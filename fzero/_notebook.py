@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: its text, and a picture."""
+"""HTML for notebooks: the text of a value, and a picture."""
 
 import base64
 import html
@@ -10,12 +10,12 @@ __all__ = ["as_text", "shown"]
 
 
 def as_text(text: str) -> str:
-    """Show a text as HTML, as it stands."""
+    """Return a text as HTML, in a fixed-width font."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def shown(text: str, alt: str, draw: Callable[[], Any]) -> str:
-    """Show a text as HTML, and below it a figure, if matplotlib is there to draw it."""
+    """Return a text as HTML, with a figure below it if matplotlib is installed."""
     page = as_text(text)
     try:
         figure = draw()

@@ -1,4 +1,4 @@
-"""One-line notices, each shown once, and what ends a message that needs more than a line."""
+"""One-line notices that are logged once, and links to docs/trouble.md for longer explanations."""
 
 import functools
 import logging
@@ -8,10 +8,10 @@ __all__ = ["notice", "see"]
 
 @functools.cache
 def notice(message: str) -> None:
-    """Log a message, as a warning of the logger "fzero", the first time that it is given."""
+    """Log a message as a warning of the logger "fzero", unless it was logged before."""
     logging.getLogger("fzero").warning(message)
 
 
 def see(heading: str) -> str:
-    """Return the end of a message: where docs/trouble.md says more, by the anchor of a heading."""
+    """Return the end of a message: a link to a heading of docs/trouble.md, by its anchor."""
     return f"; see docs/trouble.md#{heading}"

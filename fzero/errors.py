@@ -1,4 +1,4 @@
-"""The exceptions that users catch, wherever they are raised."""
+"""The exceptions that users may catch."""
 
 from fzero._donated import DonatedError
 from fzero.axes import DivergedError

@@ -1,6 +1,6 @@
-"""Tests of your own train steps: that a sharded step gives the numbers of the unsharded one.
+"""Checks for tests of your own train steps: a sharded step must give the numbers of the unsharded step.
 
-Needs the extra `fzero[testing]` (hypothesis).
+It needs the extra `fzero[testing]` (hypothesis).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,31 +35,31 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float | None = None, wh
         actual: a tree.
         expected: a tree.
         rtol: the largest difference allowed, relative to the largest absolute value of the expected leaf; by
-            default 1e-12 for float64, 1e-5 for float32, 1e-2 for less. Integer leaves must be equal, and infinities
-            and nans in the same places.
-        what: put before the path in messages.
+            default 1e-12 for float64, 1e-5 for float32, 1e-2 for half precision. Integer leaves must be equal, and
+            infinities and nans must be in the same places.
+        what: a label that comes before the path in messages.
 
     Raises:
-        AssertionError: if they differ. Names the leaf's path and the difference.
+        AssertionError: if the trees differ. The message names the leaf's path and the difference.
 
     Example:
         >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2)})
     """
     paths, leaves, _ = tree.flatten_with_paths(expected)
     try:
-        others = tree.leaves_up_to(expected, actual)
+        actual_leaves = tree.leaves_up_to(expected, actual)
     except ValueError as error:
         raise AssertionError(f"{what}: {error}") from error
-    for path, y, x in zip(paths, leaves, others, strict=True):
-        where = f"{what} leaf {path!r}" if path else what
+    for path, y, x in zip(paths, leaves, actual_leaves, strict=True):
+        label = f"{what} leaf {path!r}" if path else what
         if not isinstance(y, torch.Tensor):
-            assert type(x) is type(y) and x == y, f"{where}: {x!r} is not {y!r}"
+            assert type(x) is type(y) and x == y, f"{label}: {x!r} is not {y!r}"
             continue
-        assert isinstance(x, torch.Tensor), f"{where}: {x!r} is not a tensor"
-        given, wanted = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
-        assert given == wanted, f"{where}: {given} is not {wanted}"
+        assert isinstance(x, torch.Tensor), f"{label}: {x!r} is not a tensor"
+        form, expected_form = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
+        assert form == expected_form, f"{label}: {form} is not {expected_form}"
         if not y.is_floating_point():
-            assert torch.equal(x, y), f"{where}: {x} is not {y}"
+            assert torch.equal(x, y), f"{label}: {x} is not {y}"
             continue
         default = {torch.float64: 1e-12, torch.float32: 1e-5}.get(y.dtype, 1e-2)
         limit = default if rtol is None else rtol
@@ -68,7 +68,7 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float | None = None, wh
         try:
             torch.testing.assert_close(x, y, rtol=0, atol=limit * scale, equal_nan=True)
         except AssertionError as error:
-            raise AssertionError(f"{where}: {error} (allowed: {limit} of {scale})") from error
+            raise AssertionError(f"{label}: {error} (allowed: {limit} of {scale})") from error
 
 
 def assert_equivalent(
@@ -84,26 +84,26 @@ def assert_equivalent(
     pipeline: Pipeline | None = None,
     **options: Any,
 ) -> None:
-    """Assert that a sharded train step gives the numbers of the unsharded one, at every stage and world size.
+    """Assert that a sharded train step gives the numbers of the unsharded step, at every stage and world size.
 
-    Trains unsharded on the global batches, then sharded on simulated ranks, and compares every result of every step,
-    and the parameters and optimizer state at the end.
+    It trains unsharded on the global batches, then sharded on simulated ranks. It compares all results of each step,
+    and the final parameters and optimizer state.
 
     Args:
         train_step: `(params, opt_state, batch) -> (params, opt_state, ...)`.
-        params: a tree of tensors; float64 shows most.
+        params: a tree of tensors; float64 detects the smallest errors.
         opt: the (init, update) pair that `train_step` uses.
-        batches: global batches, one a step: trees of tensors whose dimension 0 divides by each world size.
+        batches: global batches, one per step: trees of tensors whose dimension 0 is divisible by each world size.
         stages: the ZeRO stages to try.
         world_sizes: the numbers of ranks to try, simulated by vmap.
         rtol: see `assert_trees_close`.
-        meshes: the meshes to try instead, such as `[fzero.mesh(dp=2, tp=2, simulate="lockstep")]`.
-        pipeline: the loss of `train_step`, if it is a pipeline: its blocks are stacked for each mesh, and unstacked to
-            be compared. The ranks lie along its axis then, if no meshes are given.
-        **options: passed on to `fzero.shard`: `axis`, `units`, `over`, `split`.
+        meshes: the meshes to try instead of `world_sizes`, such as `[fzero.mesh(dp=2, tp=2, simulate="lockstep")]`.
+        pipeline: the loss of `train_step`, if it is a pipeline. Its blocks are stacked for each mesh, and unstacked for
+            the comparison. Without `meshes` the ranks lie along the pipeline's axis.
+        **options: arguments of `fzero.shard`: `axis`, `units`, `over`, `split`.
 
     Raises:
-        AssertionError: if anything differs. Names stage, mesh, step and leaf.
+        AssertionError: if any value differs. The message names the stage, mesh, step and leaf.
 
     Example:
         >>> import fzero
@@ -124,8 +124,8 @@ def assert_equivalent(
     for mesh in [make_mesh(simulate=True, **sizes) for sizes in axes] if meshes is None else meshes:
         ranks = ", ".join([f"{name}={size}" for name, size in mesh.shape])
 
-        def whole(values: Any, step: ShardedStep) -> Any:
-            values = step.gather(values)  # a tree within a tuple need not have blocks
+        def gather_full(values: Any, step: ShardedStep) -> Any:
+            values = step.gather(values)  # unstack takes a tree without blocks if it is in a tuple
             return values if pipeline is None else pipeline.unstack((values,), step.mesh)[0]
 
         for stage in stages:
@@ -133,17 +133,20 @@ def assert_equivalent(
             state = step.init(params if pipeline is None else pipeline.stack(params, mesh), opt)
             for i, batch in enumerate(batches):
                 state = step(*state[:2], mesh.split(batch, step.data_axes) if step.data_axes else batch)
-                what = f"stage={stage}, {ranks}, step {i}: result"
+                label = f"stage={stage}, {ranks}, step {i}: result"
                 for j in range(2, len(state)):
-                    found, wanted = _joined(whole(state[j], step)), _joined(expected[i + 1][j], 0)
-                    assert_trees_close(found, wanted, rtol, f"{what} {j}")
-            what = f"stage={stage}, {ranks}, after {len(batches)} steps:"
-            for name, found, wanted in zip(("parameters", "optimizer state"), state, expected[-1], strict=False):
-                assert_trees_close(whole(found, step), wanted, rtol, f"{what} {name}")
+                    result, reference = (
+                        _concatenate_ranks(gather_full(state[j], step)),
+                        _concatenate_ranks(expected[i + 1][j], 0),
+                    )
+                    assert_trees_close(result, reference, rtol, f"{label} {j}")
+            label = f"stage={stage}, {ranks}, after {len(batches)} steps:"
+            for name, result, reference in zip(("parameters", "optimizer state"), state, expected[-1], strict=False):
+                assert_trees_close(gather_full(result, step), reference, rtol, f"{label} {name}")
 
 
-def _joined(values: Any, dims: int = 1) -> Any:
-    """Unwrap what differs by rank, the ranks' parts one after the other as in the unsharded step's batch dimension."""
+def _concatenate_ranks(values: Any, dims: int = 1) -> Any:
+    """Unwrap values that differ by rank: concatenate the ranks' parts, in the order of the unsharded batch."""
 
     def join(x: Any) -> Any:
         return tree.map(lambda v: v.flatten(0, dims), x.value) if isinstance(x, PerRank) else x
@@ -152,14 +155,14 @@ def _joined(values: Any, dims: int = 1) -> Any:
 
 
 def check_elementwise(opt: Any, steps: int = 3) -> bool:
-    """Return whether an (init, update) pair gives the same numbers on flat shards as on whole leaves.
+    """Return whether an (init, update) pair gives the same numbers on flat shards as on full leaves.
 
     Args:
-        opt: a pair; a third-party one, say (torchopt's in `optim.leafwise`).
-        steps: updates to try.
+        opt: a pair, such as a third-party pair (torchopt's pairs in `optim.leafwise`).
+        steps: the number of updates to try.
 
     Returns:
-        Whether it may run on shards, at stages 1 to 3.
+        Whether the pair may run on shards, at stages 1 to 3.
 
     Example:
         >>> check_elementwise(optim.adam(0.1))
@@ -174,18 +177,18 @@ def check_elementwise(opt: Any, steps: int = 3) -> bool:
     def train(params: Any, grads: Sequence[Any]) -> Any:
         state = opt.init(params)
         for g in grads:
-            # copies, since some third-party pairs write into what they are given
+            # copies, since some third-party pairs write into their arguments
             updates, state = opt.update(tree.map(torch.clone, g), state, params=params)
             params = optim.apply_updates(params, updates)
         return params
 
     def train_on_shards(params: Any, grads: Sequence[Any]) -> Any:
-        cut = [partition(t, units=lambda path, leaf: "one unit") for t in (params, *grads)]
-        return gather(train(cut[0], cut[1:]))
+        shards = [partition(t, units=lambda path, leaf: "one unit") for t in (params, *grads)]
+        return gather(train(shards[0], shards[1:]))
 
     params, grads = random_tree(), [random_tree() for _ in range(steps)]
-    mine, theirs = make_mesh(simulate=True, dp=2).spmd(train_on_shards)(params, grads), train(params, grads)
-    return all(torch.allclose(mine[k], theirs[k], rtol=1e-9, atol=1e-12) for k in theirs)
+    sharded, full = make_mesh(simulate=True, dp=2).spmd(train_on_shards)(params, grads), train(params, grads)
+    return all(torch.allclose(sharded[k], full[k], rtol=1e-9, atol=1e-12) for k in full)
 
 
 # ---------------------------------------------------------------- hypothesis strategies
@@ -207,7 +210,7 @@ def world_sizes(most: int = 8) -> st.SearchStrategy[int]:
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw an awkward shape: 0-d, empty, and sizes that divide by nothing."""
+    """Draw an awkward shape: 0-d, empty, or with sizes that the number of ranks does not divide."""
     return st.one_of(
         st.just(()),
         st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
@@ -219,11 +222,11 @@ def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8)
     """Draw a tree of tensors: nested dicts, lists, tuples, NamedTuples and None, with awkward shapes.
 
     Args:
-        dtypes: what the leaves' dtypes are drawn from; integer and bool ones are filled with small numbers.
-        max_leaves: about the largest number of leaves.
+        dtypes: the dtypes to draw from; integer and bool leaves hold small numbers.
+        max_leaves: the approximate largest number of leaves.
 
     Returns:
-        A strategy of dicts with at least one leaf, values standard normal, from the drawn seed.
+        A strategy of dicts with at least one leaf. Floating-point values are standard normal, from a drawn seed.
     """
 
     def leaf(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

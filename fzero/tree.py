@@ -1,7 +1,7 @@
-"""Trees: the one place that flattens them, so that leaf orders never mix.
+"""Trees: all of fzero flattens them here, so the order of leaves is the same everywhere.
 
-A tree is whatever torch.func flattens: dicts, lists, tuples, NamedTuples, nodes registered with torch's pytree. `None`
-is an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
+A tree is a value that torch.func flattens: dicts, lists, tuples, NamedTuples, and nodes registered with torch's pytree.
+`None` is an empty node, as in JAX. A leaf's path is its keys joined by dots: `"blocks.0.attn.weight"`.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from fzero._torch import children_without_names, pytree
 __all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
 Tree = Any
-"""A pytree: nested containers with tensors, boxes or other values at the leaves. Python's types cannot say more."""
+"""A pytree: nested containers with tensors, boxes or other values as leaves. Python has no type for it."""
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Flatten a tree into its leaves (`None`s among them) and its structure.
+    """Flatten a tree into its leaves (including `None`s) and its structure.
 
     Raises:
         DonatedError: if a leaf was donated to a jitted step.
@@ -30,7 +30,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
-    """Build the tree of this structure with these leaves."""
+    """Build a tree from its structure and its leaves."""
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -46,7 +46,7 @@ def _check_alive(leaves: list[Any]) -> None:
 
 
 def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
-    """Flatten a tree into its leaves' dotted paths, its leaves and its structure."""
+    """Flatten a tree into the dotted paths of its leaves, its leaves, and its structure."""
     try:
         pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:  # a node registered without names for its children
@@ -60,23 +60,23 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) 
 
 
 def _numbered(tree: Any, is_leaf: Callable[[Any], bool] | None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Flatten a tree into its leaves with the keys that lead there: numbers, where a node has no names."""
+    """Flatten a tree into pairs of the keys of a leaf and the leaf; children without names have numbers as keys."""
 
     def stops(x: Any) -> bool:
         return (is_leaf is not None and is_leaf(x)) or children_without_names(x) is not None
 
-    found: list[tuple[tuple[Any, ...], Any]] = []
+    pairs: list[tuple[tuple[Any, ...], Any]] = []
     for keys, x in pytree.tree_flatten_with_path(tree, stops)[0]:
         children = None if is_leaf is not None and is_leaf(x) else children_without_names(x)
         if children is None:
-            found.append((keys, x))
+            pairs.append((keys, x))
         for i, child in enumerate(children or []):
-            found += [((*keys, pytree.SequenceKey(i), *below), y) for below, y in _numbered(child, is_leaf)]
-    return found
+            pairs += [((*keys, pytree.SequenceKey(i), *below), y) for below, y in _numbered(child, is_leaf)]
+    return pairs
 
 
 def identity(x: Any) -> Any:
-    """Return a key that tells an object from others: its id, or itself for torch.compile, which guards on ids."""
+    """Return a key that identifies an object: its id, or a tensor itself under torch.compile, which guards on ids."""
     return x if isinstance(x, torch.Tensor) and torch.compiler.is_compiling() else id(x)
 
 
@@ -86,7 +86,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def numel(tree: Any) -> int:
-    """Count the elements of a tree's leaves, of each as it is whole: at every stage as many. Tied leaves count once.
+    """Count the elements of a tree's full leaves, an equal number at every stage. Tied leaves count once.
 
     Example:
         >>> import fzero, torch
@@ -102,19 +102,19 @@ def numel(tree: Any) -> int:
 def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f` to the corresponding leaves of trees of one structure; `None` stays `None`.
 
-    Places that hold one tensor object in each tree (tied leaves) get one result, so ties last: `f` must be pure.
+    Tied leaves, which are one tensor object in each tree, get one result, so they stay tied. `f` must be pure.
 
     Args:
-        f: called with a leaf of `tree` and what stands at its place in each of `rest`.
+        f: called with a leaf of `tree` and the corresponding nodes of `rest`.
         tree: the tree that gives the structure.
         *rest: trees with that structure, or deeper.
-        is_leaf: tells which nodes to treat as leaves.
+        is_leaf: a function that returns whether to treat a node as a leaf.
 
     Returns:
         A tree of the results.
 
     Raises:
-        ValueError: if a tree of `rest` has another structure. Names the first path that differs.
+        ValueError: if a tree of `rest` has another structure. The message names the first path that differs.
 
     Example:
         >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 2, "b": None})
@@ -122,16 +122,16 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
     """
     leaves, structure = flatten(tree, is_leaf)
     columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
-    done: dict[tuple[Any, ...], Any] = {}
+    results: dict[tuple[Any, ...], Any] = {}
     out = []
     for xs in zip(leaves, *columns, strict=True):
         if not isinstance(xs[0], torch.Tensor):
             out.append(None if xs[0] is None else f(*xs))
             continue
         key = tuple([identity(x) for x in xs])
-        if key not in done:
-            done[key] = f(*xs)
-        out.append(done[key])
+        if key not in results:
+            results[key] = f(*xs)
+        out.append(results[key])
     return unflatten(structure, out)
 
 
@@ -142,47 +142,49 @@ def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[An
 
 
 def leaves_up_to(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """List what stands in `other` at the place of each leaf of `tree`.
+    """List the nodes of `other` that correspond to the leaves of `tree`.
 
     Raises:
-        ValueError: if `other` has another structure, or a box in place of a plain leaf. Names the first such path.
+        ValueError: if `other` has another structure, or a box in place of a plain leaf. The message names the first
+            path that differs.
     """
     leaves, structure = flatten(tree, is_leaf)
     try:
-        others = structure.flatten_up_to(other)
+        nodes = structure.flatten_up_to(other)
     except (ValueError, TypeError) as error:
         raise ValueError(difference(tree, other, is_leaf)) from error
-    for x, y in zip(leaves, others, strict=True):
+    for x, y in zip(leaves, nodes, strict=True):
         if is_box(y) and not is_box(x) and x is not None:
             raise ValueError(difference(tree, other, is_leaf))
-    return others
+    return nodes
 
 
 def difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
-    """Say in one sentence where two trees first differ in structure, or in how they are cut."""
+    """Return an error message about the first difference of two trees, in structure or in sharding."""
     paths, leaves, structure = flatten_with_paths(tree, is_box)
     other_paths, other_leaves, other_structure = flatten_with_paths(other, is_box)
-    mine, theirs = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
-    for path, x in mine.items():
-        if path not in theirs:
+    first, second = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
+    for path, x in first.items():
+        if path not in second:
             return f"trees differ in structure: the first has leaf {path!r} ({show(x)}), and the second has not"
-    for path, y in theirs.items():
-        if path not in mine:
+    for path, y in second.items():
+        if path not in first:
             return f"trees differ in structure: the second has leaf {path!r} ({show(y)}), and the first has not"
-    for path, x in mine.items():
-        y = theirs[path]
+    for path, x in first.items():
+        y = second[path]
         if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):
             a, b = (repr(x), repr(y)) if repr(x) != repr(y) and is_box(x) and is_box(y) else (show(x), show(y))
             return (
-                f"trees are cut differently at {path!r}: {a} against {b}. "
+                f"trees are sharded differently at {path!r}: {a} against {b}. "
                 "Both must come from one partition: make the state with step.init, or partition it the same way; "
-                "a state of another stage by step.partition(other.gather(state), like=step.init(params, opt)[1])"
+                "convert a state of another stage by "
+                "step.partition(other.gather(state), like=step.init(params, opt)[1])"
             )
     return f"trees differ in structure: {structure} against {other_structure}"
 
 
 def is_box(x: Any) -> bool:
-    """Return whether a node is one of fzero's boxes (`fzero.sharding._boxes`), which is shown and compared whole."""
+    """Return whether a node is a box of fzero (`fzero.sharding._boxes`), which is shown and compared as one leaf."""
     return getattr(type(x), "is_box", False) is True
 
 
@@ -193,9 +195,9 @@ def show(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
 
-def place(what: str, path: str) -> str:
-    """Say which argument or result a path leads to: `place("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
+def place(label: str, path: str) -> str:
+    """Return the name of a leaf for messages: `place("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
     first, _, rest = path.partition(".")
-    if not first.isdigit() or what not in ("argument", "result"):
-        return f"{what} leaf {path!r}" if path else what
-    return f"{what} {first}" + (f", leaf {rest!r}" if rest else "")
+    if not first.isdigit() or label not in ("argument", "result"):
+        return f"{label} leaf {path!r}" if path else label
+    return f"{label} {first}" + (f", leaf {rest!r}" if rest else "")

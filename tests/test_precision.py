@@ -746,7 +746,7 @@ def test_masters_of_rounded_values_are_noted(caplog):
     opt.init({"w": torch.ones(4)})
     assert not caplog.records
     opt.init({"w": torch.ones(4, dtype=torch.bfloat16)})
-    assert "1 leaves ('w', ...) are given in half precision already" in caplog.text
+    assert "1 leaves ('w', ...) are in half precision already" in caplog.text
 
 
 def test_master_weights_come_last():

@@ -1,6 +1,6 @@
-"""Every use of a private torch API, by idea, with the versions it was seen on.
+"""All uses of private torch APIs in fzero, one topic per file.
 
-All of these were seen on torch 2.11 and 2.13. The tests in `tests/_torch` say which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, the tests in `tests/_torch` show which.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode

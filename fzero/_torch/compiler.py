@@ -1,6 +1,6 @@
-"""Private torch APIs of Inductor: a flat graph compiled, for one length or for all, in this process or another.
+"""Private torch APIs of Inductor: compile a flat graph, for one length or for all, in this process or another.
 
-Inductor takes seconds to import, so each function imports what it needs of it.
+Importing Inductor takes seconds, so each function imports its own part of it.
 """
 
 import copyreg
@@ -37,12 +37,12 @@ __all__ = [
     "unpickled",
 ]
 
-# The key of the cache is a pickle. Of a memory format it holds the first module that has imported torch, which is
-# another one in a worker: so say that it is torch.
+# The cache's key is a pickle. By default the pickle of a memory format names the first module that imported torch,
+# which differs in a worker. Here it always names torch.
 copyreg.pickle(torch.memory_format, lambda x: (_memory_format, (str(x).removeprefix("torch."),)))  # pyright: ignore
 
 
-# Inductor's process: what it loads, and what another process needs to compile the same graph into the same cache.
+# Inductor's process: the modules that it loads, and the data with which another process fills the same cache.
 
 
 def _memory_format(name: str) -> torch.memory_format:
@@ -51,15 +51,15 @@ def _memory_format(name: str) -> torch.memory_format:
 
 @functools.cache
 def preparing() -> threading.Thread:
-    """Start to find out which vector instructions code may have: Inductor compiles and loads a library to see.
+    """Start a thread that detects the CPU's vector instructions, for which Inductor compiles and loads a library.
 
-    That takes seconds in which Python has other things to do, such as to trace.
+    That takes seconds, in which Python can do other work, such as tracing.
     """
-    return _beside(_prepare)
+    return _start_thread(_prepare)
 
 
 def _prepare() -> None:
-    with suppress(Exception):  # Inductor meets the error itself, if it needs to know
+    with suppress(Exception):  # Inductor will raise the error itself when it needs the result
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
         pick_vec_isa()
@@ -67,15 +67,15 @@ def _prepare() -> None:
 
 @functools.cache
 def importing() -> threading.Thread:
-    """Start to import Inductor and to prepare it, which takes 10 s on a machine that has other things to do."""
-    return _beside(_import)
+    """Start a thread that imports and prepares Inductor, which takes 10 s on a busy machine."""
+    return _start_thread(_import)
 
 
-def _beside(work: Callable[[], None]) -> threading.Thread:
+def _start_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a thread that imports Inductor.
 
-    Dynamo is imported first, which a trace needs in any case: Dynamo and Inductor import each other. If two threads
-    begin at the two ends, Python gives one of them a module that is half done.
+    Dynamo, which a trace needs in any case, is imported first. Dynamo and Inductor import each other. If one thread
+    imports Dynamo while another imports Inductor, Python may give one of them a partly initialized module.
     """
     importlib.import_module("torch._dynamo")
     thread = threading.Thread(target=work, daemon=True)
@@ -84,17 +84,17 @@ def _beside(work: Callable[[], None]) -> threading.Thread:
 
 
 def _import() -> None:
-    with suppress(Exception):  # whoever uses Inductor meets the error
+    with suppress(Exception):  # the first use of Inductor will raise the error again
         for name in ("compile_fx", "lowering"):
             importlib.import_module(f"torch._inductor.{name}")
         preparing().join()
 
 
 def inductor_folder() -> Path:
-    """Return a folder for what fzero notes of what Inductor keeps in its cache, for this torch and so many threads.
+    """Return the folder of fzero's notes on Inductor's cache, for this version of torch and number of threads.
 
     Raises:
-        OSError: if there is no cache.
+        OSError: if the cache has no folder.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -102,45 +102,45 @@ def inductor_folder() -> Path:
 
 
 def compile_threads() -> int:
-    """Return how many compilations the user lets Inductor run at once (TORCHINDUCTOR_COMPILE_THREADS)."""
+    """Return the number of compilations that Inductor may run at once (TORCHINDUCTOR_COMPILE_THREADS)."""
     from torch._inductor import config
 
     return config.compile_threads or 1
 
 
-Described = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of its arguments and its results
+GraphWithStandIns = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of arguments and results
 
 
-def pickled(graphs: Sequence[Described]) -> bytes:
-    """Write graphs and the shapes of their arguments and results down for another process, and how this one compiles.
+def pickled(graphs: Sequence[GraphWithStandIns]) -> bytes:
+    """Pickle graphs, the shapes of their arguments and results, and this process's settings, for another process.
 
     Raises:
-        Exception: whatever pickle raises of what it cannot write: a setting of the user's, a constant in a graph.
+        Exception: any error of pickle, for a setting of the user or a constant in a graph.
     """
     from torch._inductor import config
 
-    how = (config.save_config(), _settings())
-    described = [(_lines(graph), _forms(fakes), _forms(made)) for graph, fakes, made in graphs]
-    return pickle.dumps((how, described))
+    settings = (config.save_config(), _settings())
+    rows = [(_lines(graph), _forms(fakes), _forms(results)) for graph, fakes, results in graphs]
+    return pickle.dumps((settings, rows))
 
 
-def unpickled(data: bytes) -> list[Callable[[], Described]]:
-    """Set this process up as the one that wrote graphs down, and return functions that make them.
+def unpickled(data: bytes) -> list[Callable[[], GraphWithStandIns]]:
+    """Apply the settings of the process that pickled graphs, and return functions that build the graphs.
 
-    A graph with an operation of the user's own, which is not registered here, raises when it is made.
+    A function raises if its graph has a custom operation that is not registered in this process.
     """
     from torch._inductor import config
 
-    (inductors, settings), described = pickle.loads(data)
-    config.load_config(inductors)
+    (inductor_config, settings), rows = pickle.loads(data)
+    config.load_config(inductor_config)
     _set(settings)
 
-    def make(lines: list[_Line], *forms: Any) -> Described:
+    def make(lines: list[_Line], *forms: Any) -> GraphWithStandIns:
         with FakeTensorMode():
-            fakes, made = [[torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in xs] for xs in forms]
-        return _graph(lines), fakes, made
+            fakes, results = [[torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in xs] for xs in forms]
+        return _graph(lines), fakes, results
 
-    return [functools.partial(make, *one) for one in described]
+    return [functools.partial(make, *row) for row in rows]
 
 
 def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
@@ -148,7 +148,7 @@ def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 class _Settings(NamedTuple):
-    """What the key of the cache holds of torch's settings."""
+    """The settings of torch that are part of the cache's key."""
 
     threads: int
     dtype: torch.dtype
@@ -179,7 +179,7 @@ def _set(settings: _Settings) -> None:
 
 
 class _Line(NamedTuple):
-    """A node without its graph: its function by name if torch registers it, and other nodes by their numbers."""
+    """A node without its graph. An operation of torch is stored by name, and other nodes by their numbers."""
 
     op: str
     name: str
@@ -210,41 +210,39 @@ def _graph(lines: Sequence[_Line]) -> Graph:
         return nodes[x.number] if isinstance(x, _NodeNumber) else x
 
     for line in lines:
-        named = isinstance(line.target, tuple)
-        target: Any = functools.reduce(getattr, line.target[1:], torch.ops) if named else line.target
+        has_name = isinstance(line.target, tuple)
+        target: Any = functools.reduce(getattr, line.target[1:], torch.ops) if has_name else line.target
         args, kwargs = tree_map(node, (line.args, line.kwargs), is_leaf=lambda x: isinstance(x, _NodeNumber))
         nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
     return graph
 
 
-# Inductor: a flat graph compiled, for one length of what it is given or for all.
-#
-# Inductor takes seconds to import, so each function imports what it needs of it.
+# Compile a flat graph with Inductor, for one length of its arguments or for all lengths.
 
 
 Form = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # a tensor's shape, strides, dtype and device
 
 
 def inductor(
-    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], made: Sequence[Any]
+    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], results: Sequence[Any]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
 
-    Its operations are taken apart only now: what was planned is whole ones, which Inductor fuses again. What an
-    operation is made of may lay its result out in another way than it does itself. So a view is a reshape here, and a
-    result is copied where its strides are not those that were traced.
+    The graph's operations are decomposed only now, since plans are made of whole operations, and Inductor fuses the
+    parts again. A decomposition may give its result other strides than the operation itself does. So views become
+    reshapes, and a result is copied if its strides are not the traced strides.
 
     Args:
         gm: the graph.
         fakes: stand-ins of its arguments.
-        made: stand-ins of its results.
+        results: stand-ins of its results.
 
     Returns:
-        A function of a list of tensors, which it empties, so that arguments die as they are consumed.
+        A function of a list of tensors. It empties the list, so that arguments are freed as they are consumed.
     """
     mode = _mode()
-    given = [fake_like([x], mode=mode)[0] for x in fakes]  # each alone, wherever it lies
-    return _compiled(lambda *args: _laid_out(_Reshaping(gm).run(*args), made), given, mode)
+    args = [fake_like([x], mode=mode)[0] for x in fakes]  # one by one: arguments share no buffer
+    return _compile(lambda *xs: _with_strides(_Reshaping(gm).run(*xs), results), args, mode)
 
 
 def inductor_for_lengths(
@@ -253,17 +251,17 @@ def inductor_for_lengths(
     forms: Callable[[Any], tuple[Sequence[Form], Sequence[Form]]],
     length: int,
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
-    """Compile a flat graph once for all lengths of what it is given.
+    """Compile a flat graph once for all lengths of its arguments.
 
     Args:
-        gm: the graph, as it was traced at one length.
-        arguments: of a length, to the arguments of each node by its name.
-        forms: of a length, to the forms of the graph's arguments and of its results.
-        length: at which it was traced.
+        gm: the graph, traced at one length.
+        arguments: maps a length to the arguments of each node, by the node's name.
+        forms: maps a length to the forms of the graph's arguments and of its results.
+        length: the traced length.
 
     Returns:
-        A function of a list of the length and the tensors, and one that says whether it holds for a length. Inductor
-        may have assumed, say, that a number divides by 16.
+        A function of a list of the length and the tensors, and a function that returns whether the code is valid for a
+        length. Inductor may have assumed, for instance, that a size is a multiple of 16.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -279,9 +277,9 @@ def inductor_for_lengths(
             return [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in forms]
 
     def run(size: Any, *args: torch.Tensor) -> tuple[Any, ...]:
-        return _laid_out(_AtLength(gm, arguments(size)).run(*args), stand_ins(forms(size)[1]))
+        return _with_strides(_AtLength(gm, arguments(size)).run(*args), stand_ins(forms(size)[1]))
 
-    runs = _compiled(run, [size, *stand_ins(forms(size)[0])], mode)
+    runs = _compile(run, [size, *stand_ins(forms(size)[0])], mode)
 
     def holds(length: int) -> bool:
         return length in env.var_to_range[symbol] and all(bool(g.expr.subs(symbol, length)) for g in env.guards)
@@ -295,55 +293,56 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached
 
 
-def _compiled(run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Take a function apart on stand-ins, and compile what it is made of.
+def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """Decompose a function's operations by running it on stand-ins, and compile them.
 
-    Inductor may write what is no C++: it declares a result twice where one loop sums halves for two results. Then it
-    puts less into one loop.
+    Inductor may write invalid C++: it declares a result twice where one loop sums half-precision values for two
+    results. Then the code is compiled again with less fusion.
     """
     from torch._inductor.exc import CppCompileError, InductorError
 
     preparing().join()
-    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition takes it for loaded
-    settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_right_code()}
+    importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition assumes that it is loaded
+    settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_gcc_workaround()}
     try:
-        return _compiled_with(settings, run, given, mode)
+        return _compile_with(settings, run, args, mode)
     except (CppCompileError, InductorError) as error:
         if not isinstance(getattr(error, "inner_exception", error), CppCompileError):
             raise
-        return _compiled_with({**settings, "cpp.max_horizontal_fusion_size": 1}, run, given, mode)
+        return _compile_with({**settings, "cpp.max_horizontal_fusion_size": 1}, run, args, mode)
 
 
-def _compiled_with(
-    settings: dict[str, Any], run: Callable[..., tuple[Any, ...]], given: Sequence[Any], mode: FakeTensorMode
+def _compile_with(
+    settings: dict[str, Any], run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: FakeTensorMode
 ) -> Callable[..., Any]:
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
     with torch.no_grad(), mode:
-        apart = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*given)
-    output = next(n for n in apart.graph.nodes if n.op == "output")
+        decomposed = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*args)
+    output = next(n for n in decomposed.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(settings), torch.no_grad(), tracing(TracingContext(mode)):
-        return compile_fx.compile_fx_inner(apart, given, is_inference=True)  # pyright: ignore
+        return compile_fx.compile_fx_inner(decomposed, args, is_inference=True)  # pyright: ignore
 
 
-def _right_code() -> dict[str, str]:
-    """Return settings of Inductor with which GCC makes right code.
+def _gcc_workaround() -> dict[str, str]:
+    """Return settings of Inductor with which GCC compiles correct code.
 
-    GCC 11 and 12 write wrong numbers at -O3 with AVX-512 if one file transposes two tiles of 32 by 32 halves. Their SLP
-    vectorizer, which merges scalar operations, is at fault; torch.compile has the fault, too. Inductor's code is
-    vectorized already, so it loses nothing without that step. Inductor takes compiler flags in no other place.
+    GCC 11 and 12 compute wrong numbers at -O3 with AVX-512 if one file transposes two tiles of 32 x 32 half-precision
+    values. Their SLP vectorizer, which merges scalar operations into vectors, is at fault; torch.compile has this bug,
+    too. Inductor's code is vectorized already, so it loses nothing without the SLP vectorizer. Inductor accepts
+    compiler flags in no other setting.
     """
     from torch._inductor import config
 
-    flag = "enable_floating_point_contract_flag"  # ends in a flag of the compiler, and so may hold two
+    flag = "enable_floating_point_contract_flag"  # its value becomes part of the command line, so it may hold two flags
     return {f"cpp.{flag}": f"{getattr(config.cpp, flag)} -fno-tree-slp-vectorize"}
 
 
 class _Reshaping(torch.fx.Interpreter):
-    """Runs a graph with reshapes for its views: what they are taken of may lie otherwise than when it was traced."""
+    """Runs a graph with reshapes in place of views, since the viewed tensors may not have the traced strides."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(torch.ops.aten.reshape.default if target in _VIEWS else target, args, kwargs)
@@ -353,7 +352,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 class _AtLength(_Reshaping):
-    """Runs a graph with other arguments of its nodes than those that were traced."""
+    """Runs a graph with the arguments of its nodes at another length than the traced length."""
 
     def __init__(self, gm: torch.fx.GraphModule, arguments: Mapping[str, tuple[Any, Any]]) -> None:
         super().__init__(gm)
@@ -364,12 +363,12 @@ class _AtLength(_Reshaping):
         return self.map_nodes_to_values(args, n), self.map_nodes_to_values(kwargs, n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        pads = target is torch.ops.aten.constant_pad_nd.default
-        return padded(*args, **kwargs) if pads else super().call_function(target, args, kwargs)
+        is_pad = target is torch.ops.aten.constant_pad_nd.default
+        return padded(*args, **kwargs) if is_pad else super().call_function(target, args, kwargs)
 
 
 def padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
-    """Pad as `constant_pad_nd` does, whose own kernel asks for sizes as numbers, which fixes a length."""
+    """Pad as `constant_pad_nd` does. The kernel of `constant_pad_nd` reads sizes as numbers, which fixes the length."""
     for i in range(len(pad) // 2):
         dim = x.dim() - 1 - i
         parts = [x]
@@ -385,20 +384,20 @@ def padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     return x
 
 
-def _laid_out(results: Sequence[Any], made: Sequence[Any]) -> tuple[Any, ...]:
-    """Give results the strides of their stand-ins."""
-    return tuple([_with_strides_of(like, x) for x, like in zip(results, made, strict=True)])
+def _with_strides(results: Sequence[Any], stand_ins: Sequence[Any]) -> tuple[Any, ...]:
+    """Return results with the strides of their stand-ins."""
+    return tuple([_with_strides_of(like, x) for x, like in zip(results, stand_ins, strict=True)])
 
 
 def _with_strides_of(like: Any, x: Any) -> Any:
-    """Copy a tensor if its strides are others than a dense stand-in's, dimensions of one element aside."""
+    """Return `x` with the strides of a dense stand-in: a copy if its strides differ where they matter."""
     if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):
         return x
     order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    inverse = sorted(range(like.dim()), key=order.__getitem__)
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 def have_equal_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape lie alike; strides that no second element needs do not count."""
+    """Return whether two tensors of one shape have equal strides, except in dimensions of size 1."""
     return not x.numel() or all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))

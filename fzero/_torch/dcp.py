@@ -1,6 +1,6 @@
-"""Private names of torch.distributed.checkpoint: what its metadata is pickled of, so that nothing else is unpickled.
+"""Private classes of torch.distributed.checkpoint that its metadata may contain; nothing else is unpickled.
 
-All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_dcp.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_dcp.py` shows which.
 """
 
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["unpickled_metadata"]
 
 _DCP = "torch.distributed.checkpoint."
-_KNOWN = {
+_ALLOWED = {
     *[
         (f"{_DCP}metadata", name)
         for name in (
@@ -32,7 +32,7 @@ _KNOWN = {
     (f"{_DCP}filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    # the folder that it was saved to
+    # the folder of the checkpoint
     *[(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")],
 }
 
@@ -41,11 +41,11 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles numbers, containers and the classes of DCP's metadata, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and (module, name) in _KNOWN:
+        if module.startswith("pathlib") and (module, name) in _ALLOWED:
             return _path
-        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of DCP's metadata")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of DCP's metadata")
 
 
 def _path(*parts: str) -> str:
@@ -53,19 +53,20 @@ def _path(*parts: str) -> str:
 
 
 def unpickled_metadata(data: bytes) -> "Metadata":
-    """Unpickle a file `.metadata` of torch.distributed.checkpoint, which torch does with a bare `pickle.load`.
+    """Unpickle a file `.metadata` of torch.distributed.checkpoint safely; torch itself uses a bare `pickle.load`.
 
     Raises:
-        pickle.UnpicklingError: if it is none, or asks for a class or function that is no part of such metadata.
+        pickle.UnpicklingError: if the data is no such file, or asks for a class or function that such files do not
+            contain.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
+        metadata = _Unpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle may raise anything
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds {type(found).__name__}, expected Metadata")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}, expected Metadata")
+    return metadata

@@ -1,6 +1,6 @@
-"""Private torch APIs that find what a function decides by a size: it runs on stand-ins, one of whose sizes is a symbol.
+"""Private torch APIs that find a function's decisions by a size: they run it on stand-ins with a symbol as the size.
 
-They were seen on torch 2.13 and 2.14. `tests/_torch/test_decisions.py` says which one broke when torch changes.
+They exist in torch 2.13 and 2.14. If torch changes one of them, `tests/_torch/test_decisions.py` shows which.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.compiler import padded
 from fzero._torch.levels import deciding
-from fzero._torch.recorder import DEVICE_OF, INSTEAD, user_line
+from fzero._torch.recorder import DEVICE_OF, REPLACEMENTS, user_line
 from fzero._torch.tracing import compiling
 
 if TYPE_CHECKING:
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedSizeError", "decisions"]
 
-DEGREE = 2  # of the polynomials that sizes may be
-COMPARISONS = 500  # each takes milliseconds
+DEGREE = 2  # the largest degree of the polynomials that sizes may be
+COMPARISONS = 500  # the largest number of comparisons; each takes milliseconds
 
 
 class FixedSizeError(RuntimeError):
-    """A function cannot be run with a symbol for a size, or needs its number. Says why."""
+    """A function cannot run with a symbol for a size, or needs the size's number. The message gives the reason."""
 
 
 def decisions(
     f: Callable[..., Any], tensors: Sequence[torch.Tensor], places: Collection[tuple[int, int]], device: torch.device
 ) -> Callable[[int], bool]:
-    """Find for which sizes a function runs the same operations, with sizes that are polynomials of the one.
+    """Return a function that says for which sizes `f` runs the same operations.
 
-    It runs `f` once, computes nothing, and lets torch note each comparison that Python, or an operation, makes. What
-    Python learns of a size without comparing it is not noted: its type, its text, an error about it that is caught.
+    All sizes within `f` must be polynomials of this size. `f` runs once, on stand-ins, and torch records each
+    comparison of a size by Python or an operation. Torch records no other use of a size, such as its type, its text, or
+    an error about it that is caught.
 
     Args:
-        f: a function of tensors. What it returns is ignored.
-        tensors: its arguments; their values are not looked at, and they may be on the meta device.
-        places: the positions `(tensor, dimension)` of the size, which is one number at all of them.
-        device: where the tensors are to lie.
+        f: a function of tensors. Its results are ignored.
+        tensors: its arguments; their values are not read, and they may be on the meta device.
+        places: the positions `(tensor, dimension)` of the size, which is equal at all of them.
+        device: the device of the stand-ins.
 
     Returns:
-        A function of a size: whether every comparison has the outcome that it has for the given one.
+        A function of a size. It returns whether every comparison has the same outcome as at the current size.
 
     Raises:
-        FixedSizeError: if `f` needs the size as a number, if a size that follows from it is no polynomial of degree 2,
-            or if `f` cannot be run so.
+        FixedSizeError: if `f` needs the size as a number, if a size that follows from it is not a polynomial of degree
+            2, or if `f` cannot run on stand-ins.
     """
     import sympy
 
@@ -65,20 +66,20 @@ def decisions(
     if len(env.guards) > COMPARISONS:
         raise FixedSizeError(f"it compares the length more than {COMPARISONS} times")
     operations.check_not_fixed("")
-    if operations.refusal is not None:  # which the function may have caught
+    if operations.refusal is not None:  # the function may have caught this error
         raise operations.refusal
     conditions = [guard.expr for guard in env.guards]
 
     @cache
     def holds(size: int) -> bool:
-        # torch takes a symbol for a size of 2 or more: 0 and 1 broadcast, and lie otherwise
+        # torch assumes that a symbol is at least 2: sizes 0 and 1 broadcast, and have other strides
         return size >= 2 and all(c.xreplace({symbol: sympy.Integer(size)}) == sympy.true for c in conditions)
 
     return holds
 
 
 def _environment() -> "ShapeEnv":
-    """Make what notes comparisons, which refuses too many: `size in range(10_000)` makes one for each number."""
+    """Return an environment that records comparisons up to a limit: `size in range(10_000)` compares 10_000 times."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Limited(ShapeEnv):
@@ -87,7 +88,7 @@ def _environment() -> "ShapeEnv":
                 raise FixedSizeError(f"it compares the length more than {COMPARISONS} times, at {user_line()}")
             return super().evaluate_expr(*args, **kwargs)
 
-    return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # a value is no size
+    return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no sizes from values
 
 
 def _run(f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, operations: "_Operations") -> None:
@@ -96,7 +97,7 @@ def _run(f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, opera
             f(*args)
     except FixedSizeError:
         raise
-    except Exception as error:  # whatever a user's function and torch's kernels raise
+    except Exception as error:  # the user's function and torch's kernels may raise anything
         raise FixedSizeError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
 
 
@@ -113,19 +114,19 @@ def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], devi
 
 def _symbol_of(stand_ins: Sequence[torch.Tensor], places: Collection[tuple[int, int]]) -> "sympy.Symbol":
     sizes = [stand_ins[i].shape[d] for i, d in places]
-    found = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
-    if len(found) != 1 or not all(isinstance(size, torch.SymInt) for size in sizes):  # torch has no symbol for 0 or 1
+    symbols = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    if len(symbols) != 1 or not all(isinstance(size, torch.SymInt) for size in sizes):  # torch has no symbol for 0 or 1
         raise FixedSizeError("the sizes that change are not one length")
-    return found.pop()
+    return symbols.pop()
 
 
 class _Operations(TorchDispatchMode):
-    """Runs operations on stand-ins, and checks that the size stays a symbol, and all sizes polynomials of it."""
+    """Runs operations on stand-ins, and checks that the size stays a symbol and all sizes are polynomials of it."""
 
     def __init__(self, symbol: "sympy.Symbol", env: "ShapeEnv") -> None:
         super().__init__()
         self.symbol, self.env = symbol, env
-        self.known: set[Any] = set()
+        self.checked: set[Any] = set()
         self.refusal: FixedSizeError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,66 +135,66 @@ class _Operations(TorchDispatchMode):
         if func is torch.ops.aten.constant_pad_nd.default:
             with self:
                 return padded(*args, **(kwargs or {}))
-        out = INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        out = REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
         self.check_not_fixed(user_line())
         for x in tree_leaves((args, kwargs, out)):
             self._check(x)
         return out
 
     def check_not_fixed(self, line: str) -> None:
-        """Check that nothing has asked for the size as a number.
+        """Check that no code has read the size as a number; `line` is the current source line.
 
         Raises:
-            FixedSizeError: if something has.
+            FixedSizeError: if code has.
         """
         if self.symbol in self.env.replacements:
             self._refuse(f"it needs the length as a number{line and f', at the latest at {line}'}")
 
-    def _refuse(self, why: str) -> NoReturn:
-        self.refusal = self.refusal or FixedSizeError(why)
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refusal = self.refusal or FixedSizeError(reason)
         raise self.refusal
 
     def _check(self, x: Any) -> None:
         if isinstance(x, torch.Tensor):
             for size in (*x.shape, *x.stride(), x.storage_offset()):
                 self._check(size)
-        elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.known:
+        elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.checked:
             simple = _simplified(expr, self.symbol)
             if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > DEGREE:
                 self._refuse(f"a size at {user_line()} is {expr}, no polynomial of the length")
-            self.known.add(expr)
+            self.checked.add(expr)
         elif isinstance(x, torch.SymFloat | torch.SymBool):
-            self._refuse(f"an operation at {user_line()} is given {x}, no whole number")
+            self._refuse(f"an operation at {user_line()} gets {x}, which is no whole number")
 
 
 def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:
-    """Replace what torch leaves standing: a division without rest, and `Max(1, x)`, as strides have it, of x from 1 on.
+    """Simplify exact divisions, and `Max(1, x)` with x >= 1, which occurs in strides. Torch leaves both in place.
 
     The size is 2 or more.
     """
     from torch.utils._sympy.functions import FloorDiv, Max
 
-    for found in sorted(expr.atoms(FloorDiv, Max), key=lambda x: x.count_ops()):
-        polynomials = [x.as_poly(symbol) for x in found.args if x != 1 and x.is_polynomial(symbol)]
-        if isinstance(found, FloorDiv) and len(polynomials) == 2:
+    for term in sorted(expr.atoms(FloorDiv, Max), key=lambda x: x.count_ops()):
+        polynomials = [x.as_poly(symbol) for x in term.args if x != 1 and x.is_polynomial(symbol)]
+        if isinstance(term, FloorDiv) and len(polynomials) == 2:
             quotient, rest = polynomials[0].div(polynomials[1])
-            whole = rest.is_zero and all(c.is_integer for c in quotient.all_coeffs())
-            expr = expr.xreplace({found: quotient.as_expr()}) if whole else expr
-        elif isinstance(found, Max) and 1 in found.args and len(polynomials) == len(found.args) - 1 == 1:
+            is_exact = rest.is_zero and all(c.is_integer for c in quotient.all_coeffs())
+            expr = expr.xreplace({term: quotient.as_expr()}) if is_exact else expr
+        elif isinstance(term, Max) and 1 in term.args and len(polynomials) == len(term.args) - 1 == 1:
             *rising, _ = polynomials[0].all_coeffs()
-            positive = min(rising, default=0) >= 0 and polynomials[0].eval(2) >= 1
-            expr = expr.xreplace({found: polynomials[0].as_expr()}) if positive else expr
+            is_positive = min(rising, default=0) >= 0 and polynomials[0].eval(2) >= 1
+            expr = expr.xreplace({term: polynomials[0].as_expr()}) if is_positive else expr
     return expr
 
 
 class _Substitutes(TorchFunctionMode):
-    """Runs functions of torch that ask in C++ for sizes as numbers by others whose results have the same shapes."""
+    """Replaces functions of torch that read sizes as numbers in C++ by functions whose results have the same shapes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _SUBSTITUTES:
             return func(*args, **(kwargs or {}))
         if any(isinstance(x, torch.SymFloat | torch.SymInt) for x in tree_leaves((args, kwargs))):
-            raise FixedSizeError(f"a number that {func.__name__} is given at {user_line()} follows from the length")
+            raise FixedSizeError(f"{func.__name__} at {user_line()} gets a number that follows from the length")
         return _SUBSTITUTES[func](*args, **(kwargs or {}))
 
 
@@ -209,8 +210,8 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
-    return F.scaled_dot_product_attention(*args[5:], **given | {"dropout_p": 0.0})
+    by_name = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
+    return F.scaled_dot_product_attention(*args[5:], **by_name | {"dropout_p": 0.0})
 
 
 _SUBSTITUTES: dict[Any, Any] = {

@@ -1,6 +1,6 @@
-"""What torch.compile takes for one operation, or for a constant: said to Dynamo when it is imported, and not before.
+"""Functions that torch.compile treats as one operation or as a constant; they are registered when Dynamo is imported.
 
-Dynamo takes two seconds to import, and a step that nobody gives to torch.compile needs none of it.
+Importing Dynamo takes two seconds, and a step that is not passed to torch.compile does not need it.
 """
 
 import importlib.abc
@@ -19,7 +19,7 @@ _ALLOWED: list[Callable[..., Any]] = []
 
 
 def allow_in_graph(f: F) -> F:
-    """Let Dynamo put a call of a function into its graph as it is, instead of tracing it."""
+    """Make Dynamo put calls of a function into its graph as one operation, instead of tracing the function."""
     if DYNAMO in sys.modules:
         sys.modules[DYNAMO].allow_in_graph(f)
     else:
@@ -28,18 +28,18 @@ def allow_in_graph(f: F) -> F:
 
 
 def assume_constant_result(f: F) -> F:
-    """Let Dynamo call a function while it traces, and take what it returns for a constant."""
-    f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  what Dynamo's own decorator does
+    """Make Dynamo call a function while it traces, and treat the result as a constant."""
+    f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  as Dynamo's decorator does
     return f
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds Dynamo where it is found without this, and lets a `_Loader` load it."""
+    """Finds Dynamo in its usual place, and wraps its loader in a `_Loader`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return Dynamo's spec, once; of other modules None, so that others find them."""
+        """Return Dynamo's spec, once; for other modules return None, so that other finders find them."""
         if fullname != DYNAMO:
             return None
         sys.meta_path.remove(self)
@@ -50,23 +50,23 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then tells it which functions are allowed."""
+    """Loads Dynamo by its usual loader, and then registers the allowed functions."""
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create it as its own loader does."""
-        return self._own.create_module(spec)
+        """Create the module by its usual loader."""
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run it, and tell it."""
+        """Run the module, and register the allowed functions with it."""
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._own
-        self._own.exec_module(module)
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
         for f in _ALLOWED:
             module.allow_in_graph(f)
 

@@ -1,6 +1,6 @@
-"""Private torch APIs about what runs now: a trace, the levels of torch.func, the profiler, and autograd.
+"""Private torch APIs about the running code: traces, levels of torch.func, the profiler, and autograd.
 
-All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 import threading
@@ -36,12 +36,7 @@ __all__ = [
     "written",
 ]
 
-# Private torch APIs about what runs now: a trace, a transform, the profiler; and about the order of autograd.
-#
-# All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
-
-
-# pyright: ignore[reportAttributeAccessIssue]
+# Private torch APIs about running traces, transforms and profilers, and about the order of autograd.
 
 
 class _Deciding(threading.local):
@@ -53,7 +48,7 @@ _DECIDING = _Deciding()
 
 @contextmanager
 def deciding() -> Iterator[None]:
-    """Run a function as a trace would, whose operations nobody records."""
+    """Run code in this context as in a trace, without recording its operations."""
     _DECIDING.on = True
     try:
         yield
@@ -62,18 +57,18 @@ def deciding() -> Iterator[None]:
 
 
 def is_deciding() -> bool:
-    """Return whether this thread runs a function to see what it decides by a size: see `fzero._torch.decisions`."""
+    """Return whether this thread runs a function to record its decisions by a size: see `fzero._torch.decisions`."""
     return _DECIDING.on
 
 
 def is_tracing() -> bool:
-    """Return whether Dynamo or make_fx records the operations that this thread runs now, or it runs as if one did."""
-    # not is_compiling(), which is the process's: another thread may be tracing
+    """Return whether Dynamo or make_fx records this thread's operations, or the code runs as if in a trace."""
+    # is_compiling() will not do: it is true for the process while another thread is tracing
     return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None or is_deciding()
 
 
 def in_transform() -> bool:
-    """Return whether code runs under a transform of torch.func (grad, vmap, ...), or is traced."""
+    """Return whether the running code is under a transform of torch.func (grad, vmap, ...) or in a trace."""
     return is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
@@ -87,44 +82,41 @@ def raise_priority(output: torch.Tensor, by: int = 1) -> None:
 
     Autograd takes the ready node with the highest sequence number. A gather is the first node of the forward
     pass, so without this its reduce_scatter would wait for the whole backward pass, with every full gradient
-    alive. Of ready nodes with raised priority the one raised `by` more runs first. A no-op while tracing, where
-    the order is the graph's.
+    alive. Among ready nodes with raised priority, the node with the largest `by` runs first. While tracing this is a
+    no-op, because the graph sets the order.
     """
     if not is_tracing() and output.grad_fn is not None:
         output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def without_function_modes() -> AbstractContextManager[None]:
-    """Run operations that no `TorchFunctionMode` of this thread sees."""
+    """Return a context in which no `TorchFunctionMode` of this thread sees operations."""
     return torch._C.DisableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _SILENT: set[object] = set()
-"""Who runs in `quiet_vmap_fallback` now."""
+"""The running contexts of `quiet_vmap_fallback`."""
 
 
 @contextmanager
 def quiet_vmap_fallback() -> Iterator[None]:
     """Silence "There is a performance drop because we have not yet implemented the batching rule".
 
-    In a simulation such an operation (a flash attention on a CPU) runs rank by rank, which is what ranks do. The
-    switch is the process's, so it is on again when the last who asked for silence has ended.
+    In a simulation such an operation (flash attention on a CPU) runs rank by rank, as it does on real ranks. The switch
+    belongs to the process, so the warning is on again when the last context ends.
     """
-    me = object()
-    _SILENT.add(me)
+    context = object()
+    _SILENT.add(context)
     functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield
     finally:
-        _SILENT.discard(me)
+        _SILENT.discard(context)
         if not _SILENT:
             functorch._set_vmap_fallback_warning_enabled(True)
 
 
-# pyright: ignore[reportAttributeAccessIssue]
-
-
-# Private torch APIs about the levels of torch.func: which transforms run, and which tensors they track.
+# Private torch APIs about the levels of torch.func: the running transforms, and the tensors that they track.
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
@@ -133,12 +125,15 @@ def is_wrapped(x: torch.Tensor) -> bool:
 
 
 def is_mapped_now(x: torch.Tensor) -> bool:
-    """Return whether a tensor is batched by the innermost transform that runs now, a vmap."""
+    """Return whether the innermost running transform is a vmap that maps over a tensor."""
     return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
 
 
 def may_differ(x: torch.Tensor, token: torch.Tensor) -> bool:
-    """Return False for a tensor that the vmap that maps over a token does not map over: it is one for all samples."""
+    """Return whether a tensor may differ between the samples of the vmap that maps over a token.
+
+    It returns False if this vmap does not map over the tensor, and True if no vmap maps over the token.
+    """
     if not functorch.is_batchedtensor(token):
         return True
     while functorch.is_functorch_wrapped_tensor(x):
@@ -149,7 +144,7 @@ def may_differ(x: torch.Tensor, token: torch.Tensor) -> bool:
 
 
 def is_differentiated(x: torch.Tensor) -> bool:
-    """Return whether a tensor requires grad, by itself or in a transform that tracks it."""
+    """Return whether a tensor requires grad, itself or at the level of a transform that tracks it."""
     while functorch.is_functorch_wrapped_tensor(x):
         if x.requires_grad:
             return True
@@ -158,36 +153,36 @@ def is_differentiated(x: torch.Tensor) -> bool:
 
 
 def derivatives(xs: Sequence[torch.Tensor]) -> int | None:
-    """Count the gradients that are being taken of tensors, one around the other; None if other transforms run."""
+    """Return the largest number of nested gradients that are being taken of a tensor; None if other transforms run."""
     if any(i.key() != functorch.TransformType.Grad for i in functorch.get_interpreter_stack() or ()):
         return None
-    found = 0
+    largest = 0
     for x in xs:
         count = int(x.requires_grad)
         while functorch.is_functorch_wrapped_tensor(x):
             x = functorch.get_unwrapped(x)
             count += x.requires_grad
-        found = max(found, count)
-    return found
+        largest = max(largest, count)
+    return largest
 
 
 def differentiates_now() -> bool:
-    """Return whether a gradient or a forward-mode derivative is being taken by a transform around this code."""
+    """Return whether a transform around this code takes a gradient or a forward-mode derivative."""
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(i.key() in kinds for i in functorch.get_interpreter_stack() or ())
 
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that lies below all transforms of torch.func: ranks stacked, gradients not tracked."""
+    """Return the tensor below all transforms of torch.func, with ranks stacked and gradients untracked."""
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
 
 
 class Written(NamedTuple):
-    """A count that rises whenever a tensor is written in place, and the memory that it stands for.
+    """The version of a tensor, which rises with each in-place write, and a weak reference to its storage.
 
-    The weak reference frees the memory, but not its address: no later storage is taken for this one.
+    The weak reference lets torch free the memory, but reserves the address. So no later storage equals this one.
     """
 
     version: int
@@ -195,16 +190,16 @@ class Written(NamedTuple):
 
 
 def written(x: torch.Tensor) -> Written:
-    """Return what an in-place write into a tensor changes, under any transform.
+    """Return a value that every in-place write into a tensor changes, under any transform.
 
-    Torch counts no writes through `x.data`, and none into what was made in inference mode.
+    Torch does not count writes through `x.data`, nor writes into inference tensors.
     """
-    x = unwrapped(x)  # only what lies below counts
+    x = unwrapped(x)  # torch counts writes only in the tensor below all transforms
     return Written(0 if x.is_inference() else x._version, StorageWeakRef(x.untyped_storage()))
 
 
 def is_foreign(x: torch.Tensor) -> bool:
-    """Return whether a transform tracks a tensor that does not run now, so that it was captured from outside."""
+    """Return whether a tensor was captured from outside: the transform that tracks it is not running now."""
     if not functorch.is_functorch_wrapped_tensor(x):
         return False
     level, stack = functorch.maybe_get_level(x), functorch.get_interpreter_stack() or []
@@ -215,11 +210,11 @@ def is_foreign(x: torch.Tensor) -> bool:
 
 
 def maps_now(token: torch.Tensor) -> bool:
-    """Return, inside a Function's vmap rule, whether that vmap is the one that maps over a token."""
+    """Return whether the vmap whose rule of a Function is running maps over a token."""
     return functorch.maybe_get_level(token) == (functorch.maybe_current_level() or 0) + 1
 
 
 def vmaps() -> list[str]:
-    """List the randomness of each vmap that code runs under: Same, Different or Error."""
+    """List the randomness of each running vmap: Same, Different or Error."""
     kinds = [c for c in functorch.get_interpreter_stack() or () if c.key() == functorch.TransformType.Vmap]
     return [functorch.CVmapInterpreterPtr(c).randomness().name for c in kinds]

@@ -1,6 +1,6 @@
 """Private torch APIs about trees, about tensors that share a buffer, and about modules and their hooks.
 
-All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,7 @@ __all__ = [
     "view_of",
 ]
 
-# Private torch APIs about trees: how torch and optree are told of a new kind of node.
-#
-# All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+# Private torch APIs about trees: register a new kind of node with torch and optree.
 
 
 def register_box(
@@ -57,14 +55,14 @@ def register_box(
 
 
 def children_without_names(x: Any) -> list[Any] | None:
-    """Return the children of a node whose kind was registered without names for them; None for all else."""
+    """Return the children of a node whose kind was registered without names for its children; None for other values."""
     kind = pytree.SUPPORTED_NODES.get(pytree._get_node_type(x))
     return list(kind.flatten_fn(x)[0]) if kind is not None and kind.flatten_with_keys_fn is None else None
 
 
-# Private torch APIs about memory: which tensors lie side by side in one buffer, and such tensors.
+# Private torch APIs about memory: find tensors that lie side by side in one buffer, and make such tensors.
 #
-# All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_buffers.py` says which one broke when torch changes.
+# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_buffers.py` shows which.
 
 
 def storage_id(x: torch.Tensor) -> int:
@@ -76,9 +74,9 @@ class Buffer(NamedTuple):
     """Tensors of one dtype that lie side by side and fill their memory.
 
     Attributes:
-        members: the positions of the tensors in a list, in the order in which they lie.
-        offsets: where each begins, in elements.
-        numel: of all.
+        members: the positions of the tensors in a list, in the order of memory.
+        offsets: the offset of each tensor, in elements.
+        numel: the number of elements of all tensors together.
     """
 
     members: tuple[int, ...]
@@ -87,22 +85,22 @@ class Buffer(NamedTuple):
 
 
 def buffers_of(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
-    """Find the buffers that two or more of these tensors, each contiguous, fill without gaps and overlaps."""
+    """Return the buffers that two or more of these tensors, all contiguous, fill without gaps and overlaps."""
     by_storage: dict[int, list[int]] = {}
     for i, x in enumerate(tensors):
         by_storage.setdefault(storage_id(x), []).append(i)
     if len(by_storage) == len(tensors):
         return ()
-    found = [_buffer(tensors, members) for members in by_storage.values() if len(members) > 1]
-    return tuple([buffer for buffer in found if buffer is not None])
+    buffers = [_buffer(tensors, members) for members in by_storage.values() if len(members) > 1]
+    return tuple([buffer for buffer in buffers if buffer is not None])
 
 
 def _buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
     first = tensors[members[0]]
-    plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
-    if not plain or any(tensors[i].is_conj() or tensors[i].is_neg() for i in members):
+    is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
+    if not is_plain or any(tensors[i].is_conj() or tensors[i].is_neg() for i in members):
         return None
-    # an empty one comes before what begins where it lies
+    # an empty tensor comes before a tensor that begins at the same offset
     ordered = sorted(members, key=lambda i: (tensors[i].storage_offset(), tensors[i].numel(), i))
     offsets, end = [], 0
     for i in ordered:
@@ -117,22 +115,22 @@ def _buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer |
 def in_buffers(
     tensors: Sequence[torch.Tensor], empty: Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Make other tensors of the same shapes and strides, which lie side by side where the given ones do.
+    """Return new tensors of the same shapes and strides, which share buffers as `tensors` do.
 
     Args:
-        tensors: the given ones.
-        empty: makes one like a tensor, of a shape and strides.
+        tensors: the tensors to imitate.
+        empty: a function `(tensor, shape, strides)` that returns a new tensor like `tensor`, of this shape and strides.
     """
-    found: dict[int, torch.Tensor] = {}
+    members: dict[int, torch.Tensor] = {}
     for buffer in buffers_of(tensors):
-        whole = empty(tensors[buffer.members[0]], [buffer.numel], [1])
-        for i, at in zip(buffer.members, buffer.offsets, strict=True):
-            found[i] = view_of(whole, at, tensors[i].shape)
-    return [found[i] if i in found else empty(x, x.shape, x.stride()) for i, x in enumerate(tensors)]
+        data = empty(tensors[buffer.members[0]], [buffer.numel], [1])
+        for i, offset in zip(buffer.members, buffer.offsets, strict=True):
+            members[i] = view_of(data, offset, tensors[i].shape)
+    return [members[i] if i in members else empty(x, x.shape, x.stride()) for i, x in enumerate(tensors)]
 
 
 def view_of(buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor over a part of a buffer `[n]` that starts at `offset`; torch does not take it for a view."""
+    """Return a tensor over the part of a buffer `[n]` from `offset` on. For torch it is not a view."""
     numel = torch.Size(shape).numel()
     return buffer.narrow(0, offset, numel).view(shape).data
 
@@ -140,16 +138,16 @@ def view_of(buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Te
 # Private torch APIs about modules, and about hooks on their tensors.
 
 
-_MODULES_OWN = frozenset(vars(torch.nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 
 
 def gradient_hooks(x: torch.Tensor) -> list[str]:
-    """List the methods by which hooks on the gradient of a tensor were registered."""
-    found = {
+    """List the methods by which hooks on a tensor's gradient were registered."""
+    hooks_by_method = {
         "register_hook": x._backward_hooks,
         "register_post_accumulate_grad_hook": x._post_accumulate_grad_hooks,  # pyright: ignore[reportAttributeAccessIssue]
     }
-    return [name for name, hooks in found.items() if hooks]
+    return [name for name, hooks in hooks_by_method.items() if hooks]
 
 
 def has_backward_hook(module: torch.nn.Module) -> bool:
@@ -158,21 +156,21 @@ def has_backward_hook(module: torch.nn.Module) -> bool:
 
 
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the hooks before and after a module's forward pass, by handle: the dicts themselves."""
+    """Return a module's dicts of hooks, by handle: the hooks before and the hooks after its forward pass."""
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
 def statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own buffers that its state dict holds."""
-    own = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-    return {name: b for name, b in own.items() if name not in module._non_persistent_buffers_set}
+    """Return the persistent buffers of a module itself, without its submodules."""
+    buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+    return {name: b for name, b in buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 def attributes(module: torch.nn.Module) -> dict[str, object]:
-    """Return a module's own attributes: no parameters, buffers, submodules, nor those that every module has."""
-    return {name: x for name, x in vars(module).items() if name not in _MODULES_OWN}
+    """Return the attributes that a module sets, without parameters, buffers, submodules and those of every module."""
+    return {name: x for name, x in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def version_of(x: torch.Tensor) -> int | None:
-    """Return a number that grows when a tensor is written in place; None of inference tensors, which have none."""
+    """Return a number that grows with each in-place write into a tensor; None for inference tensors."""
     return None if x.is_inference() else x._version

@@ -1,6 +1,6 @@
-"""Private torch APIs that record an operation of a step as a node of a graph, and say which line ran it.
+"""Private torch APIs that record each operation of a step as a node of a graph, with its source line.
 
-They were seen on torch 2.11 and 2.13. `tests/_torch/test_recorder.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_recorder.py` shows which.
 """
 
 import functools
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from fzero._torch.levels import is_deciding
 from fzero._torch.modules import storage_id
 
-__all__ = ["DEVICE_OF", "INSTEAD", "OneNode", "Recorder", "is_fzeros", "is_users", "user_line"]
+__all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "is_fzero_code", "is_user_code", "user_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FZERO = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -35,53 +35,55 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = tuple([os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")])
 _EINOPS = os.path.join("", "einops", "")
 DEVICE_OF = torch.ops.prim.device.default
-# forward mode's zeros are of the meta device under vmap, and stand-ins are not
-INSTEAD: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+# under vmap forward mode makes its zeros on the meta device, where stand-ins are not
+REPLACEMENTS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
 
 
-def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's, fzero's, einops's nor Python's own, and code in it is not generated."""
-    own = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
-    return not own and not file.startswith((_TORCH, _FZERO, "<"))
+def is_user_code(file: str) -> bool:
+    """Return whether a file is code of the user: not of torch, fzero, einops or Python itself, and not generated."""
+    is_library = (file.startswith(_PYTHON) and not file.startswith(_PACKAGES)) or _EINOPS in file
+    return not is_library and not file.startswith((_TORCH, _FZERO, "<"))
 
 
-def is_fzeros(file: str) -> bool:
-    """Return whether a file is fzero's own."""
+def is_fzero_code(file: str) -> bool:
+    """Return whether a file belongs to fzero."""
     return file.startswith(_FZERO)
 
 
 def user_line() -> str:
-    """Say which line outside torch and fzero runs now: "file:line"; "" where there is none."""
+    """Return the running line outside of torch and fzero, "file:line", or "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if is_user_code(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 def _place(lines: dict[int, str]) -> dict[str, Any]:
-    """Say where an operation runs now: on which line, and whether autograd's engine runs it.
+    """Return the source line of the running operation, and whether autograd's engine runs it.
+
+    An operation of the backward pass has the line of its forward operation.
 
     Args:
-        lines: of a trace, by the number of the node of autograd that was made last when an operation of the line ran.
-            One of the backward pass has the line of its forward operation.
+        lines: the lines of a trace. The key of a line is the sequence number of autograd's newest node when an
+            operation of the line ran. An operation of the forward pass is added.
     """
     if torch._C._current_graph_task_id() == -1:
         line = user_line()
         lines[torch.autograd._get_sequence_nr() - 1] = line  # pyright: ignore[reportPrivateImportUsage]
         return {"line": line, "backward": False}
     node = torch._C._current_autograd_node()
-    made = None if node is None else lines.get(node._sequence_nr())
-    return {"line": made or user_line(), "backward": True}
+    forward_line = None if node is None else lines.get(node._sequence_nr())
+    return {"line": forward_line or user_line(), "backward": True}
 
 
 class Recorder(TorchDispatchMode):
-    """Records each operation of a trace, with the source line that ran it in `node.meta["custom"]["line"]`.
+    """Records each operation of a trace, with its source line in `node.meta["custom"]["line"]`.
 
-    It stands before make_fx, and records plain operations of stand-ins itself, in a third of the time. It need not
-    search for symbolic sizes, constants and decompositions, which these have not. All others are left to make_fx.
+    It runs before make_fx, and records plain operations on stand-ins itself, in a third of the time. Such operations
+    have no symbolic sizes, constants or decompositions to search for. make_fx records all other operations.
     """
 
     def __init__(self) -> None:
@@ -91,10 +93,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        func = INSTEAD.get(func, func)
+        func = REPLACEMENTS.get(func, func)
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
-        if mode is None:  # within one node
+        if mode is None:  # within the function of a OneNode
             return func(*args, **kwargs)
         if _is_plain(func):
             try:
@@ -110,14 +112,14 @@ class Recorder(TorchDispatchMode):
 
 
 class OneNode:
-    """A pure function of tensors that a Recorder records as one node, and not as the operations that it runs.
+    """A pure function of tensors that a Recorder records as one node, rather than as the operations that it runs.
 
-    Elsewhere it is the function: in other traces, and where a transform of torch.func tracks its tensors. It returns
-    tensors of its own or, all of them, views of its first argument.
+    In other traces, and where a transform of torch.func tracks its tensors, a call just runs the function. Its results
+    are either all new tensors, or all views of its first argument.
 
     Attributes:
         f: the function.
-        on_stand_ins: what a Recorder calls in its place: by default the function itself.
+        on_stand_ins: the function that a Recorder calls instead of `f`; by default `f` itself.
     """
 
     def __init__(self, f: Callable[..., Any], on_stand_ins: Callable[..., Any] | None = None) -> None:
@@ -126,7 +128,7 @@ class OneNode:
         self.__doc__ = f.__doc__
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function, recorded as one node if a Recorder knows its tensors."""
+        """Call the function; a Recorder that tracks its tensors records the call as one node."""
         mode: Any = get_proxy_mode()
         recorder = next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, Recorder)), None)
         if mode is not None and recorder is not None:
@@ -148,35 +150,35 @@ class OneNode:
 
 
 class _NotPlainError(Exception):
-    """An argument is none that the recorder knows."""
+    """The recorder does not track an argument."""
 
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
-    """Return whether an operation computes tensors, as its own kernel, whose shapes follow from shapes."""
+    """Return whether an operation has its own kernel, and returns tensors whose shapes follow from shapes alone."""
     if not isinstance(func, OpOverload) or func.namespace == "prim":
         return False
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if tags & set(func.tags) or func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         return False
-    returned = {str(r.type) for r in func._schema.returns}
-    return "lift" not in func._schema.name and bool(returned) and returned <= {"Tensor", "List[Tensor]"}
+    types = {str(r.type) for r in func._schema.returns}
+    return "lift" not in func._schema.name and bool(types) and types <= {"Tensor", "List[Tensor]"}
 
 
 def _nodes(tracer: Any, x: Any) -> Any:
-    """Return arguments of an operation as arguments of its node: the nodes of tensors, and all others as they are.
+    """Return arguments of an operation as arguments of its node: the nodes of tensors, and other values unchanged.
 
     Raises:
-        _NotPlainError: if one is no number, name or stand-in of this trace.
+        _NotPlainError: if an argument is no plain value, such as a number, and no stand-in of this trace.
     """
     if isinstance(x, torch.Tensor):
-        found = tracer.tensor_tracker.get(x) if type(x) is FakeTensor else None
-        if found is None or found.constant is not None:  # make_fx computes what is known of constants
+        tracked = tracer.tensor_tracker.get(x) if type(x) is FakeTensor else None
+        if tracked is None or tracked.constant is not None:  # make_fx computes with the values of constants
             raise _NotPlainError
-        return found.proxy.node
+        return tracked.proxy.node
     if type(x) in (tuple, list):
         return type(x)([_nodes(tracer, y) for y in x])
-    if isinstance(x, torch.Generator):  # which make_fx takes since torch 2.13
+    if isinstance(x, torch.Generator):  # make_fx accepts generators since torch 2.13
         name = tracer.get_fresh_qualname("_generator")
         setattr(tracer.root, name, x)
         return tracer.create_node("get_attr", name, (), {})
@@ -185,23 +187,23 @@ def _nodes(tracer: Any, x: Any) -> Any:
     raise _NotPlainError
 
 
-def _forget_constants(tracer: Any, given: Sequence[torch.Tensor]) -> None:
-    """Forget the values of constants that data is written into: make_fx forgets those of the written view alone."""
-    found = [tracer.tensor_tracker.get(x) for x in given]
-    constants = [x.constant for x in found if x is not None and x.constant is not None]
-    if not constants or len(constants) == len(given):
+def _forget_constants(tracer: Any, args: Sequence[torch.Tensor]) -> None:
+    """Forget the values of constants that data is written into, in all views: make_fx does so in one view only."""
+    entries = [tracer.tensor_tracker.get(x) for x in args]
+    constants = [x.constant for x in entries if x is not None and x.constant is not None]
+    if not constants or len(constants) == len(args):
         return
-    written = {storage_id(x) for x in constants}
-    for x, known in list(tracer.tensor_tracker.items()):
-        if known.constant is not None and storage_id(known.constant) in written:
-            tracer.tensor_tracker[x] = _ProxyTensor(known.proxy, None)
+    storages = {storage_id(x) for x in constants}
+    for x, entry in list(tracer.tensor_tracker.items()):
+        if entry.constant is not None and storage_id(entry.constant) in storages:
+            tracer.tensor_tracker[x] = _ProxyTensor(entry.proxy, None)
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, lines: Any) -> Any:
-    """Run an operation, or a function, on stand-ins, and make it a node."""
+    """Run an operation or a `OneNode` on stand-ins, and add its node to the graph."""
     with disable_proxy_modes_tracing():
         out = func.on_stand_ins(*args) if isinstance(func, OneNode) else func(*args, **kwargs)
     meta = {**get_current_meta().get("custom", {}), **_place(lines)}
@@ -225,7 +227,7 @@ def _track(tracer: Any, x: Any, node: Node) -> None:
 
 
 def _snapshot(x: FakeTensor) -> FakeTensor:
-    """Return a stand-in for the same memory, which keeps its shape when the tensor's own is changed in place."""
+    """Return a stand-in for the same memory that keeps its shape when the tensor's shape is changed in place."""
     with in_kernel_invocation_manager(x.fake_mode):
         alias = torch.ops.aten.detach.default(x)
     return FakeTensor(x.fake_mode, alias, x.fake_device)

@@ -1,7 +1,7 @@
-"""Private torch APIs about a thread's switches and the process's, and about process groups.
+"""Private torch APIs about the settings of a thread and of the process, and about process groups.
 
-A rank in lockstep begins with its caller's switches, has for itself what it switches, and leaves all as it was.
-All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_state.py` says which one broke when torch changes.
+A rank in lockstep starts with its caller's settings. Its changes apply to this rank alone, and end with it.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/axes/test_lockstep_state.py` shows which.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,39 +18,39 @@ __all__ = ["OwnSettings", "c10d", "default_store", "group_of", "put_settings", "
 
 # Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
 #
-# All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 
 
 c10d: Any = torch.ops._c10d_functional
 """The functional collectives: `all_reduce`, `all_gather_into_tensor`, `reduce_scatter_tensor`, `wait_tensor`."""
 
 group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-"""Returns the process group of a name, as collectives are given it."""
+"""Returns the process group with a name; functional collectives take such names."""
 
 
 def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Return the store that the processes of the world have in common."""
+    """Return the store that all processes of the world share."""
     return distributed_c10d._get_default_store()
 
 
-# ---------------------------------------------------------------- a thread's own
+# ---------------------------------------------------------------- the settings of a thread
 
 
-# Private torch APIs about switches, for ranks that are threads: a thread's own switches, and those of the process.
+# Private torch APIs about settings, for ranks that are threads: the settings of a thread, and of the process.
 
 
 def thread_state() -> Callable[[], Any]:
-    """Take down what of torch's state is a thread's own, and return a context manager that sets it in another.
+    """Read torch's state of this thread, and return a context manager that applies it in another thread.
 
-    Grad mode, inference mode, autocast, the modes of torch functions and of operations (such as `torch.device("meta")`
-    and `FlopCounterMode`), the hooks of saved tensors, and the number of threads. The other thread gets its own back,
-    whatever it switched meanwhile. `SETTINGS` are the process's.
+    The state is: grad mode, inference mode, autocast, function modes and dispatch modes (such as `torch.device("meta")`
+    and `FlopCounterMode`), the hooks of saved tensors, and the number of threads. When the context ends, the other
+    thread has its previous state again. `SETTINGS` lists the state of the process.
     """
     grad, forward, inference = torch.is_grad_enabled(), _forward(), torch.is_inference_mode_enabled()
     casts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES]
     cache, threads = torch.is_autocast_cache_enabled(), torch.get_num_threads()
     functions, operations = _function_modes(), _operation_modes()
-    hooks, refused = _saved_tensor_hooks(), _refusal_of_hooks()
+    hooks, refusal = _saved_tensor_hooks(), _refusal_of_hooks()
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
     @contextmanager
@@ -66,14 +66,14 @@ def thread_state() -> Callable[[], Any]:
             stack.enter_context(_with_default_device(default))
             stack.enter_context(_with_function_modes(functions))
             stack.enter_context(_with_operation_modes(operations))
-            stack.enter_context(_with_saved_tensor_hooks(hooks, refused))
+            stack.enter_context(_with_saved_tensor_hooks(hooks, refusal))
             yield
 
     return inherit
 
 
 _c: Any = torch._C
-DEVICES = ("cpu", "cuda")  # those of autocast
+DEVICES = ("cpu", "cuda")  # the devices of autocast
 
 _forward: Callable[[], bool] = _c._is_fwd_grad_enabled
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
@@ -82,13 +82,13 @@ _refusal_of_hooks: Callable[[], str | None] = _c._autograd._saved_tensors_hooks_
 
 
 def _saved_tensor_hooks() -> Any:
-    """Return the pair of hooks that packs and unpacks what is saved now, or None."""
+    """Return the innermost pair of hooks that pack and unpack saved tensors, or None."""
     return _c._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextmanager
 def _with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Have exactly these modes; those that the thread had come back."""
+    """Replace the thread's function modes by these in this context."""
     before = [overrides._pop_mode() for _ in _function_modes()]
     for mode in modes:
         overrides._push_mode(mode)
@@ -114,12 +114,12 @@ def _with_operation_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _with_saved_tensor_hooks(hooks: Any, refused: str | None) -> Iterator[None]:
-    """Have these hooks, of which only the innermost count, or none with this message; then none."""
+def _with_saved_tensor_hooks(hooks: Any, refusal: str | None) -> Iterator[None]:
+    """Set a pair of hooks, or disable hooks with the message `refusal`, in this context; none are left after it."""
     if hooks is not None:
         _c._autograd._push_saved_tensors_default_hooks(*hooks)
-    if refused is not None:
-        _c._autograd._saved_tensors_hooks_disable(refused)
+    if refusal is not None:
+        _c._autograd._saved_tensors_hooks_disable(refusal)
     try:
         yield
     finally:
@@ -130,7 +130,7 @@ def _with_saved_tensor_hooks(hooks: Any, refused: str | None) -> Iterator[None]:
 
 @contextmanager
 def _with_default_device(context: Any) -> Iterator[None]:
-    """Have what `torch.set_default_device` wrote down; the mode itself is one of the functions'."""
+    """Set the thread's record of `torch.set_default_device`. Its mode is one of the function modes."""
     before = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     torch._GLOBAL_DEVICE_CONTEXT.device_context = context
     try:
@@ -139,11 +139,11 @@ def _with_default_device(context: Any) -> Iterator[None]:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = before
 
 
-# ---------------------------------------------------------------- the process's
+# ---------------------------------------------------------------- the settings of the process
 
 
 class Setting(NamedTuple):
-    """A switch that all threads share: how it is read and written."""
+    """A setting that all threads share: a function that reads it and a function that writes it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -158,7 +158,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _matmul_precision() -> str | None:
-    """Return the precision of float32 products; None where it was set by backend, and torch reads it no more."""
+    """Return the precision of float32 products; None if it was set per backend, since torch then refuses to read it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -184,27 +184,27 @@ SETTINGS = {
     "deterministic algorithms": Setting(
         _deterministic, lambda x: torch.use_deterministic_algorithms(x[0], warn_only=x[1])
     ),
-    "filling of empty tensors": Setting(
+    "deterministic filling of empty tensors": Setting(
         _c._get_deterministic_fill_uninitialized_memory, _c._set_deterministic_fill_uninitialized_memory
     ),
     "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
     "default device": Setting(lambda: _device.CURRENT_DEVICE, _write_default_device),
     "precision of float32 products": Setting(_matmul_precision, _write_matmul_precision),
     "flash attention": Setting(_c._get_flash_sdp_enabled, _c._set_sdp_use_flash),
-    "attention in little memory": Setting(_c._get_mem_efficient_sdp_enabled, _c._set_sdp_use_mem_efficient),
-    "attention by products": Setting(_c._get_math_sdp_enabled, _c._set_sdp_use_math),
-    "attention by cudnn": Setting(_c._get_cudnn_sdp_enabled, _c._set_sdp_use_cudnn),
-    "attention by others": Setting(_c._get_overrideable_sdp_enabled, _c._set_sdp_use_overrideable),
-    "order of attention's kernels": Setting(_c._get_sdp_priority_order, _c._set_sdp_priority_order),
+    "memory-efficient attention": Setting(_c._get_mem_efficient_sdp_enabled, _c._set_sdp_use_mem_efficient),
+    "math attention": Setting(_c._get_math_sdp_enabled, _c._set_sdp_use_math),
+    "cudnn attention": Setting(_c._get_cudnn_sdp_enabled, _c._set_sdp_use_cudnn),
+    "overrideable attention": Setting(_c._get_overrideable_sdp_enabled, _c._set_sdp_use_overrideable),
+    "priority of attention kernels": Setting(_c._get_sdp_priority_order, _c._set_sdp_priority_order),
     "cudnn": Setting(_c._get_cudnn_enabled, _c._set_cudnn_enabled),
-    "cudnn's choice by trial": Setting(_c._get_cudnn_benchmark, _c._set_cudnn_benchmark),
-    "cudnn's determinism": Setting(_c._get_cudnn_deterministic, _c._set_cudnn_deterministic),
+    "cudnn benchmark": Setting(_c._get_cudnn_benchmark, _c._set_cudnn_benchmark),
+    "cudnn deterministic": Setting(_c._get_cudnn_deterministic, _c._set_cudnn_deterministic),
     "mkldnn": Setting(_c._get_mkldnn_enabled, _c._set_mkldnn_enabled),
     "checks of sparse tensors": Setting(torch.sparse.check_sparse_tensor_invariants.is_enabled, _check_sparse),
-    "repeated warnings": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+    "warn always": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
     "number of threads": Setting(torch.get_num_threads, torch.set_num_threads),
 }
-"""What torch switches for the whole process. Not its random numbers: ranks draw from them one after the other."""
+"""Torch's settings of the whole process, except the random state: ranks draw random numbers one after the other."""
 
 
 def settings() -> dict[str, Any]:
@@ -219,22 +219,23 @@ def put_settings(values: Mapping[str, Any]) -> None:
 
 
 class OwnSettings:
-    """What one rank has set of the process's settings: it is put on for the rank's turn, and taken off after it.
+    """The changes of one rank to the process's settings, which apply only while the rank runs.
 
-    So ranks whose turns alternate do not undo one another's, as `with torch.autograd.detect_anomaly():` would.
+    Ranks in lockstep alternate. Without this, one rank's `with torch.autograd.detect_anomaly():` would change the
+    settings of the others.
     """
 
     def __init__(self) -> None:
-        self.own: dict[str, Any] = {}
-        self.outside: dict[str, Any] = {}
+        self.changes: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
 
     def put_on(self) -> None:
-        """Begin a turn."""
-        self.outside = settings()
-        put_settings(self.own)
+        """Apply the rank's changes, when it starts to run."""
+        self.before = settings()
+        put_settings(self.changes)
 
     def take_off(self) -> Iterable[str]:
-        """End a turn, and leave the settings as it found them; return the names of those that are the rank's own."""
-        self.own = {name: value for name, value in settings().items() if value != self.outside[name]}
-        put_settings({name: self.outside[name] for name in self.own})
-        return self.own.keys()
+        """Record and undo the rank's changes, when it stops running; return the names of the changed settings."""
+        self.changes = {name: value for name, value in settings().items() if value != self.before[name]}
+        put_settings({name: self.before[name] for name in self.changes})
+        return self.changes.keys()

@@ -1,6 +1,6 @@
 """Private torch APIs that record a step as a graph, copy a graph, and compile it.
 
-All of these were seen on torch 2.11 and 2.13. `tests/_torch/test_torch.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
 import functools
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero._torch.levels import unwrapped
 from fzero._torch.modules import in_buffers, storage_id
-from fzero._torch.recorder import Recorder, is_users, user_line
+from fzero._torch.recorder import Recorder, is_user_code, user_line
 
 __all__ = [
     "TRACING",
@@ -54,17 +54,17 @@ __all__ = [
 
 # Private torch APIs that copy a graph.
 #
-# They were seen on torch 2.11 and 2.13. `tests/_torch/test_graphs.py` says which one broke when torch changes.
+# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_graphs.py` shows which.
 
 
 def graph_of(order: Iterable[Node]) -> Graph:
-    """Copy nodes of one graph into a new one, in this order and under their names.
+    """Copy nodes of one graph into a new graph, in this order and with their names.
 
-    It is `Graph.node_copy`, node by node, without what takes most of its time: a search of each node's arguments for
-    symbolic numbers, and one for a free name.
+    It does the work of `Graph.node_copy` without its two slow parts: searching each node's arguments for symbolic
+    numbers, and searching for a free name.
 
     Raises:
-        KeyError: if a node stands before one that it is given.
+        KeyError: if a node comes before one of its arguments.
     """
     graph, copies = Graph(), dict[Node, Node]()
     names, table = graph._graph_namespace, graph._find_nodes_lookup_table
@@ -86,23 +86,17 @@ def graph_of(order: Iterable[Node]) -> Graph:
     return graph
 
 
-# pyright: ignore[reportAttributeAccessIssue]
-
-
-# pyright: ignore[reportPrivateUsage]
-
-
-# Private torch APIs that record a step as a graph, and compile one.
+# Private torch APIs that record a step as a graph.
 
 
 class _Assignments(TorchFunctionMode):
-    """Refuses `x.data = y` while a step is traced: it runs no operation that could be recorded."""
+    """Refuses `x.data = y` while a step is traced, because the assignment runs no operation that could be recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:  # each access makes another object
+        if func == _SET_DATA:  # not `is`: each access to __set__ makes a new object
             raise RuntimeError(
                 f"fzero.jit: the step assigns to a tensor's .data at {user_line()}, which a graph cannot hold; a step "
-                "is pure: go on with the new value (x = y, not x.data = y)"
+                "is pure: use the new value from there on (x = y, not x.data = y)"
             )
         return func(*args, **(kwargs or {}))
 
@@ -111,26 +105,26 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAcc
 
 
 TRACING = threading.RLock()
-"""Held while a step is traced: what a trace switches on (modes, flags) is the process's."""
+"""The lock held while a step is traced, because the modes and flags of a trace belong to the process."""
 
 
 def line_of(node: torch.fx.Node) -> str:
-    """Return the source line that a node was traced from, "file:line", or ""."""
+    """Return the source line that a node was traced from, "file:line", or "" if it is unknown."""
     return (node.meta.get("custom") or {}).get("line", "")
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Return whether autograd's engine ran an operation when it was traced."""
+    """Return whether autograd's engine ran a node's operation when it was traced."""
     return (node.meta.get("custom") or {}).get("backward", False)
 
 
 def fake_like(
     tensors: Sequence[torch.Tensor], beside: Any = None, mode: FakeTensorMode | None = None
 ) -> list[torch.Tensor]:
-    """Make tensors of the same shapes, strides, dtypes and devices that own no memory, for tracing.
+    """Return stand-ins for tracing: tensors of the same shapes, strides, dtypes and devices that own no memory.
 
-    A meta tensor is taken for one on the CPU. Stand-ins of one graph are made `beside` each other, or in one mode.
-    Those of tensors that lie side by side do so; each other one is alone.
+    The stand-in of a meta tensor is on the CPU. All stand-ins of one graph share a mode: pass `mode`, or an earlier
+    stand-in as `beside`. The stand-ins of tensors that fill one buffer fill one buffer, too.
     """
 
     def empty(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -141,17 +135,17 @@ def fake_like(
 
 
 def memory_like(nbytes: int) -> torch.UntypedStorage:
-    """Make what stands in for so many bytes of memory."""
+    """Return a storage without memory that stands in for `nbytes` bytes."""
     return torch.UntypedStorage(nbytes, device="meta")
 
 
 def stand_in_at(x: torch.Tensor, memory: torch.UntypedStorage, form: Sequence[int]) -> torch.Tensor:
-    """Make a stand-in that lies otherwise, and in other memory.
+    """Return a stand-in with the dtype and device of another one, in other memory and with other strides.
 
     Args:
-        x: a stand-in, whose dtype and device it has.
-        memory: in which it lies: stand-ins in one memory share it.
-        form: its shape, then its strides, then where it begins.
+        x: the stand-in that gives the dtype and the device.
+        memory: the storage of the result. Stand-ins can share one.
+        form: the shape, then the strides, then the storage offset of the result.
     """
     assert isinstance(x, FakeTensor)
     shape, strides, offset = form[: x.dim()], form[x.dim() : -1], form[-1]
@@ -160,9 +154,10 @@ def stand_in_at(x: torch.Tensor, memory: torch.UntypedStorage, form: Sequence[in
 
 
 def fakes_on(fakes: Iterable[Any], kind: str) -> None:
-    """Have stand-ins say that they lie on another kind of device, such as "cuda", which need not be at hand.
+    """Set the device of stand-ins to another kind, such as "cuda", which this machine need not have.
 
-    Autograd asks a device for its streams, so a step is traced on a device that is there, and moved afterwards.
+    Autograd asks a device for its streams. So a step is traced on a device that exists, and its stand-ins are moved
+    afterwards.
     """
     for x in fakes:
         if isinstance(x, FakeTensor):
@@ -170,13 +165,13 @@ def fakes_on(fakes: Iterable[Any], kind: str) -> None:
 
 
 def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
-    found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
-    return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
+    mode = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+    return FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true, as torch.export does: models ask it before they read values."""
+    """Make `torch.compiler.is_compiling()` true, as torch.export does. Models check it before they read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -186,7 +181,7 @@ def compiling() -> Iterator[None]:
 
 
 class DataDependentError(RuntimeError):
-    """Traced code needed the value of a tensor; `line` is where."""
+    """Traced code needed the value of a tensor, at the source line `line`."""
 
     def __init__(self, message: str, line: str) -> None:
         super().__init__(message)
@@ -195,14 +190,15 @@ class DataDependentError(RuntimeError):
 
 def _line_of_traceback(error: BaseException) -> str:
     lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if is_users(line)), "")
+    return next((line for line in reversed(lines) if is_user_code(line)), "")
 
 
 def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Record what `f(*fakes)` runs, a flat list of tensors to a flat list, as a graph of aten operations.
+    """Record the aten operations of `f(*fakes)` as a graph; `f` maps a flat list of tensors to a flat list.
 
-    make_fx, not Dynamo: it records what really ran, through every transform of torch.func and every
-    autograd.Function (Dynamo can lose a Function's backward, pytorch#193279), and traces any Python.
+    It uses make_fx rather than Dynamo. make_fx records the operations that really ran, through every transform of
+    torch.func and every autograd.Function, and traces any Python. Dynamo can lose a Function's backward
+    (pytorch#193279).
 
     Raises:
         DataDependentError: if `f` reads the value of a tensor.
@@ -212,8 +208,8 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
         with _Assignments(), Recorder():
             return f(*xs)
 
-    # within the stand-ins' mode, so that nothing is computed and no random number drawn
-    # anomaly mode would read every gradient for NaNs; there are no values yet
+    # in the stand-ins' mode nothing is computed, and no random number is drawn
+    # anomaly mode is off, because it reads every gradient for NaNs, and stand-ins have no values
     quiet = torch.autograd.set_detect_anomaly(False)
     with preserve_node_meta(), compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
         return _make_fx(with_lines, fakes)
@@ -221,7 +217,7 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Raise a `DataDependentError` where torch needs the value of a tensor, which a stand-in has not."""
+    """Raise a `DataDependentError` where torch needs the value of a tensor, since stand-ins have no values."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -234,7 +230,7 @@ def _without_values() -> Iterator[None]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operation that refuses its stand-ins: the error is raised, too."""
+    """Keep torch from logging the traceback of an operation that fails on its stand-ins; the error is also raised."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -248,22 +244,22 @@ def _unlogged() -> Iterator[None]:
 
 
 def _make_fx(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Record a function, without the code of the module that holds the graph: nobody runs it."""
+    """Record a function as a graph, without generating code for its module, which never runs."""
     with _use_lazy_graph_module(True):
         return make_fx(f, _allow_non_fake_inputs=True)(*fakes)
 
 
 def recorded() -> list[torch.fx.Node]:
-    """List the operations that the trace that runs now has recorded."""
+    """List the nodes that the running trace has recorded so far."""
     mode: Any = get_proxy_mode()
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
 def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Trace a graph again with every in-place operation replaced by one that makes a new value.
+    """Trace a graph again with every in-place operation replaced by an operation that returns a new value.
 
     Raises:
-        DataDependentError: if it reads the value of a constant that data was written into.
+        DataDependentError: if the graph reads the value of a constant that was overwritten with data.
     """
     run = torch.func.functionalize(_WithConstants(gm).run, remove="mutations")
     with preserve_node_meta(), torch.no_grad(), _mode_of(fakes), _without_values():
@@ -271,47 +267,47 @@ def functional(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch
 
 
 class _WithConstants(torch.fx.Interpreter):
-    """Runs a graph under functionalize, which wraps the arguments of a graph, and not its constants."""
+    """Runs a graph under functionalize, and wraps its constants: functionalize itself wraps only the arguments."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a constant, wrapped: an operation may write into a copy of it, as batch_norm does."""
+        """Return a constant, wrapped, because an operation may write into a copy of it, as batch_norm does."""
         x = super().get_attr(target, args, kwargs)
         level = functorch.peek_interpreter_stack().level()
         return functorch._wrap_functional_tensor(x, level) if isinstance(x, torch.Tensor) else x
 
 
 def is_fake(x: Any) -> bool:
-    """Return whether a value is a stand-in without memory, such as a trace computes, tracked by whatever transform."""
+    """Return whether a value is a stand-in without memory, or a transform's tensor around one."""
     return isinstance(unwrapped(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
 
 
 def holders(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Count for each tensor who holds on to its memory: tensors, itself among them, autograd graphs, DLPack capsules.
+    """Count the holders of each tensor's memory: tensors (with itself), autograd graphs, and DLPack capsules.
 
-    The base of a view is not counted where the view alone keeps it alive.
+    The base of a view does not count if only the view keeps it alive.
     """
     return [_holders(x) for x in tensors]
 
 
 def _holders(x: torch.Tensor) -> int:
-    users = torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # without the object that asks
-    found = users + x._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]  # its own object is no other
-    return found - 1 if found > 1 and _keeps_base(x, users) else found
+    users = torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # without the storage object of this call
+    count = users + x._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]  # without the tensor's object
+    return count - 1 if count > 1 and _keeps_base(x, users) else count
 
 
 def _keeps_base(x: torch.Tensor, users: int) -> bool:
-    """Return whether a tensor is a view of a base in the same memory that views alone keep alive."""
+    """Return whether a tensor is a view, and only views keep its base, of the same memory, alive."""
     base = x._base if x._is_view() else None
     if base is None or storage_id(base) != storage_id(x):
         return False
-    views = users - 1  # at most, and each holds the base; so does its object
-    held = base._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-    return held <= views + 1 and sys.getrefcount(base) <= _references_alone()
+    max_views = users - 1  # each view holds the base, and so does the base's own object
+    uses = base._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    return uses <= max_views + 1 and sys.getrefcount(base) <= _references_alone()
 
 
 @functools.cache
 def _references_alone() -> int:
-    """Count the references to the object of a base that only a view holds; torch's own way to count has changed."""
+    """Count the references to a base's object that only a view holds. The number differs between versions of torch."""
     view = torch.empty(2)[:1]
     base = view._base
     return sys.getrefcount(base)

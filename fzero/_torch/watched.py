@@ -1,6 +1,6 @@
-"""Private torch APIs that show operations as they run, with real values, and the memory that they take.
+"""Private torch APIs that watch operations as they run, with real values, and the memory that they allocate.
 
-They were seen on torch 2.11 and 2.13. `tests/_torch/test_watched.py` says which one broke when torch changes.
+They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_watched.py` shows which.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.levels import profiling
-from fzero._torch.recorder import is_users
+from fzero._torch.recorder import is_user_code
 
 __all__ = [
     "Allocations",
@@ -36,15 +36,15 @@ __all__ = [
     "watching",
 ]
 
-# Private torch APIs that tell what the CPU's allocator does while something runs.
+# Private torch APIs that follow the CPU's allocator.
 #
-# They were seen on torch 2.11 and 2.13. `tests/_torch/test_allocations.py` says which one broke when torch changes.
+# They exist in torch 2.11 and 2.13. If torch changes one of them, `tests/_torch/test_allocations.py` shows which.
 
 
 class Allocations:
-    """What the CPU's allocator did: `peak` is the most that was held at once beside what was held before, in bytes.
+    """The memory that code allocated on the CPU: `peak` is the largest increase over the start, in bytes.
 
-    It is None while it runs, and where a profiler of the user's was on.
+    `peak` is None while the code runs, and if the user's profiler was on.
     """
 
     peak: int | None = None
@@ -52,37 +52,37 @@ class Allocations:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Follow this thread's allocations, and those of the threads that torch starts for it; others' are not seen.
+    """Follow the allocations of this thread, and of the threads that torch starts for it. Other threads do not count.
 
-    This is the profiler from before Kineto. It tells the same events, and logs nothing.
+    It uses the profiler from before Kineto, which records the same events, and logs nothing.
     """
-    found = Allocations()
+    record = Allocations()
     if profiling():
-        yield found
+        yield record
         return
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     config: Any = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     autograd._enable_profiler_legacy(config)
     try:
-        yield found
+        yield record
     finally:
         threads = autograd._disable_profiler_legacy()
-    found.peak = _peak(threads)
+    record.peak = _peak(threads)
 
 
 def _peak(threads: list[list[Any]]) -> int:
-    """Return the most that is held at once, by the events of all threads in the order of their times."""
+    """Return the peak of the allocated bytes, from the events of all threads in the order of their times."""
     events = [e for thread in threads for e in thread]
     start = next(e for e in events if e.name() == "__start_profile")
     memory = [e for e in events if e.kind() == "memory_alloc"]
-    held = peak = 0
+    live = peak = 0
     for event in sorted(memory, key=start.cpu_elapsed_us):
-        held += event.cpu_memory_usage()
-        peak = max(peak, held)
+        live += event.cpu_memory_usage()
+        peak = max(peak, live)
     return peak
 
 
-# Private torch APIs that show each operation as it runs, with real values, and which line and memory it belongs to.
+# Private torch APIs that show each operation as it runs, with real values, its source line and its memory.
 
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -95,13 +95,13 @@ _COLLECTIVES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collect
 
 
 class WatchedOperation(NamedTuple):
-    """An operation that runs.
+    """A running operation.
 
     Attributes:
-        name: such as "aten::log".
-        given: its tensors.
-        written: those of them that it writes into.
-        numbers: its other arguments that are floats.
+        name: its name, such as "aten::log".
+        given: the tensors among its arguments.
+        written: the tensors among its arguments that it writes into.
+        numbers: the floats among its arguments.
     """
 
     name: str
@@ -111,7 +111,7 @@ class WatchedOperation(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Shows each operation before it runs, and after it with its results."""
+    """Passes each operation to `before` before it runs, and to `after` with its results."""
 
     supports_higher_order_operators = True
 
@@ -124,33 +124,33 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = _operation(func, args, kwargs)
-        known = self.before(operation)
+        context = self.before(operation)
         out = func(*args, **kwargs)
-        self.after(operation, known, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
+        self.after(operation, context, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
         return out
 
 
 def _operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
     leaves = tree_leaves((args, kwargs))
-    given = [x for x in leaves if isinstance(x, torch.Tensor)]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     numbers = [x for x in leaves if isinstance(x, float)]
     if not isinstance(func, OpOverload):
-        return WatchedOperation(str(func), given, [], numbers)
-    named = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
-    writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    written = [x for name in writes for x in tree_leaves(named.get(name)) if isinstance(x, torch.Tensor)]
-    return WatchedOperation(func._schema.name, given, written, numbers)
+        return WatchedOperation(str(func), tensors, [], numbers)
+    by_name = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
+    outputs = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [x for name in outputs for x in tree_leaves(by_name.get(name)) if isinstance(x, torch.Tensor)]
+    return WatchedOperation(func._schema.name, tensors, written, numbers)
 
 
 @contextmanager
 def watching(
     before: Callable[[WatchedOperation], Any], after: Callable[[WatchedOperation, Any, Any], None]
 ) -> Iterator[None]:
-    """Show each operation that runs within, those of ranks in lockstep too.
+    """Watch each operation that runs in this context, also in ranks in lockstep.
 
     Args:
         before: called with the operation before it runs.
-        after: called with it, with what `before` returned, and with the tensors among its results.
+        after: called with the operation, the value that `before` returned, and the tensors among the results.
     """
     with _Watch(before, after):
         yield
@@ -158,33 +158,34 @@ def watching(
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Run what is within without what looks at operations."""
+    """Run code in this context without any dispatch mode, so that no watcher sees its operations."""
     with _disable_current_modes():
         yield
 
 
 @contextmanager
 def lines_of_nodes() -> Iterator[None]:
-    """Have autograd note which line made each node, within."""
-    found = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    """Make autograd record the source line of each node that is made in this context."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.set_anomaly_enabled(True, check_nan=False)
     try:
         yield
     finally:
-        torch.set_anomaly_enabled(*found)
+        torch.set_anomaly_enabled(*before)
 
 
 # ---------------------------------------------------------------- lines
 
 
 class CallSite(NamedTuple):
-    """Where an operation runs.
+    """The place in the code where an operation runs.
 
     Attributes:
-        line: "file:line" of the user's; "" where there is none. Of a backward pass, that of the forward operation.
-        backward: the node of autograd that runs, such as "SqrtBackward0"; "" outside a backward pass.
-        collective: whether it is part of a collective.
-        forward: whether torch.func runs a function there that it differentiates.
+        line: "file:line" of the user's code, or "" if there is none. In a backward pass it is the line of the forward
+            operation.
+        backward: the running node of autograd, such as "SqrtBackward0"; "" outside a backward pass.
+        collective: whether the operation is part of a collective.
+        forward: whether torch.func is running a function that it differentiates.
     """
 
     line: str
@@ -194,21 +195,21 @@ class CallSite(NamedTuple):
 
 
 def place_now() -> CallSite:
-    """Return where the operation that is shown now runs."""
+    """Return the call site of the operation that is being watched."""
     node: Any = torch._C._current_autograd_node()
     frames = list(_frames())
-    users = next((f for f in frames if _is_users_own(f.f_code.co_filename)), None)
+    user_frame = next((f for f in frames if _is_user_file(f.f_code.co_filename)), None)
     collective = any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in frames)
-    line = f"{users.f_code.co_filename}:{users.f_lineno}" if users is not None else ""
+    line = f"{user_frame.f_code.co_filename}:{user_frame.f_lineno}" if user_frame is not None else ""
     if node is None:
         return CallSite(
             line, "", collective, any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
         )
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
-    # a line that the engine has called, a backward of the user's own, is nearer than the forward operation's
-    called = users is not None and engine is not None and frames.index(users) < frames.index(engine)
-    name = node.name if isinstance(node.name, str) else node.name()  # that of a Function under torch.func is its own
-    return CallSite(line if called else _line_of(node) or line, name, collective)
+    # a line in the user's own backward function, called by the engine, is nearer than the forward operation's line
+    in_backward = user_frame is not None and engine is not None and frames.index(user_frame) < frames.index(engine)
+    name = node.name if isinstance(node.name, str) else node.name()  # under torch.func a Function's name is a string
+    return CallSite(line if in_backward else _line_of(node) or line, name, collective)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -218,17 +219,17 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_users_own(file: str) -> bool:
-    """Return whether a file is the user's, or of a library that is neither torch, fzero nor Python's own."""
-    return is_users(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
+def _is_user_file(file: str) -> bool:
+    """Return whether a file belongs to the user, or to a library other than torch, fzero and Python's own."""
+    return is_user_code(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
 
 
 def _line_of(node: Any) -> str:
-    """Return the user's line that made a node of autograd; "" if it is not known."""
+    """Return the user's line that made a node of autograd; "" if it is unknown."""
     for entry in reversed(node.metadata.get("traceback_") or ()):
-        found = re.match(r'\s*File "(.+)", line (\d+)', entry)
-        if found is not None and _is_users_own(found[1]):
-            return f"{found[1]}:{found[2]}"
+        match = re.match(r'\s*File "(.+)", line (\d+)', entry)
+        if match is not None and _is_user_file(match[1]):
+            return f"{match[1]}:{match[2]}"
     return ""
 
 
@@ -236,13 +237,13 @@ def _line_of(node: Any) -> str:
 
 
 class Memory(NamedTuple):
-    """The memory of a tensor: a range of bytes of a storage, of which no other takes the number while this is held.
+    """The memory of a tensor: a range of bytes of a storage. No other storage gets its number while this exists.
 
     Attributes:
-        storage: its number.
+        storage: the number of the storage.
         first: the first byte.
         stop: the byte after the last.
-        held: what knows whether the storage is gone, without keeping its data.
+        held: a weak reference to the storage, which does not keep the data alive.
     """
 
     storage: int
@@ -252,12 +253,12 @@ class Memory(NamedTuple):
 
     @property
     def gone(self) -> bool:
-        """Whether nobody has the storage any more."""
+        """Whether the storage was freed."""
         return self.held.expired()
 
 
 def memory_of(x: torch.Tensor) -> Memory:
-    """Return the memory of a tensor that has some."""
+    """Return the memory of a tensor. The tensor must have memory, see `is_real`."""
     storage, size = x.untyped_storage(), x.element_size()
     first = int(x.storage_offset())
     last = first + sum([int(n - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True)])
@@ -265,5 +266,5 @@ def memory_of(x: torch.Tensor) -> Memory:
 
 
 def is_real(x: torch.Tensor) -> bool:
-    """Return whether a tensor has values that lie in memory, at least one."""
+    """Return whether a tensor is strided and holds at least one value in memory."""
     return not isinstance(x, FakeTensor) and not x.is_meta and x.layout is torch.strided and x.numel() > 0

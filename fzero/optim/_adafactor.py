@@ -1,4 +1,4 @@
-"""Adafactor: Adam whose second moment of a matrix is kept as the means of its rows and of its columns."""
+"""Adafactor: Adam that stores a matrix's second moment as means over its rows and columns."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ from fzero.optim._base import (
     Optimizer,
     Params,
     Updates,
-    answers,
     at_least_float32,
     check_rate,
     is_zero,
     nonnegative,
     positive,
     rate_at,
+    torch_hints,
 )
 from fzero.optim._norms import leaf_rms
 from fzero.optim.schedules import Schedule
@@ -29,19 +29,18 @@ from fzero.tree import Tree
 
 __all__ = ["AdafactorState", "Sums", "adafactor", "column_shape", "row_shape", "spread", "sums_of_squares"]
 
-# The sums of squares of each leaf's rows and of its columns, on any layout, and the way back to its elements.
+# The sums of squares of each leaf's rows and columns, on any layout, and the way back to the leaf's elements.
 #
 # A leaf `[.., r, c]` has sums of rows `[.., r]` and of columns `[.., c]`. A vector or a 0-d leaf has no columns, and
-# each element of it is a row. A rank holds a piece of a unit: it adds its squares to a vector of all sums of the unit.
-# One psum completes the vectors of all units. The vector holds each leaf's rows, then its columns, then the next
-# leaf's.
+# each of its elements is a row. A unit has one vector of sums: the first leaf's rows, its columns, the next leaf's rows
+# and so on. Each rank adds the squares of its shard to this vector, and one psum completes the vectors of all units.
 
 
 Shape = tuple[int, ...]
 
 
 class Sums(NamedTuple):
-    """A leaf: where it stands in the flattened tree (tied: more than once), its shape, and its sums."""
+    """A leaf's positions in the flattened tree (several if it is tied), its shape, and its sums."""
 
     positions: list[int]
     shape: Shape
@@ -55,20 +54,20 @@ def row_shape(shape: Sequence[int]) -> Shape:
 
 
 def column_shape(shape: Sequence[int]) -> Shape | None:
-    """Return the shape of a leaf's sums of columns, or None if it has none."""
+    """Return the shape of a leaf's sums of columns, or None for a leaf without columns."""
     return (*shape[:-2], shape[-1]) if len(shape) > 1 else None
 
 
 def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Sums]:
-    """Sum the squares of the rows and of the columns of each leaf of a flattened tree, in float32 at least.
+    """Return the sums of squares of each leaf's rows and columns in a flattened tree, in float32 or wider.
 
     Raises:
-        ValueError: if leaves are split over an axis: their rows or columns lie on several ranks.
+        ValueError: if leaves are split over an axis, because their rows or columns lie on several ranks.
     """
-    return [*_sums_of_whole_leaves(entries), *_sums_of_units(cut_units(paths, entries))]
+    return [*_sums_of_full_leaves(entries), *_sums_of_units(cut_units(paths, entries))]
 
 
-def _sums_of_whole_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
+def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
     places: dict[Any, list[int]] = {}  # identity of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
@@ -80,32 +79,32 @@ def _sums_of_whole_leaves(entries: Sequence[Any]) -> Iterator[Sums]:
 
 
 def _sums_of_units(units: Sequence[CutUnit]) -> Iterator[Sums]:
-    """Complete the vectors of all units that are sharded over the same axes by one psum."""
-    along: dict[tuple[str, ...], list[CutUnit]] = {}
+    """Yield the sums of sharded leaves; one psum completes the vectors of all units over the same axes."""
+    units_by_axes: dict[tuple[str, ...], list[CutUnit]] = {}
     for unit in units:
-        known = facts(unit.uid)
-        if known.split:
+        constants = facts(unit.uid)
+        if constants.split:
             raise ValueError(
-                f"adafactor needs whole rows and columns, and leaves of unit {known.unit!r} are split over "
-                f"{[split.axis for split in known.split]}: use an elementwise optimizer for them, or lamb"
+                f"adafactor needs full rows and columns, and leaves of unit {constants.unit!r} are split over "
+                f"{[split.axis for split in constants.split]}: use an elementwise optimizer for them, or lamb"
             )
-        along.setdefault(known.varies, []).append(unit)
-    for axes, together in along.items():
-        own = [_own_sums(unit.shard) for unit in together]
-        totals = psum(torch.cat(own), axes).split([len(sums) for sums in own])
-        for unit, total in zip(together, totals, strict=True):
+        units_by_axes.setdefault(constants.varies, []).append(unit)
+    for axes, group in units_by_axes.items():
+        vectors = [_local_sums(unit.shard) for unit in group]
+        totals = psum(torch.cat(vectors), axes).split([len(sums) for sums in vectors])
+        for unit, total in zip(group, totals, strict=True):
             yield from _sums_of_leaves(unit, total)
 
 
-def _own_sums(box: Shard) -> torch.Tensor:
-    """Return this rank's part of the vector of sums of a unit."""
+def _local_sums(box: Shard) -> torch.Tensor:
+    """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
     squares, (row, column) = at_least_float32(box.data).square(), _places_of_sums(box)
-    sums = squares.new_zeros(_length(facts(box.uid).shapes) + 1)  # the last takes elements without a sum
+    sums = squares.new_zeros(_length(facts(box.uid).shapes) + 1)  # the last one collects elements without a sum
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
 def _sums_of_leaves(unit: CutUnit, sums: torch.Tensor) -> Iterator[Sums]:
-    """Take a unit's vector of sums apart."""
+    """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
     for index, shape in enumerate(facts(unit.uid).shapes):
         parts: list[torch.Tensor | None] = []
@@ -119,12 +118,14 @@ def _sums_of_leaves(unit: CutUnit, sums: torch.Tensor) -> Iterator[Sums]:
 
 
 def spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return for each element of a shard the product of its row's number and its column's (1 if it has none): `[k]`.
+    """Return for each element of a shard the product of its row's number and its column's number: `[k]`.
+
+    An element without a row or a column has the factor 1 in place of its number.
 
     Args:
         box: the shard.
-        rows: for each leaf of the unit a number for each row.
-        columns: for each leaf a number for each column, or None.
+        rows: for each leaf of the unit, a number for each row.
+        columns: for each leaf, a number for each column, or None for a leaf without columns.
     """
     parts = [x.flatten() for pair in zip(rows, columns, strict=True) for x in pair if x is not None]
     numbers = torch.cat([*parts, torch.ones(1, dtype=parts[0].dtype, device=parts[0].device)])
@@ -136,14 +137,14 @@ def spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Ten
 
 
 class _LeafPlace(NamedTuple):
-    """Where a leaf lies in its unit, and its sums in the unit's vector of sums.
+    """The place of a leaf in its unit, and the places of its sums in the unit's vector of sums.
 
     Attributes:
-        offset: of its first element in the unit.
+        offset: the offset of the leaf's first element in the unit.
         width: the length of a row.
         area: the number of elements of a matrix.
-        rows: the place of its first row's sum.
-        columns: the place of its first column's sum; the end of the vector, if it has none.
+        rows: the place of the first row's sum.
+        columns: the place of the first column's sum; the end of the vector for a leaf without columns.
     """
 
     offset: int
@@ -159,7 +160,7 @@ def _length(shapes: Sequence[Shape]) -> int:
 
 
 def _leaf_places(shapes: Sequence[Shape]) -> list[_LeafPlace]:
-    """Return the place of each leaf, and at last that of the padding, which has no sums."""
+    """Return the place of each leaf, and the place of the padding last; the padding has no sums."""
     end = _length(shapes)
     places, offset, start = [], 0, 0
     for shape in shapes:
@@ -174,9 +175,9 @@ def _leaf_places(shapes: Sequence[Shape]) -> list[_LeafPlace]:
 
 
 def _places_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the sums of each element's row and of its column stand in the unit's vector: `[k]` each.
+    """Return for each element of a shard the places of its row's and column's sums in the unit's vector: `[k]` each.
 
-    Padding has no row, and elements of small leaves have no column: their place is the end of the vector.
+    Padding has no row, and elements of vectors and 0-d leaves have no column. Then the place is the end of the vector.
     """
     device, k, shapes = box.data.device, facts(box.uid).shard_numel, facts(box.uid).shapes
     position = unit_index(box.uid).to(device) * k + torch.arange(k, device=device)
@@ -189,9 +190,9 @@ def _places_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class AdafactorState(NamedTuple):
-    """The number of updates done (int64, 0-d), and means of squared gradients, whole on every rank.
+    """The number of updates (int64, 0-d), and means of squared gradients, replicated on all ranks.
 
-    Of a leaf `[.., r, c]` they are `rows` `[.., r]` and `columns` `[.., c]`; of a smaller one `rows`, like the leaf.
+    A leaf `[.., r, c]` has `rows` `[.., r]` and `columns` `[.., c]`; a vector or 0-d leaf has `rows` of its own shape.
     """
 
     count: torch.Tensor
@@ -199,7 +200,7 @@ class AdafactorState(NamedTuple):
     columns: Tree
 
 
-@answers
+@torch_hints
 def adafactor(
     learning_rate: Number | Schedule = 1e-2,
     decay_rate: Number = 0.8,
@@ -211,22 +212,22 @@ def adafactor(
 ) -> Optimizer:
     """Train in sublinear memory (arXiv:1804.04235): `torch.optim.Adafactor`'s numbers.
 
-    The second moment of a matrix `[r, c]` is the product of the means of its rows and of its columns: r + c numbers in
-    place of r c. There is no first moment. On shards the means are summed over the ranks, by one psum for the whole
-    tree, and kept whole on each: they are small. The leaves' root mean squares take a second one.
+    The second moment of a matrix `[r, c]` is the product of the means of its rows and columns: r + c numbers instead of
+    r c. There is no first moment. On shards one psum per set of axes sums the means over the ranks. Every rank stores
+    all means, which are small. The root mean squares of the leaves take a second psum.
 
     Args:
-        learning_rate: a number, or a schedule: the size of a step relative to the leaf's; at update t it is at most
-            1/sqrt(t).
-        decay_rate: how fast the means forget: at update t the new ones weigh t^-decay_rate.
-        eps: the least mean that is divided by, and the root of the least second moment; by default the dtype's.
-        eps_scale: the least root mean square of a leaf that its step is multiplied by.
-        clipping_threshold: the largest root mean square of a step before that.
-        weight_decay: the fraction of a parameter, times the rate, that is taken off each update.
+        learning_rate: a number, or a schedule: the size of a step relative to the size of the leaf. At update t the
+            relative size is at most 1/sqrt(t).
+        decay_rate: the decay of the means: at update t the new means have the weight t^-decay_rate.
+        eps: a lower bound of the mean that is divided by, and of the second moment's root; by default the dtype's eps.
+        eps_scale: a lower bound of the leaf's root mean square, by which the step is multiplied.
+        clipping_threshold: the largest root mean square of a step before this multiplication.
+        weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
-        A pair; its state is of the parameter's dtype.
+        A pair; its state has the parameters' dtypes.
 
     Raises:
         ValueError: if a hyperparameter is out of its range; on update, if `params` is not given.
@@ -273,60 +274,66 @@ def adafactor(
 
 
 def _zeros(params: Params) -> tuple[Tree, Tree]:
-    """Return zero means for all leaves, whole; tied leaves share theirs."""
+    """Return zero means of the rows and of the columns of all leaves; tied leaves share one tensor."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]
-    leaf: list[Any] = [id(x) for x in entries]  # a leaf's identity
+    keys: list[Any] = [id(x) for x in entries]  # the identity of each leaf
     for uid, box, members in cut_units(paths, entries):
         for position, index in members:
-            leaf[position] = (uid, id(box), index)
-    made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
+            keys[position] = (uid, id(box), index)
+    zeros: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
     rows: list[Any] = [None] * len(entries)
     columns: list[Any] = [None] * len(entries)
-    for position, (key, x, like) in enumerate(zip(leaf, entries, shapes, strict=True)):
+    for position, (key, x, like) in enumerate(zip(keys, entries, shapes, strict=True)):
         if like is None:
             continue
-        if key not in made:
-            made[key] = _zeros_like(like, x.device if isinstance(x, torch.Tensor) else None)
-        rows[position], columns[position] = made[key]
+        if key not in zeros:
+            zeros[key] = _zeros_like(like, x.device if isinstance(x, torch.Tensor) else None)
+        rows[position], columns[position] = zeros[key]
     return tree.unflatten(structure, rows), tree.unflatten(structure, columns)
 
 
 def _zeros_like(like: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    of_columns = column_shape(like.shape)
+    columns = column_shape(like.shape)
     rows = torch.zeros(row_shape(like.shape), dtype=like.dtype, device=device)
-    return rows, None if of_columns is None else torch.zeros(of_columns, dtype=like.dtype, device=device)
+    return rows, None if columns is None else torch.zeros(columns, dtype=like.dtype, device=device)
 
 
 class _Factors(NamedTuple):
-    """A second moment as a product of rows and, of a matrix, columns; its root is at least `least`."""
+    """A second moment as a product of factors for rows and columns (None for a leaf that is no matrix).
+
+    Its root is at least `min_root`.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor | None
-    least: Number
+    min_root: Number
 
 
 def _directions(
     grads: Updates, state: AdafactorState, weight: torch.Tensor, eps: Number | None
 ) -> tuple[Updates, Tree, Tree]:
-    """Return gradients over the roots of their second moments, and the new means; `weight` is that of the new."""
+    """Return gradients divided by the roots of their second moments, and the new means, of rows and of columns.
+
+    `weight` is the weight of the new squares in the means.
+    """
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     rows, columns = tree.flatten(state.rows)[0], tree.flatten(state.columns)[0]
     out: list[Any] = list(entries)
     factors: list[Any] = [None] * len(entries)
     for sums in sums_of_squares(paths, entries):
-        at = sums.positions[0]
-        row, column = _new_means(sums, rows[at], columns[at], weight)
-        found = _factors(row, column, torch.finfo(rows[at].dtype).eps if eps is None else eps)
-        direction = _whole_direction(entries[at], found) if isinstance(entries[at], torch.Tensor) else None
+        first = sums.positions[0]
+        row, column = _new_means(sums, rows[first], columns[first], weight)
+        leaf_factors = _factors(row, column, torch.finfo(rows[first].dtype).eps if eps is None else eps)
+        direction = _full_direction(entries[first], leaf_factors) if isinstance(entries[first], torch.Tensor) else None
         for position in sums.positions:
-            rows[position], columns[position], factors[position] = row, column, found
+            rows[position], columns[position], factors[position] = row, column, leaf_factors
             out[position] = entries[position] if direction is None else direction
     for uid, box, members in cut_units(paths, entries):
         by_index = {index: factors[position] for position, index in members}
-        of_leaf: list[_Factors] = [by_index[index] for index in sorted(by_index)]
-        moment = spread(box, [f.rows for f in of_leaf], [f.columns for f in of_leaf])
-        out[members[0][0]] = Shard(_over_root(box.data, moment, of_leaf[0].least), uid)
+        unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
+        moment = spread(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
+        out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), uid)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
 
@@ -334,28 +341,28 @@ def _directions(
 def _new_means(
     sums: Sums, rows: torch.Tensor, columns: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Move the means of a leaf's rows and columns towards those of new squares."""
+    """Move the means of a leaf's rows and columns towards the means of the new squares."""
     if sums.columns is None:
-        return _towards(rows, sums.rows, weight), None
+        return _lerp(rows, sums.rows, weight), None
     row_means, column_means = sums.rows / max(sums.shape[-1], 1), sums.columns / max(sums.shape[-2], 1)
-    return _towards(rows, row_means, weight), _towards(columns, column_means, weight)
+    return _lerp(rows, row_means, weight), _lerp(columns, column_means, weight)
 
 
-def _factors(rows: torch.Tensor, columns: torch.Tensor | None, least: Number) -> _Factors:
+def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Number) -> _Factors:
     wide = at_least_float32(rows)
     if columns is None:
-        return _Factors(wide, None, least)
-    return _Factors(wide / wide.mean(-1, keepdim=True).clamp(min=least), at_least_float32(columns), least)
+        return _Factors(wide, None, min_root)
+    return _Factors(wide / wide.mean(-1, keepdim=True).clamp(min=min_root), at_least_float32(columns), min_root)
 
 
-def _towards(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _lerp(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (old + weight * (new - old)).to(old.dtype)
 
 
-def _whole_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:
-    rows, columns, least = factors
-    return _over_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], least)
+def _full_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    rows, columns, min_root = factors
+    return _over_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], min_root)
 
 
-def _over_root(g: torch.Tensor, moment: torch.Tensor, least: Any) -> torch.Tensor:
-    return (at_least_float32(g) * moment.clamp(min=least * least).rsqrt()).to(g.dtype)
+def _over_root(g: torch.Tensor, moment: torch.Tensor, min_root: Any) -> torch.Tensor:
+    return (at_least_float32(g) * moment.clamp(min=min_root * min_root).rsqrt()).to(g.dtype)

@@ -10,11 +10,11 @@ from fzero.optim._base import (
     Optimizer,
     Params,
     Updates,
-    answers,
     at_least_float32,
     check_rate,
     nonnegative,
     rate_at,
+    torch_hints,
 )
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
@@ -23,19 +23,19 @@ __all__ = ["AdagradState", "adagrad"]
 
 
 class AdagradState(NamedTuple):
-    """The number of updates done (int64, 0-d), and the sums of squared gradients, like the parameters."""
+    """The number of updates (int64, 0-d), and the sums of squared gradients, a tree like the parameters."""
 
     count: torch.Tensor
     sum_of_squares: Tree
 
 
-@answers
+@torch_hints
 def adagrad(
     learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
 ) -> Optimizer:
     """Divide gradients by the root of the sum of all their squares (Duchi et al., JMLR 12, 2011).
 
-    The numbers are `torch.optim.Adagrad`'s; optax's adds eps within the root.
+    The numbers are `torch.optim.Adagrad`'s; `optax.adagrad` adds eps inside the root.
 
     Args:
         learning_rate: a number, or a schedule.
@@ -43,7 +43,7 @@ def adagrad(
         eps: added to the root.
 
     Returns:
-        A pair; its state has one number an element, of the parameter's dtype.
+        A pair; its state has one number per element, of the parameter's dtype.
 
     Raises:
         ValueError: if a hyperparameter is negative.

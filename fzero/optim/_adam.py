@@ -11,13 +11,13 @@ from fzero.optim._base import (
     Optimizer,
     Params,
     Updates,
-    answers,
     at_least_float32,
     check_rate,
     fraction,
     is_zero,
     nonnegative,
     rate_at,
+    torch_hints,
 )
 from fzero.optim.schedules import Schedule
 from fzero.sharding import per_leaf
@@ -27,18 +27,18 @@ __all__ = ["AdamState", "adam", "adamw", "scale_by_adam"]
 
 
 class AdamState(NamedTuple):
-    """The number of updates done (int64, 0-d) and the two moments, like the parameters."""
+    """The number of updates (int64, 0-d), and the two moments, trees like the parameters."""
 
     count: torch.Tensor
     mu: Tree
     nu: Tree
 
 
-@answers
+@torch_hints
 def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
     """Adam (arXiv:1412.6980): `torch.optim.Adam`'s numbers.
 
-    See `adamw`, with no weight decay.
+    It is `adamw` without weight decay.
 
     Example:
         >>> opt = adam(0.1)
@@ -49,7 +49,7 @@ def adam(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999,
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
 
 
-@answers
+@torch_hints
 def adamw(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -65,12 +65,12 @@ def adamw(
         b1: the decay of the first moment.
         b2: the decay of the second moment.
         eps: added to the root of the second moment.
-        weight_decay: the fraction of a parameter, times the rate, that is taken off each update.
-        mask: which leaves decay: a tree of bools, or a function from the tree of whole leaves (as meta tensors)
-            to one. By default all do.
+        weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
+        mask: which leaves decay: a tree of bools, or a function that returns one from the tree of full leaves (as meta
+            tensors). By default all leaves decay.
 
     Returns:
-        A pair; its state has two moments an element, of the parameter's dtype.
+        A pair; its state has two moments per element, of the parameter's dtype.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or another hyperparameter is negative. On update, if
@@ -103,11 +103,11 @@ def adamw(
     return Optimizer(_init, update, elementwise=True)
 
 
-@answers
+@torch_hints
 def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Optimizer:
     """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
 
-    A link for chains of one's own: it points uphill, so end with `scale_by_learning_rate`.
+    Use it in your own chains. The direction points uphill, so end the chain with `scale_by_learning_rate`.
 
     Args:
         b1: the decay of the first moment.
@@ -115,7 +115,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> O
         eps: added to the root of the second moment.
 
     Returns:
-        A pair; its state has two moments an element, of the parameter's dtype.
+        A pair; its state has two moments per element, of the parameter's dtype.
 
     Raises:
         ValueError: if `b1` or `b2` is not in [0, 1), or `eps` is negative.
@@ -145,9 +145,9 @@ def _init(params: Params) -> AdamState:
 
 
 def _moments(grads: Updates, state: AdamState, b1: Number, b2: Number) -> tuple[AdamState, Any, Any]:
-    """Return the new state, and the factors that correct the first moment, and the second's root, for their zero start.
+    """Return the new state, and the bias corrections: factors for the first moment and for the second moment's root.
 
-    Factors and no divisors: a loop with three divisions an element takes longer than its memory does.
+    These are factors rather than divisors, because three divisions per element take longer than the memory traffic.
     """
     count = state.count + 1
     t = count.to(torch.float64)

@@ -1,4 +1,4 @@
-"""The (init, update) pair of optax, its hyperparameters, and the checks that every pair shares."""
+"""The (init, update) pair of optax, its hyperparameters, and the checks that all pairs share."""
 
 import functools
 import inspect
@@ -24,9 +24,7 @@ __all__ = [
     "Pair",
     "Params",
     "Updates",
-    "answers",
     "apply_updates",
-    "around",
     "as_optimizer",
     "at_least_float32",
     "chain",
@@ -39,63 +37,65 @@ __all__ = [
     "of_torch",
     "positive",
     "rate_at",
+    "torch_hints",
+    "wrap_pairs",
 ]
 
-# What every function that takes an (init, update) pair checks of it.
+# The check of every function that takes an (init, update) pair.
 
 
-_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # of the same name in torch.optim
+_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # torch.optim has classes of the same names
 
 
-def check_pair(opt: Any, needed: str) -> None:
-    """Check that an optimizer is an (init, update) pair, as far as it is needed: its "init" or its "update".
+def check_pair(opt: Any, method: str) -> None:
+    """Check that an optimizer is an (init, update) pair with the method that is needed: "init" or "update".
 
     Raises:
-        TypeError: if it is an optimizer of torch.optim, a class or function that was not called, or has not what is
-            needed.
+        TypeError: if `opt` is an optimizer of torch.optim, a class or function that was not called, or has no such
+            method.
     """
     if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
         raise TypeError(of_torch(opt))
-    if callable(getattr(opt, needed, None)):
+    if callable(getattr(opt, method, None)):
         return
     if isinstance(opt, type) or inspect.isroutine(opt):
         raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
     raise TypeError(
-        f"opt is {opt!r}, which has no {needed}: expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
+        f"opt is {opt!r}, which has no {method}: expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
     )
 
 
 def of_torch(opt: Any) -> str:
-    """Say what fzero has in the place of an optimizer of torch.optim, or of its class."""
+    """Return an error message that says which fzero pair replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
-    said = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
-    said += "(init, update) pair, two pure functions: "
+    text = f"opt is a torch.optim.{kind.__name__}, which writes into parameters that it holds. A sharded step takes an "
+    text += "(init, update) pair, two pure functions: "
     if kind.__name__.lower() not in _EQUIVALENTS:
-        return f"{said}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
+        return f"{text}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
     rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
-    return f"{said}fzero.optim.{kind.__name__.lower()}({rate})"
+    return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
 
 
-# The (init, update) pair, optax's: an optimizer is two pure functions over trees.
+# The (init, update) pair of optax: an optimizer is two pure functions over trees.
 #
 # `init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
 # parameters. On boxed trees `tree_map` visits the shards, so an elementwise pair runs on any layout unchanged.
 
 
 Params = Tree
-"""A tree of parameters: plain tensors, or at stages 1 to 3 boxes."""
+"""A tree of parameters: plain tensors, or boxes where a stage shards them."""
 Updates = Tree
 """A tree like the parameters: gradients, or the differences that `apply_updates` adds to the parameters."""
 OptState = Tree
-"""The state of a pair: any tree, whose leaves that are like the parameters lie in boxes as they do."""
+"""The state of a pair: any tree. Its leaves that mirror the parameters lie in boxes if the parameters do."""
 Mask = Tree | Callable[[Params], Tree]
-"""A tree of bools like the whole parameters, or a function that makes one of the whole leaves (as meta tensors)."""
+"""A tree of bools like the full parameters, or a function that returns one from the full leaves (as meta tensors)."""
 
 State = TypeVar("State")
 
 
 class Pair(Protocol):
-    """An (init, update) pair: an `Optimizer`, or a third-party one, such as optax's form in PyTorch.
+    """An (init, update) pair: an `Optimizer`, or a third-party object with the two methods of optax's pairs.
 
     Example:
         >>> import fzero, torch
@@ -115,24 +115,24 @@ class Pair(Protocol):
         ...
 
     def update(self, grads: Updates, state: OptState, /, *, params: Params | None = None) -> tuple[Updates, OptState]:
-        """Make updates of gradients; return them and the new state. Its arguments stay as they are."""
+        """Return the updates for these gradients, and the new state. The arguments stay unchanged."""
         ...
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An (init, update) pair; it unpacks as one: `init, update = opt`.
+    """An (init, update) pair. It unpacks: `init, update = opt`.
 
     Attributes:
         init: `init(params) -> state`.
         update: `update(grads, state, params) -> (updates, state)`; `params` may be None if it is not needed.
-        elementwise: whether the pair gives the same numbers on flat shards as on whole leaves: True of all pairs
-            in `fzero.optim`; None if not known, and `fzero.testing.check_elementwise` finds out.
+        elementwise: whether the pair gives the same numbers on flat shards as on full leaves: True for all pairs
+            in `fzero.optim`; None if unknown, and `fzero.testing.check_elementwise` finds out.
         precision: the policy by which `step.init` casts the parameters, if the pair keeps master weights.
-        skips: whether the pair skips steps that overflowed: a loss scale.
-        parts: the pairs that it is made of.
-        pointwise: False of a pair that reads more of a leaf than one element to update it, such as a norm.
-        offloads: whether a part of its state lies in host memory.
+        skips: whether the pair skips steps that overflowed: a loss scale does.
+        parts: the pairs that this pair is composed of.
+        pointwise: False if the update of an element reads other elements, for a norm for instance.
+        offloads: whether part of the state lies in host memory.
         lowers: the share of the parameters that `step.init` puts into host memory, or a rule `(path) -> share`.
 
     Example:
@@ -153,10 +153,10 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """Name the pair by the function or class that made it, and those of its parts."""
-        own = getattr(self.update, "__qualname__", type(self.update).__name__)
+        """The name of the function or class that made the pair, with the names of its parts."""
+        factory = getattr(self.update, "__qualname__", type(self.update).__name__)
         inner = ", ".join([part.name for part in self.parts])
-        return own.split(".")[0] + (f"({inner})" if inner else "")
+        return factory.split(".")[0] + (f"({inner})" if inner else "")
 
     def __repr__(self) -> str:
         return f"Optimizer({self.name})"
@@ -173,48 +173,48 @@ def as_optimizer(pair: Pair) -> Optimizer:
     """
     if isinstance(pair, Optimizer):
         return pair
-    for needed in ("init", "update"):
-        check_pair(pair, needed)
+    for method in ("init", "update"):
+        check_pair(pair, method)
     return Optimizer(pair.init, pair.update, getattr(pair, "elementwise", None))
 
 
-def around(
+def wrap_pairs(
     init: Callable[[Params], OptState], update: Callable[..., tuple[Updates, OptState]], *pairs: Pair
 ) -> Optimizer:
-    """Make a pair of functions around others: it is elementwise, keeps masters and skips steps as these do."""
-    known = [as_optimizer(pair) for pair in pairs]
-    elementwise = {pair.elementwise for pair in known}
-    policies = [pair.precision for pair in known if pair.precision is not None]
+    """Return a pair of functions that call `pairs`, with the attributes that follow from theirs."""
+    optimizers = [as_optimizer(pair) for pair in pairs]
+    elementwise = {pair.elementwise for pair in optimizers}
+    policies = [pair.precision for pair in optimizers if pair.precision is not None]
     return Optimizer(
         init,
         update,
         elementwise=False if False in elementwise else None if None in elementwise else True,
         precision=policies[0] if policies else None,
-        skips=any(pair.skips for pair in known),
-        parts=tuple(known),
-        pointwise=False if any(pair.pointwise is False for pair in known) else None,
-        offloads=any(pair.offloads for pair in known),
-        lowers=next((pair.lowers for pair in known if pair.lowers), 0),
+        skips=any(pair.skips for pair in optimizers),
+        parts=tuple(optimizers),
+        pointwise=False if any(pair.pointwise is False for pair in optimizers) else None,
+        offloads=any(pair.offloads for pair in optimizers),
+        lowers=next((pair.lowers for pair in optimizers if pair.lowers), 0),
     )
 
 
 def find_state(opt_state: OptState, kind: type[State]) -> State:
-    """Find the one state of this type in an optimizer's state.
+    """Return the only state of type `kind` in an optimizer's state.
 
     Raises:
         ValueError: if there is none, or more than one.
     """
-    found = [x for x in tree.flatten(opt_state, lambda x: isinstance(x, kind))[0] if isinstance(x, kind)]
-    if len(found) != 1:
-        raise ValueError(f"opt_state holds {len(found)} of {kind.__name__}: expected one")
-    return found[0]
+    states = [x for x in tree.flatten(opt_state, lambda x: isinstance(x, kind))[0] if isinstance(x, kind)]
+    if len(states) != 1:
+        raise ValueError(f"opt_state holds {len(states)} of {kind.__name__}: expected one")
+    return states[0]
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Add updates to parameters, keeping their dtypes; leaves that are one tensor object (tied) stay one.
 
     Raises:
-        ValueError: if the trees differ in structure or are cut differently. Names the path.
+        ValueError: if the trees differ in structure or are sharded differently. The message names the path.
 
     Example:
         >>> import torch
@@ -231,10 +231,10 @@ def chain(*pairs: Pair) -> Optimizer:
         *pairs: (init, update) pairs, third-party ones among them.
 
     Returns:
-        A pair whose state is the tuple of their states.
+        A pair whose state is the tuple of the links' states.
 
     Raises:
-        ValueError: if `master_weights` is not the last: a link after it would change the parameters and not the
+        ValueError: if `master_weights` is not the last link: a later link would change the parameters and not the
             masters. Also if a link is a loss scale, which goes around the chain.
 
     Example:
@@ -244,10 +244,10 @@ def chain(*pairs: Pair) -> Optimizer:
         >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
-    known = [as_optimizer(pair) for pair in pairs]
-    if any(pair.precision is not None for pair in known[:-1]):
+    optimizers = [as_optimizer(pair) for pair in pairs]
+    if any(pair.precision is not None for pair in optimizers[:-1]):
         raise ValueError("chain: master_weights must be the last link, or around the whole chain")
-    if any(pair.skips for pair in known):
+    if any(pair.skips for pair in optimizers):
         raise ValueError(
             "chain: a loss scale goes around the whole chain: a clip before it would hide an overflow, and a link "
             "after it would see steps that are skipped"
@@ -263,10 +263,10 @@ def chain(*pairs: Pair) -> Optimizer:
             new.append(s)
         return grads, tuple(new)
 
-    return around(init, update, *pairs)
+    return wrap_pairs(init, update, *pairs)
 
 
-# What an optimizer answers to torch's words: `adamw(lr=1e-3)` is an error that says which word is fzero's.
+# Hints for torch's argument names: the error of `adamw(lr=1e-3)` says which argument to use instead.
 
 
 P = ParamSpec("P")
@@ -274,8 +274,8 @@ R = TypeVar("R")
 
 _NOT_NEEDED = "fzero.jit makes one program of the update, so there is nothing to set"
 
-# torch's and optax's words -> fzero's, tried one after the other; the value goes with it
-_WORDS: dict[str, tuple[str, ...]] = {
+# names of torch and optax -> fzero's arguments that take the value; the first that the optimizer has is used
+_EQUIVALENT_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     "betas": ("b1, b2", "b1"),
     "beta1": ("b1",),
@@ -285,8 +285,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "d": ("clipping_threshold",),
 }
 
-# words that are no argument here -> what to do instead
-_INSTEAD: dict[str, str] = {
+# names of torch that no argument replaces -> the hint
+_HINTS: dict[str, str] = {
     "params": "the parameters go to step.init(params, opt), or to opt.init(params)",
     "weight_decay": "{name} decays no weights: use optim.adamw(..., weight_decay={value!r}), or torch's L2 penalty, "
     "optim.chain(optim.add_decayed_weights({value!r}), optim.{name}(...))",
@@ -295,17 +295,17 @@ _INSTEAD: dict[str, str] = {
     "dampening": "there is none: scale the gradients with optim.scale in a chain",
     "maximize": "negate the loss",
     "lr_decay": "give a schedule as learning_rate, such as optim.exponential_decay",
-    "amsgrad": "there is no such variant: write an own pair, optim.Optimizer(init, update)",
+    "amsgrad": "there is no such variant: write your own pair, optim.Optimizer(init, update)",
     **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _NOT_NEEDED),
 }
 
 
-def answers(make: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that makes an optimizer answer to words of torch with its own.
+def torch_hints(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that makes an optimizer: its TypeErrors explain how to replace torch's arguments.
 
     Returns:
-        The function, with its signature and docstring. Called with a word that it does not know, or with parameters
-        in place of a number, it raises a TypeError that says what to write.
+        The function, with its signature and docstring. If it is called with an unknown argument, or with parameters in
+        place of a number, it raises a TypeError that says what to write.
 
     Example:
         >>> from fzero import optim
@@ -314,13 +314,13 @@ def answers(make: Callable[P, R]) -> Callable[P, R]:
         TypeError: adamw takes learning_rate=, and not lr=: adamw(learning_rate=0.001)
     """
     name, signature = make.__name__, inspect.signature(make)
-    known = frozenset(signature.parameters)
+    arguments = frozenset(signature.parameters)
 
     @functools.wraps(make)
-    def answering(*args: P.args, **kwargs: P.kwargs) -> R:
-        for word, value in kwargs.items():
-            if word not in known:
-                raise TypeError(_answer(name, tuple(signature.parameters), word, value))
+    def make_with_hints(*args: P.args, **kwargs: P.kwargs) -> R:
+        for argument, value in kwargs.items():
+            if argument not in arguments:
+                raise TypeError(_hint(name, tuple(signature.parameters), argument, value))
         if args and _are_parameters(args[0]):
             first = next(iter(signature.parameters))
             raise TypeError(
@@ -329,43 +329,43 @@ def answers(make: Callable[P, R]) -> Callable[P, R]:
             )
         return make(*args, **kwargs)
 
-    return api_boundary(answering)
+    return api_boundary(make_with_hints)
 
 
-def _answer(name: str, known: Iterable[str], word: str, value: Any) -> str:
-    """Say what to write in place of a word."""
-    known = tuple(known)
-    for ours in _WORDS.get(word, ()):
-        names = ours.split(", ")
-        if set(names) <= set(known):
+def _hint(name: str, arguments: Iterable[str], unknown: str, value: Any) -> str:
+    """Return the error message for an unknown argument of the function `name`."""
+    arguments = tuple(arguments)
+    for equivalent in _EQUIVALENT_ARGUMENTS.get(unknown, ()):
+        names = equivalent.split(", ")
+        if set(names) <= set(arguments):
             values = tuple(value) if isinstance(value, tuple | list) else (value,)
             pairs = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=False))
-            return f"{name} takes {ours.replace(', ', '= and ')}=, and not {word}=: {name}({pairs})"
-    if word in _INSTEAD:
-        return f"{name} takes no {word}=: " + _INSTEAD[word].format(name=name, value=value)
-    return f"{name} takes no {word}=: its arguments are {', '.join(known)}"
+            return f"{name} takes {equivalent.replace(', ', '= and ')}=, and not {unknown}=: {name}({pairs})"
+    if unknown in _HINTS:
+        return f"{name} takes no {unknown}=: " + _HINTS[unknown].format(name=name, value=value)
+    return f"{name} takes no {unknown}=: its arguments are {', '.join(arguments)}"
 
 
 def _are_parameters(x: Any) -> bool:
-    """Return whether an argument is what torch.optim takes first: a module, its parameters, or groups of them."""
+    """Return whether a first argument is one for torch.optim: a module, its parameters, or groups of parameters."""
     if isinstance(x, torch.nn.Module | torch.nn.Parameter):
         return True
     return inspect.isgenerator(x) or isinstance(x, list | tuple | dict)
 
 
-# Hyperparameters: numbers that are checked when a pair is made, or 0-d tensors that may change as training goes.
+# Hyperparameters: numbers that are checked when a pair is made, or 0-d tensors that may change during training.
 
 
-Number = float | torch.Tensor  # a 0-d tensor is one that `inject_hyperparams` keeps in the state
+Number = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
 
 
 def nonnegative(**values: object) -> None:
-    """Check that hyperparameters, given by name, are finite numbers >= 0; tensors are not looked into."""
+    """Check that hyperparameters, given by name, are finite numbers >= 0. The values of tensors are not checked."""
     _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
 
 
 def positive(**values: object) -> None:
-    """Check that hyperparameters are positive numbers; infinity is one."""
+    """Check that hyperparameters are positive numbers; infinity is allowed."""
     _check(values, "a positive number", lambda v: v > 0)
 
 
@@ -377,19 +377,19 @@ def fraction(**values: object) -> None:
 def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
-            continue  # to look at its value would stop a trace
+            continue  # reading its value would break a trace
         if not (isinstance(value, Real) and holds(value)):
             hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
             raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
 
 
 def is_zero(value: Number) -> bool:
-    """Return whether a hyperparameter is the number 0; a tensor never is, since it may change."""
+    """Return whether a hyperparameter is the number 0; False for a tensor, since its value may change."""
     return not isinstance(value, torch.Tensor) and value == 0
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """Widen a half-precision tensor to float32: squares overflow in it, and an eps of 1e-8 is 0."""
+    """Widen a half-precision tensor to float32: in half precision squares overflow, and an eps of 1e-8 is 0."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -397,7 +397,7 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def rate_at(rate: Number | Schedule, count: torch.Tensor) -> Number:
-    """Return a rate, or a schedule's rate after `count` updates."""
+    """Return the rate, or the value of a schedule after `count` updates."""
     return rate(count) if callable(rate) else rate
 
 
@@ -405,7 +405,7 @@ def check_rate(learning_rate: Number | Schedule) -> None:
     """Check that a learning rate is a number >= 0 or a schedule.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it is neither.
     """
     if not callable(learning_rate):
         nonnegative(learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""Clipping: by value, by the norm of the whole tree, by the size of each leaf, or expert by expert."""
+"""Clipping: by value, by the norm of the whole tree, by the size of each leaf, or by the norm of each expert."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero.collectives import psum
-from fzero.optim._base import Number, Optimizer, OptState, Params, Updates, answers, at_least_float32, positive
+from fzero.optim._base import Number, Optimizer, OptState, Params, Updates, at_least_float32, positive, torch_hints
 from fzero.optim._norms import leaf_rms
 from fzero.sharding import CutUnit, Shard, cut_units, facts, global_norm, is_box, segment_ids, unit_index
 
@@ -17,7 +17,7 @@ __all__ = ["clip", "clip_by_block_rms", "clip_by_expert", "clip_by_global_norm"]
 # Clipping: by value, by the norm of the whole tree, by the size of each leaf.
 
 
-@answers
+@torch_hints
 def clip(max_delta: Number) -> Optimizer:
     """Clip each element of the gradients to `[-max_delta, max_delta]`.
 
@@ -35,7 +35,7 @@ def clip(max_delta: Number) -> Optimizer:
         {'w': tensor([ 1.0000, -0.5000])}
     """
     positive(max_delta=max_delta)
-    limit: Any = max_delta  # torch's annotation of clamp wants two numbers or two tensors
+    limit: Any = max_delta  # torch annotates clamp's limits as two numbers or two tensors
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return tree.map(lambda g: g.clamp(-limit, limit).to(g.dtype), grads), state
@@ -43,12 +43,12 @@ def clip(max_delta: Number) -> Optimizer:
     return Optimizer(lambda params: (), update, elementwise=True)
 
 
-@answers
+@torch_hints
 def clip_by_global_norm(max_norm: Number) -> Optimizer:
     """Scale all gradients by `min(1, max_norm / norm)`, where norm is over the whole tree on all ranks.
 
-    Exact on every layout: shards are summed over their ranks, replicated leaves counted once, padding never. The
-    formula is arXiv:1211.5063's; `torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm.
+    The norm is exact on every layout: shards are summed over their ranks, replicated leaves count once, and padding
+    never. The formula is from arXiv:1211.5063; `torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm.
 
     Args:
         max_norm: the largest 2-norm that passes unchanged.
@@ -75,9 +75,9 @@ def clip_by_global_norm(max_norm: Number) -> Optimizer:
 
 
 def clip_by_block_rms(threshold: Number) -> Optimizer:
-    """Scale each leaf's gradient by `min(1, threshold / rms)`, with the root of its mean square (arXiv:1804.04235).
+    """Scale each leaf's gradient by `min(1, threshold / rms)`, with its root mean square (arXiv:1804.04235).
 
-    Exact on every layout, by one psum of a number a leaf.
+    The result is exact on every layout. Shards take one psum of one number per leaf.
 
     Args:
         threshold: the largest root mean square that passes unchanged.
@@ -95,28 +95,29 @@ def clip_by_block_rms(threshold: Number) -> Optimizer:
     positive(threshold=threshold)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        def clipped(g: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
+        def clip_leaf(g: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
             return (at_least_float32(g) / (rms / threshold).clamp(min=1)).to(g.dtype)
 
-        return tree.map(clipped, grads, leaf_rms(grads)), state
+        return tree.map(clip_leaf, grads, leaf_rms(grads)), state
 
     return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
-# Clipping expert by expert: norms by dimension 0 of leaves that hold all experts, on any layout.
+# Clipping by the norm of each expert: an expert is an index of dimension 0 of the leaves that hold all experts.
 
 
-_LANES = 16  # partial sums of an expert's part of a leaf, as in _norms.py
-_SCALAR = "leaf {!r} has no dimension of experts: name another part of the path in names="
+_LANES = 16  # partial sums of each expert's row, as in _norms.py
+_NO_EXPERT_DIM = "leaf {!r} has no dimension of experts: name another part of the path in names="
 
 
-@answers
+@torch_hints
 def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Optimizer:
-    """Scale each expert's gradients by `min(1, max_norm / norm)`, with the norm of that expert's in one layer.
+    """Scale each expert's gradients by `min(1, max_norm / norm)`, with the norm of the expert in its layer.
 
-    So an expert that few tokens reached, whose gradient is noise, cannot hold all others back, as it can by a global
-    norm. An expert is row e of all leaves of a layer's experts together: of "layers.0.experts.up" and
-    "layers.0.experts.down". All other leaves pass unchanged. Exact on every layout, by one psum for each set of axes.
+    An expert that few tokens reach has noisy gradients. With a global norm they would scale down the gradients of all
+    other experts. Expert e of a layer is row e of all the layer's expert leaves together, such as "layers.0.experts.up"
+    and "layers.0.experts.down". All other leaves pass unchanged. The result is exact on every layout, by one psum per
+    set of axes.
 
     Args:
         max_norm: the largest 2-norm of an expert that passes unchanged.
@@ -126,8 +127,8 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         A pair without state.
 
     Raises:
-        ValueError: if `max_norm` is not positive, or `names` are no parts of paths. When it is used: if no leaf's path
-            has such a part, if experts are a list, or if leaves of a layer have other numbers of experts.
+        ValueError: if `max_norm` is not positive, or `names` are not parts of paths. On update, if no leaf's path has
+            such a part, if experts are a list, or if leaves of one layer have different numbers of experts.
 
     Example:
         >>> clip = clip_by_expert(1.0)
@@ -143,13 +144,19 @@ def clip_by_expert(max_norm: Number, names: Sequence[str] = ("experts",)) -> Opt
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        return _clipped(grads, max_norm, tuple(names)), state
+        return _clip_experts(grads, max_norm, tuple(names)), state
 
     return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
-class _Cut(NamedTuple):
-    """A unit with experts: which layer each of its leaves is of, or None; and where each leaf's rows begin."""
+class _ExpertUnit(NamedTuple):
+    """A unit with experts.
+
+    Attributes:
+        unit: the unit.
+        layers: the layer of each leaf; None for a leaf without experts.
+        first: the number of each leaf's first row, and of the padding's, among the rows of the unit.
+    """
 
     unit: CutUnit
     layers: list[str | None]
@@ -157,105 +164,114 @@ class _Cut(NamedTuple):
 
 
 def _layer(path: str, names: tuple[str, ...]) -> str | None:
-    """Return the part of a leaf's path that all of a layer's experts share; None for a leaf without experts."""
+    """Return the part of a leaf's path that all experts of a layer share; None for a leaf without experts."""
     parts = path.split(".")
-    found = [i for i, part in enumerate(parts) if part in names]
-    if not found:
+    indices = [i for i, part in enumerate(parts) if part in names]
+    if not indices:
         return None
-    if any(part.isdigit() for part in parts[found[0] + 1 :]):
+    if any(part.isdigit() for part in parts[indices[0] + 1 :]):
         raise ValueError(
             f"leaf {path!r} is of one expert in a list, and an expert is a row of dimension 0: "
-            "stack them, or name another part of the path in names="
+            "stack the experts, or name another part of the path in names="
         )
-    return ".".join(parts[: found[0] + 1])
+    return ".".join(parts[: indices[0] + 1])
 
 
-def _clipped(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> Updates:
+def _clip_experts(grads: Updates, max_norm: Number, names: tuple[str, ...]) -> Updates:
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     layers = [_layer(path, names) for path in paths]
     if paths and not any(layers):
-        some = ", ".join([repr(path) for path in paths[:3]])
-        raise ValueError(f"names={names!r}: no leaf's path has such a part, of {some}, ..: nothing would be clipped")
+        examples = ", ".join([repr(path) for path in paths[:3]])
+        raise ValueError(
+            f"names={names!r}: no leaf's path has such a part, of {examples}, ..: nothing would be clipped"
+        )
     plain = {i: x for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and layers[i] is not None}
-    cut = [_cut(unit, paths, layers) for unit in cut_units(paths, entries)]
-    cut = [c for c in cut if any(layer is not None for layer in c.layers)]
+    sharded = [_expert_unit(unit, paths, layers) for unit in cut_units(paths, entries)]
+    sharded = [u for u in sharded if any(layer is not None for layer in u.layers)]
     sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
     for i, x in plain.items():
-        sums.setdefault((), []).append((str(layers[i]), _rows_of(paths[i], x)))
-    for c in cut:
-        for axes, layer, squares in _rows_of_cut(c):
+        sums.setdefault((), []).append((str(layers[i]), _row_sums(paths[i], x)))
+    for u in sharded:
+        for axes, layer, squares in _row_sums_of_unit(u):
             sums.setdefault(axes, []).append((layer, squares))
     scales = _scales(sums, max_norm)
     out = list(entries)
     for i, x in plain.items():
-        out[i] = _scaled(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
-    for c in cut:
-        box = c.unit.shard
-        ones = scales[next(layer for layer in c.layers if layer is not None)].new_ones(1)
-        table = torch.cat([ones if layer is None else scales[layer] for layer in (*c.layers, None)])
-        out[c.unit.members[0][0]] = Shard(_scaled(box.data, table[_row_ids(c)]), box.uid)
+        out[i] = _multiply(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
+    for u in sharded:
+        box = u.unit.shard
+        ones = scales[next(layer for layer in u.layers if layer is not None)].new_ones(1)
+        table = torch.cat([ones if layer is None else scales[layer] for layer in (*u.layers, None)])
+        out[u.unit.members[0][0]] = Shard(_multiply(box.data, table[_row_ids(u)]), box.uid)
     return tree.unflatten(structure, out)
 
 
-def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _multiply(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (at_least_float32(x) * scale).to(x.dtype)
 
 
-def _cut(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _Cut:
+def _expert_unit(unit: CutUnit, paths: Sequence[str], layers: Sequence[str | None]) -> _ExpertUnit:
     shapes = facts(unit.uid).shapes
-    mine: list[str | None] = [None] * len(shapes)
+    unit_layers: list[str | None] = [None] * len(shapes)
     for position, index in unit.members:
-        mine[index] = layers[position]
-        if mine[index] is not None and not shapes[index]:
-            raise ValueError(_SCALAR.format(paths[position]))
+        unit_layers[index] = layers[position]
+        if unit_layers[index] is not None and not shapes[index]:
+            raise ValueError(_NO_EXPERT_DIM.format(paths[position]))
     first = [0]
-    for layer, shape in zip(mine, shapes, strict=True):
+    for layer, shape in zip(unit_layers, shapes, strict=True):
         first.append(first[-1] + (shape[0] if layer is not None and shape else 1))
-    return _Cut(unit, mine, first)
+    return _ExpertUnit(unit, unit_layers, first)
 
 
-def _row_ids(c: _Cut) -> torch.Tensor:
-    """Return for each element of this rank's shard the number of its row among those of the unit: int64 `[k]`."""
-    known, device = facts(c.unit.uid), c.unit.shard.data.device
-    leaf = segment_ids(c.unit.uid, device)  # the number of leaves for padding
-    position = unit_index(c.unit.uid).to(device) * known.shard_numel
+def _row_ids(u: _ExpertUnit) -> torch.Tensor:
+    """Return for each element of this rank's shard the number of its row among the rows of the unit: int64 `[k]`."""
+    constants, device = facts(u.unit.uid), u.unit.shard.data.device
+    leaf = segment_ids(u.unit.uid, device)  # the number of leaves for padding
+    position = unit_index(u.unit.uid).to(device) * constants.shard_numel
     offset = (
-        position + torch.arange(known.shard_numel, device=device) - torch.tensor(known.offsets, device=device)[leaf]
+        position
+        + torch.arange(constants.shard_numel, device=device)
+        - torch.tensor(constants.offsets, device=device)[leaf]
     )
     sizes = [
         max(math.prod(shape) // max(rows, 1), 1)
-        for shape, rows in zip(known.shapes, [b - a for a, b in zip(c.first, c.first[1:], strict=False)], strict=True)
+        for shape, rows in zip(
+            constants.shapes, [b - a for a, b in zip(u.first, u.first[1:], strict=False)], strict=True
+        )
     ]
-    row = torch.div(offset, torch.tensor([*sizes, known.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
-    return torch.tensor(c.first, device=device)[leaf] + row.clamp(min=0)
+    row = torch.div(
+        offset, torch.tensor([*sizes, constants.shard_numel + 1], device=device)[leaf], rounding_mode="floor"
+    )
+    return torch.tensor(u.first, device=device)[leaf] + row.clamp(min=0)
 
 
-def _rows_of(path: str, x: torch.Tensor) -> torch.Tensor:
+def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:
     if not x.ndim:
-        raise ValueError(_SCALAR.format(path))
+        raise ValueError(_NO_EXPERT_DIM.format(path))
     return at_least_float32(x).square().flatten(1).sum(1) if x.ndim > 1 else at_least_float32(x).square()
 
 
-def _rows_of_cut(c: _Cut) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
-    """Return, of each leaf with experts, the axes that its rows are cut over, its layer, and its sums of squares."""
-    known, box = facts(c.unit.uid), c.unit.shard
+def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
+    """Return for each leaf with experts the axes to sum its rows over, its layer, and its rows' sums of squares."""
+    constants, box = facts(u.unit.uid), u.unit.shard
     squares = at_least_float32(box.data).square()
     lane = torch.arange(len(squares), device=squares.device) % _LANES
-    total = squares.new_zeros((c.first[-1] + 1) * _LANES).index_add(0, _row_ids(c) * _LANES + lane, squares)
+    total = squares.new_zeros((u.first[-1] + 1) * _LANES).index_add(0, _row_ids(u) * _LANES + lane, squares)
     rows, found = total.view(-1, _LANES).sum(1), []
-    for i, layer in enumerate(c.layers):
+    for i, layer in enumerate(u.layers):
         if layer is not None:
-            along = [s.axis for s in known.split if s.dims[i] != 0]  # along the others each rank has its own experts
-            found.append(((*known.axes, *along), layer, rows[c.first[i] : c.first[i + 1]]))
+            # along the axes that split dimension 0 each rank has other experts
+            axes = [s.axis for s in constants.split if s.dims[i] != 0]
+            found.append(((*constants.axes, *axes), layer, rows[u.first[i] : u.first[i + 1]]))
     return found
 
 
 def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Number) -> dict[str, torch.Tensor]:
-    """Sum over ranks and over the leaves of each layer, and return what each expert is multiplied by."""
+    """Sum squares over ranks and over the leaves of each layer, and return the factor of each expert, by layer."""
     squares: dict[str, Any] = {}
-    for axes, own in sums.items():
-        totals = psum(torch.cat([s for _, s in own]), axes).split([len(s) for _, s in own])
-        for (layer, _), total in zip(own, totals, strict=True):
+    for axes, local in sums.items():
+        totals = psum(torch.cat([s for _, s in local]), axes).split([len(s) for _, s in local])
+        for (layer, _), total in zip(local, totals, strict=True):
             if layer in squares and len(squares[layer]) != len(total):
                 sizes = f"{len(squares[layer])} and {len(total)}"
                 raise ValueError(f"leaves of {layer!r} have {sizes} experts along dimension 0: split all of them alike")

@@ -12,30 +12,30 @@ __all__ = ["EmaState", "ema", "params_ema"]
 
 
 class EmaState(NamedTuple):
-    """The number of updates done (int64, 0-d), and the average, on the layout of its values."""
+    """The number of updates (int64, 0-d), and the average, on the layout of the averaged tree."""
 
     count: torch.Tensor
     ema: Tree
 
 
 def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
-    """Keep the moving average of the parameters, for evaluation; updates pass unchanged.
+    """Keep a moving average of the parameters, for evaluation; updates pass unchanged.
 
-    Put it last in a chain: it averages the parameters as they will be after the update. The average is in the state,
-    `opt_state[-1].ema`, a tree like the parameters; `step.gather` makes it whole.
+    Put it last in a chain, since it averages the parameters after the update. The average is in the state,
+    `opt_state[-1].ema`, a tree like the parameters; `step.gather` gathers it.
 
     Args:
-        decay: how much of the average stays: `average = decay * average + (1 - decay) * params`.
-        debias: whether to forget the initial parameters: then the average is that of the updated ones alone (Adam's
-            correction, arXiv:1412.6980), else it starts from them.
-        accumulator_dtype: the dtype of the average; by default the parameters'. With half-precision parameters pass
-            torch.float32: a small change would be lost in rounding.
+        decay: the weight of the old average: `average = decay * average + (1 - decay) * params`.
+        debias: whether the average excludes the initial parameters (Adam's correction, arXiv:1412.6980). Without it the
+            average starts from them.
+        accumulator_dtype: the dtype of the average; by default the parameters' dtype. With half-precision parameters
+            pass torch.float32, or rounding loses small changes.
 
     Returns:
         A pair.
 
     Raises:
-        ValueError: if `decay` is not in [0, 1); on update, if `params` is not given.
+        ValueError: if `decay` is not in [0, 1). On update, if `params` is not given.
 
     Example:
         >>> from fzero import optim
@@ -54,9 +54,9 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
 
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         if params is None:
-            raise ValueError("an average of the parameters needs them: opt.update(grads, state, params)")
+            raise ValueError("params_ema needs the parameters: opt.update(grads, state, params)")
         count = state.count + 1
-        # the debiased average is an average, too: the first value has weight 1
+        # with this weight the average needs no correction; the first value has weight 1
         weight = (1 - decay) / (1 - decay ** count.to(torch.float64)) if debias else 1 - decay
         average = tree.map(
             lambda p, a: (a + weight * (p.to(a.dtype) - a)).to(a.dtype), apply_updates(params, grads), state.ema
@@ -69,13 +69,13 @@ def params_ema(decay: Number, debias: bool = False, accumulator_dtype: torch.dty
 def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Replace values by their moving average: `optax.ema`'s numbers.
 
-    In a chain it averages the gradients or updates. In a step of one's own it averages any tree of the parameters'
-    layout; for the parameters themselves `params_ema` is simpler.
+    In a chain it averages the gradients or updates. In your own step it averages any tree on the parameters' layout; to
+    average the parameters themselves, `params_ema` is simpler.
 
     Args:
-        decay: how much of the average stays: `average = decay * average + (1 - decay) * values`, from zero.
-        debias: whether to divide the result by `1 - decay^t`, which the zero at the start has taken off it.
-        accumulator_dtype: the dtype of the average; by default that of `values`.
+        decay: the weight of the old average: `average = decay * average + (1 - decay) * values`, from zero.
+        debias: whether to divide the result by `1 - decay^t`, to correct for the start at zero.
+        accumulator_dtype: the dtype of the average; by default the dtype of `values`.
 
     Returns:
         A pair, `update(values, state) -> (average, state)`.
@@ -97,8 +97,8 @@ def ema(decay: Number, debias: bool = True, accumulator_dtype: torch.dtype | Non
 
     def update(grads: Updates, state: EmaState, params: Params | None = None) -> tuple[Updates, EmaState]:
         count = state.count + 1
-        left = 1 - decay ** count.to(torch.float64) if debias else 1.0
+        correction = 1 - decay ** count.to(torch.float64) if debias else 1.0
         average = tree.map(lambda x, a: (decay * a + (1 - decay) * x).to(a.dtype), grads, state.ema)
-        return tree.map(lambda x, a: (a / left).to(x.dtype), grads, average), EmaState(count, average)
+        return tree.map(lambda x, a: (a / correction).to(x.dtype), grads, average), EmaState(count, average)
 
     return Optimizer(init, update, elementwise=True)

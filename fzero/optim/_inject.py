@@ -1,4 +1,4 @@
-"""Hyperparameters that change as training goes."""
+"""Hyperparameters that change during training."""
 
 import functools
 import inspect
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.optim._base import Optimizer, OptState, Params, Updates, around
+from fzero.optim._base import Optimizer, OptState, Params, Updates, wrap_pairs
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
 
 class InjectHyperparamsState(NamedTuple):
-    """The number of updates done (int64, 0-d), the hyperparameters (float64, 0-d), and the pair's own state."""
+    """The number of updates (int64, 0-d), the hyperparameters (float64, 0-d), and the state of the pair."""
 
     count: torch.Tensor
     hyperparams: dict[str, torch.Tensor]
@@ -24,24 +24,24 @@ class InjectHyperparamsState(NamedTuple):
 def inject_hyperparams(
     factory: Callable[..., Optimizer], static_args: str | Iterable[str] = ()
 ) -> Callable[..., Optimizer]:
-    """Make an optimizer's hyperparameters part of its state, where they follow schedules or are changed by hand.
+    """Move an optimizer's hyperparameters into its state, where they follow schedules or can be changed by hand.
 
-    Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and is a tensor of
+    Like `optax.inject_hyperparams`: every argument that is a number may also be a schedule, and becomes a tensor of
     `state.hyperparams`, float64 and 0-d. Write a new value into the tensor between steps (`.fill_(1e-4)`), and a jitted
-    step takes it without another trace. A number or another tensor in its place works too, but may be traced anew. A
-    scheduled one is written anew at each update, so there it can only be read.
+    step reads it without another trace. A number or another tensor in its place works too, but may cause a trace. Each
+    update overwrites scheduled hyperparameters, so changing them by hand has no effect.
 
     Args:
-        factory: a function that makes a pair, such as `optim.adamw`, or one of your own around a `chain`.
-        static_args: names of arguments to leave alone: functions that are no schedules, such as `mask`, and numbers
-            that decide on a structure. Bools, None and trees are left alone anyway.
+        factory: a function that makes a pair, such as `optim.adamw`, or your own function that returns a `chain`.
+        static_args: names of arguments that stay out of the state: functions that are no schedules, such as `mask`, and
+            numbers that decide a structure. Bools, None and trees always stay out.
 
     Returns:
         `factory`, with the same arguments.
 
     Raises:
-        ValueError: if `static_args` names no argument of `factory`. When called, whatever `factory` raises. On use, if
-            a schedule does not return a number, or the state has a hyperparameter of another name.
+        ValueError: if `static_args` names no argument of `factory`. On use, if a schedule does not return a number, or
+            the state has other hyperparameters. A call also raises the errors of `factory`.
 
     Example:
         >>> from fzero import optim
@@ -60,9 +60,9 @@ def inject_hyperparams(
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Optimizer:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        dynamic = {k: v for k, v in given.arguments.items() if k not in static}
+        settings = signature.bind(*args, **kwargs)
+        settings.apply_defaults()
+        dynamic = {k: v for k, v in settings.arguments.items() if k not in static}
         schedules = {k: v for k, v in dynamic.items() if callable(v)}
         numbers = {k: v for k, v in dynamic.items() if _is_number(v)}
 
@@ -83,20 +83,20 @@ def inject_hyperparams(
             grads: Updates, state: InjectHyperparamsState, params: Params | None = None
         ) -> tuple[Updates, OptState]:
             _check_names(state.hyperparams, {**numbers, **schedules})
-            written = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
-            hyperparams = {**written, **values_at(state.count)}
+            current = {k: _number(k, v, state.count) for k, v in state.hyperparams.items()}
+            hyperparams = {**current, **values_at(state.count)}
             updates, inner = pair_with(hyperparams).update(grads, state.inner_state, params=params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
 
-        checked = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # numbers as given, so that it checks them
-        return around(init, update, checked)
+        pair = pair_with(values_at(torch.zeros((), dtype=torch.int64)))  # plain numbers, so that `factory` checks them
+        return wrap_pairs(init, update, pair)
 
     return make
 
 
-def _check_names(given: dict[str, Any], names: dict[str, Any]) -> None:
-    if given.keys() != names.keys():
-        raise ValueError(f"state.hyperparams has {sorted(given)}: expected the hyperparameters {sorted(names)}")
+def _check_names(hyperparams: dict[str, Any], expected: dict[str, Any]) -> None:
+    if hyperparams.keys() != expected.keys():
+        raise ValueError(f"state.hyperparams has {sorted(hyperparams)}: expected {sorted(expected)}")
 
 
 def _is_number(value: object) -> bool:
@@ -107,7 +107,7 @@ def _is_number(value: object) -> bool:
 def _number(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     if not _is_number(value):
         raise ValueError(
-            f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; a function "
-            f'that is no schedule goes into static_args: inject_hyperparams(factory, static_args=("{name}",))'
+            f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; name a "
+            f'function that is no schedule in static_args: inject_hyperparams(factory, static_args=("{name}",))'
         )
     return torch.as_tensor(value, dtype=torch.float64, device=like.device).clone()

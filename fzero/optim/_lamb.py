@@ -1,10 +1,10 @@
-"""LAMB, and the trust ratio that makes it."""
+"""LAMB, and the trust ratio that it scales steps by."""
 
 import torch
 
 from fzero import tree
 from fzero.optim._adam import scale_by_adam
-from fzero.optim._base import Mask, Number, Optimizer, OptState, Params, Updates, answers, chain
+from fzero.optim._base import Mask, Number, Optimizer, OptState, Params, Updates, chain, torch_hints
 from fzero.optim._norms import leaf_norms
 from fzero.optim._scale import add_decayed_weights, scale_by_learning_rate
 from fzero.optim.schedules import Schedule
@@ -12,7 +12,7 @@ from fzero.optim.schedules import Schedule
 __all__ = ["lamb", "scale_by_trust_ratio"]
 
 
-@answers
+@torch_hints
 def lamb(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -23,22 +23,22 @@ def lamb(
 ) -> Optimizer:
     """Scale AdamW's step of each leaf to the leaf's norm (arXiv:1904.00962): `optax.lamb`'s numbers.
 
-    For large batches. Exact on shards: the leaves' norms take one psum of two numbers a leaf.
+    LAMB suits large batches. It is exact on shards: the leaves' norms take one psum of two numbers per leaf.
 
     Args:
-        learning_rate: a number, or a schedule: the size of a step relative to the leaf's.
+        learning_rate: a number, or a schedule: the norm of a step relative to the norm of the leaf.
         b1: the decay of the first moment.
         b2: the decay of the second moment.
         eps: added to the root of the second moment.
-        weight_decay: the fraction of a parameter that is added to its step before the step is scaled.
+        weight_decay: the fraction of a parameter that is added to its direction before the trust ratio scales it.
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
         A pair, the chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
-        `scale_by_learning_rate`; its state has two moments an element, of the parameter's dtype.
+        `scale_by_learning_rate`. Its state has two moments per element, of the parameter's dtype.
 
     Raises:
-        ValueError: if a hyperparameter is out of its range; on update, if `params` is not given.
+        ValueError: if a hyperparameter is out of its range. On update, if `params` is not given.
 
     Example:
         >>> opt = lamb(0.1)
@@ -57,7 +57,7 @@ def lamb(
 def scale_by_trust_ratio() -> Optimizer:
     """Scale each leaf's step to the norm of the leaf (LARS, arXiv:1708.03888; LAMB, arXiv:1904.00962).
 
-    A leaf whose norm, or whose step's, is zero keeps its step.
+    If the norm of a leaf or of its step is zero, the step stays unchanged.
 
     Returns:
         A pair without state.
@@ -74,11 +74,11 @@ def scale_by_trust_ratio() -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if params is None:
             raise ValueError("a trust ratio needs the parameters: opt.update(grads, state, params)")
-        return tree.map(_scaled, grads, *leaf_norms((grads, params))), state
+        return tree.map(_scale_to_norm, grads, *leaf_norms((grads, params))), state
 
     return Optimizer(lambda params: (), update, elementwise=True, pointwise=False)
 
 
-def _scaled(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+def _scale_to_norm(step: torch.Tensor, step_norm: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     ratio = torch.where((norm == 0) | (step_norm == 0), torch.ones_like(norm), norm / step_norm)
     return (step * ratio).to(step.dtype)

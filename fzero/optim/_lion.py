@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.optim._base import Mask, Number, Optimizer, Params, Updates, answers, chain, fraction
+from fzero.optim._base import Mask, Number, Optimizer, Params, Updates, chain, fraction, torch_hints
 from fzero.optim._scale import add_decayed_weights, scale_by_learning_rate
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
@@ -14,12 +14,12 @@ __all__ = ["LionState", "lion", "scale_by_lion"]
 
 
 class LionState(NamedTuple):
-    """The moving average of the gradients, like the parameters."""
+    """The moving average of the gradients, a tree like the parameters."""
 
     mu: Tree
 
 
-@answers
+@torch_hints
 def lion(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -33,17 +33,17 @@ def lion(
 
     Args:
         learning_rate: a number, or a schedule.
-        b1: how much of the average there is in the direction.
+        b1: the weight of the average in the direction; the gradient has weight 1 - b1.
         b2: the decay of the average.
-        weight_decay: the fraction of a parameter, times the rate, that is taken off each update.
+        weight_decay: the fraction of a parameter, times the rate, that is subtracted in each update.
         mask: which leaves decay; see `add_decayed_weights`.
 
     Returns:
-        A pair, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`; its state has one
-        number an element, of the parameter's dtype.
+        A pair, the chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`. Its state has one
+        number per element, of the parameter's dtype.
 
     Raises:
-        ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay negative; on update, if there is a
+        ValueError: if `b1` or `b2` is not in [0, 1), or the rate or the decay is negative. On update, if there is a
             decay and `params` is not given.
 
     Example:
@@ -59,9 +59,9 @@ def lion(
     )
 
 
-@answers
+@torch_hints
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Optimizer:
-    """Replace gradients by Lion's direction, 1 or -1 an element (0 where the average is): see `lion`.
+    """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
 
     Example:
         >>> pair = scale_by_lion()

@@ -1,4 +1,4 @@
-"""Loss scale: gradients in half precision, kept within its range; a step that overflowed changes nothing."""
+"""Loss scale: keep half-precision gradients within their range, and skip steps that overflowed."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.collectives import psum, to_host
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, find_state, positive
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, find_state, positive, wrap_pairs
 from fzero.sharding import Shard, is_box, map_spaces, without_padding
 
 __all__ = ["LossScaleState", "all_finite", "dynamic_loss_scale", "loss_scale", "static_loss_scale"]
@@ -19,7 +19,7 @@ class LossScaleState(NamedTuple):
     """The scale of the loss, and the state of the pair.
 
     Attributes:
-        scale: the factor of the next loss: float32, 0-d.
+        scale: the factor for the next loss: float32, 0-d.
         growth: the number of good steps since the scale changed: int64, 0-d.
         skipped: the number of steps that overflowed and changed nothing: int64, 0-d.
         inner: the state of the pair.
@@ -40,19 +40,19 @@ def dynamic_loss_scale(
     minimum: float = 1.0,
     maximum: float = 2.0**24,
 ) -> Optimizer:
-    """Skip steps whose gradients overflowed, and find the largest loss scale that makes few (arXiv:1710.03740).
+    """Skip steps whose gradients overflowed, and adapt the loss scale so that few do (arXiv:1710.03740).
 
-    Whether a step is good is decided on the reduced gradients, by one psum of a number, so all ranks agree, and by
-    `where`, so nothing waits for the value. A skipped step leaves parameters and the pair's state bit for bit as they
-    were. Put it around all that changes the update; `fzero.scaled_value_and_grad` scales the loss, and takes the scale
-    out of the gradients again. The numbers are those of `torch.amp.GradScaler`.
+    The reduced gradients decide whether a step counts, by one psum of a number, so all ranks agree. The choice is a
+    `where`, so Python never waits for the value. A skipped step leaves the parameters and the pair's state bit for bit
+    unchanged. Wrap the whole chain in it. `fzero.scaled_value_and_grad` scales the loss, and divides the gradients by
+    the scale. The numbers are those of `torch.amp.GradScaler`.
 
     Args:
         pair: an (init, update) pair.
         initial: the first scale.
-        growth_factor: the factor of the scale after `growth_interval` good steps in a row.
-        backoff_factor: the factor of the scale after a step that overflowed.
-        growth_interval: good steps between two growths.
+        growth_factor: multiplies the scale after `growth_interval` good steps in a row.
+        backoff_factor: multiplies the scale after a step that overflowed.
+        growth_interval: the number of good steps between two growths.
         minimum: the smallest scale.
         maximum: the largest scale.
 
@@ -60,8 +60,8 @@ def dynamic_loss_scale(
         A pair; its state is a `LossScaleState`.
 
     Raises:
-        ValueError: if a number is not positive, the growth is less than 1, the backoff not in (0, 1], or
-            `growth_interval` no int.
+        ValueError: if a number is not positive, `growth_factor` is below 1, `backoff_factor` is above 1, `initial` is
+            not from `minimum` to `maximum`, or `growth_interval` is not an int.
 
     Example:
         >>> from fzero import optim
@@ -87,9 +87,9 @@ def dynamic_loss_scale(
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         good = all_finite(grads)
         updates, inner = pair.update(grads, state.inner, params=params)
-        # only minus zero leaves every number as it is: -0.0 + 0.0 is 0.0
-        updates = map_spaces(lambda space, u: _chosen(good, space, u, torch.full_like(u, -0.0)), updates)
-        inner = map_spaces(partial(_chosen, good), inner, state.inner)
+        # x + -0.0 is x for every x; 0.0 would change a parameter of -0.0 to 0.0
+        updates = map_spaces(lambda space, u: _select(good, space, u, torch.full_like(u, -0.0)), updates)
+        inner = map_spaces(partial(_select, good), inner, state.inner)
         growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
         grows = growth >= growth_interval
         larger = (state.scale * growth_factor).clamp(max=maximum)
@@ -98,15 +98,15 @@ def dynamic_loss_scale(
         growth = torch.where(grows, torch.zeros_like(growth), growth)
         return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
 
-    return replace(around(init, update, pair), skips=True)
+    return replace(wrap_pairs(init, update, pair), skips=True)
 
 
 def static_loss_scale(pair: Pair, scale: float) -> Optimizer:
-    """Skip steps whose gradients overflowed, at a loss scale that does not change. See `dynamic_loss_scale`.
+    """Skip steps whose gradients overflowed, at a constant loss scale. See `dynamic_loss_scale`.
 
     Args:
         pair: an (init, update) pair.
-        scale: the factor of the loss; a power of two rounds nothing.
+        scale: the factor for the loss; a power of two causes no rounding.
 
     Returns:
         A pair; its state is a `LossScaleState`.
@@ -123,10 +123,10 @@ def static_loss_scale(pair: Pair, scale: float) -> Optimizer:
 
 
 def loss_scale(opt_state: OptState) -> LossScaleState:
-    """Find the loss scale in an optimizer's state: for `fzero.scaled_value_and_grad`, and for metrics.
+    """Return the loss scale's state from an optimizer's state, for `fzero.scaled_value_and_grad` and for metrics.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if `opt_state` holds no loss scale, or several.
 
     Example:
         >>> from fzero import optim
@@ -138,7 +138,7 @@ def loss_scale(opt_state: OptState) -> LossScaleState:
 
 
 def all_finite(grads: Updates) -> torch.Tensor:
-    """Return whether all elements of a tree are finite on all ranks, on any layout, by one psum for each set of axes.
+    """Return whether all elements of a tree are finite on all ranks, on any layout. It takes one psum per set of axes.
 
     Returns:
         A 0-d bool tensor, equal on all ranks if the replicated leaves are.
@@ -147,21 +147,21 @@ def all_finite(grads: Updates) -> torch.Tensor:
         >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
         tensor(False)
     """
-    bad: dict[tuple[str, ...], list[torch.Tensor]] = {(): []}
+    nonfinite: dict[tuple[str, ...], list[torch.Tensor]] = {(): []}
     for x in tree.flatten(grads, is_box)[0]:
         if isinstance(x, Shard):
-            bad.setdefault(x.axes, []).append(_some_bad(without_padding(x)))
+            nonfinite.setdefault(x.axes, []).append(_has_nonfinite(without_padding(x)))
         elif isinstance(x, torch.Tensor):
-            bad[()].append(_some_bad(x))
-    counts = [psum(torch.stack(found).sum(), axes) for axes, found in bad.items() if found]
+            nonfinite[()].append(_has_nonfinite(x))
+    counts = [psum(torch.stack(flags).sum(), axes) for axes, flags in nonfinite.items() if flags]
     return torch.stack(counts).sum() == 0 if counts else torch.tensor(True)
 
 
-def _some_bad(x: torch.Tensor) -> torch.Tensor:
+def _has_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (~x.isfinite()).any().to(torch.float32)
 
 
-def _chosen(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
+def _select(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
     if not isinstance(new, torch.Tensor):
         return new
     return torch.where(to_host(good) if space == "host" else good, new, old)

@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._notice import notice
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, apply_updates, around, find_state
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, apply_updates, find_state, wrap_pairs
 from fzero.optim._precision import Precision
 from fzero.sharding import Shard, Slot, facts, is_box
 
@@ -15,9 +15,9 @@ __all__ = ["MasterState", "master_params", "master_weights"]
 
 
 class MasterState(NamedTuple):
-    """The master weights, like the parameters, and the state of the pair.
+    """The master weights, a tree like the parameters, and the state of the pair.
 
-    A parameter that is itself in full precision has no second copy: its place in `master` holds None.
+    A parameter that is itself in full precision has no second copy: its entry in `master` is None.
     """
 
     master: Params
@@ -25,26 +25,26 @@ class MasterState(NamedTuple):
 
 
 def master_weights(pair: Pair, precision: Precision) -> Optimizer:
-    """Apply a pair to master weights, and hand out updates that make the parameters their rounded values.
+    """Apply a pair to master weights, and return updates that set the parameters to the rounded masters.
 
-    Half-precision parameters lose every update smaller than their last bit; the masters gather them
-    (arXiv:1710.03740). They lie in the optimizer's state, so a stage from 1 on shards them: with Adam 12 bytes an
-    element of N ranks, beside 2 of the parameter (arXiv:1910.02054). They are the truth: after the next update the
-    parameters are the masters' values again, also those that you changed by hand.
+    Half-precision parameters lose every update smaller than their last bit; master weights accumulate such updates
+    (arXiv:1710.03740). They are part of the optimizer state, so stages 1 to 3 shard them. With Adam that takes 12 bytes
+    per element on N ranks, beside 2 for the parameter (arXiv:1910.02054). The masters determine the parameters: an
+    update overwrites parameters that were changed by hand.
 
     Args:
         pair: an (init, update) pair, such as a whole chain; it sees gradients and parameters in `precision.master`'s
             dtype, as in training without half precision.
-        precision: the policy, the one given to `fzero.value_and_grad`.
+        precision: the policy that `fzero.value_and_grad` gets, too.
 
     Returns:
-        A pair. Give its `init` the parameters before they are cast, so that the masters have all their bits;
-        `fzero.zero.ShardedStep.init` does, and casts them. Unsharded: `opt_state = opt.init(params)`, then
-        `params = precision.cast(params)`.
+        A pair. Call its `init` with the parameters before they are cast, so that the masters have all their bits.
+        `fzero.zero.ShardedStep.init` does so, and casts them afterwards. Unsharded: `opt_state = opt.init(params)`,
+        then `params = precision.cast(params)`.
 
     Raises:
-        TypeError: if `precision` is no policy. On init, if a parameter is not a floating-point tensor; on update, if
-            parameters or gradients have not the policy's dtypes: a cast was forgotten. Names the path.
+        TypeError: if `precision` is not a `Precision`. On init, if a parameter is not a floating-point tensor. On
+            update, if parameters or gradients do not have the policy's dtypes. The message names the path.
         ValueError: on update, if `params` is not given.
 
     Example:
@@ -62,23 +62,23 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
     master = precision.master
 
-    def stored(masters: Params, kept: Params) -> Params:
-        """Leave out the masters of parameters that are their own."""
+    def without_copies(masters: Params, like: Params) -> Params:
+        """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
         entries, structure = tree.flatten(masters, is_box)
-        dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, kept, is_box)]
-        found = [None if dtype in (None, master) else x for x, dtype in zip(entries, dtypes, strict=True)]
-        return tree.unflatten(structure, found)
+        dtypes = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
+        narrow = [None if dtype in (None, master) else x for x, dtype in zip(entries, dtypes, strict=True)]
+        return tree.unflatten(structure, narrow)
 
     def init(params: Params) -> MasterState:
         _check_params(params, precision)
         masters = tree.map(lambda p: p.to(master), params)
-        return MasterState(stored(masters, precision.kept(params)), pair.init(masters))
+        return MasterState(without_copies(masters, precision.kept(params)), pair.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
-        kept = precision.kept(params)
-        _check_dtypes(params, grads, kept, precision)
+        like = precision.kept(params)
+        _check_dtypes(params, grads, like, precision)
         masters = master_params(params, state)
         updates, inner = pair.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
@@ -86,40 +86,40 @@ def master_weights(pair: Pair, precision: Precision) -> Optimizer:
         def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             return u if p.dtype == master else _to_rounded(p, m)
 
-        return tree.map(update_of, params, updates, new), MasterState(stored(new, kept), inner)
+        return tree.map(update_of, params, updates, new), MasterState(without_copies(new, like), inner)
 
-    return replace(around(init, update, pair), precision=precision)
+    return replace(wrap_pairs(init, update, pair), precision=precision)
 
 
 def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the update that makes a narrow parameter its master's rounded value, in the master's dtype.
+    """Return the update that sets a narrow parameter to the rounded master, in the master's dtype.
 
-    It is the difference of two narrow values. So `apply_updates` adds it to the parameter without a rounding of its
-    own, unless it is near zero.
+    The update is the difference of two narrow values. So `apply_updates` adds it to the parameter without another
+    rounding, unless the difference is near zero.
     """
     return difference(p, rounded(master, p.dtype), master.dtype)
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a master to a narrow dtype: beyond its range to its largest number, for infinity could not be corrected."""
+    """Round a master to a narrow dtype, and clamp it to the dtype's range: no update could correct an infinity."""
     largest = torch.finfo(dtype).max
     return master.clamp(-largest, largest).to(dtype)
 
 
 def difference(p: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the update that makes of a narrow parameter a new one, in a wide dtype."""
+    """Return the update from a narrow parameter to its new value, in a wide dtype."""
     return new.to(dtype) - p.to(dtype)
 
 
 def master_params(params: Params, opt_state: OptState) -> Params:
-    """Return parameters in full precision: the master weights, and the parameters that have none.
+    """Return parameters in full precision: the master weights, and the parameters without master weights.
 
     Args:
         params: the parameters, on any layout, inside or outside the step.
         opt_state: a `MasterState`, or a state that holds one.
 
     Returns:
-        A tree on the layout of the masters: at stages 1 to 3 in boxes, which `step.gather` gathers.
+        A tree on the layout of the masters: at stages 1 to 3 boxes, which `step.gather` gathers.
 
     Raises:
         ValueError: if `opt_state` holds no `MasterState`, or the trees differ in structure.
@@ -133,8 +133,8 @@ def master_params(params: Params, opt_state: OptState) -> Params:
     """
     masters = find_state(opt_state, MasterState).master
     entries, structure = tree.flatten(masters, is_box)
-    others = tree.leaves_up_to(masters, params, is_box)
-    return tree.unflatten(structure, [p if m is None else m for p, m in zip(others, entries, strict=True)])
+    param_entries = tree.leaves_up_to(masters, params, is_box)
+    return tree.unflatten(structure, [p if m is None else m for p, m in zip(param_entries, entries, strict=True)])
 
 
 def _check_params(params: Params, precision: Precision) -> None:
@@ -144,41 +144,41 @@ def _check_params(params: Params, precision: Precision) -> None:
             continue
         if not x.is_floating_point():
             raise TypeError(
-                f"master_weights: params leaf {path!r} is {tree.show(x)}, which has no gradient: keep it in another "
+                f"master_weights: params leaf {path!r} is {tree.show(x)}, which has no gradient: move it to another "
                 "tree, such as the buffers"
             )
         narrow += [path] if x.dtype.itemsize < 4 else []
     if narrow:
         notice(
-            f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are given in half precision already, so "
-            f"their masters in {precision.master} start from rounded values: give step.init the parameters before they "
-            "are cast, if there are any"
+            f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are in half precision already, so their "
+            f"masters in {precision.master} start from rounded values: if you have the parameters before the cast, "
+            "pass those to step.init"
         )
 
 
 def _dtype(x: object) -> torch.dtype | None:
-    """Return the dtype of an entry of a tree; a unit's other leaves have their first one's."""
+    """Return the dtype of an entry of a tree; None if it is no tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
         return facts(x.uid).dtype
     data = x.parts[0] if isinstance(x, Shard) else x
     return data.dtype if isinstance(data, torch.Tensor) else None
 
 
-def _check_dtypes(params: Params, grads: Updates, kept: Params, precision: Precision) -> None:
+def _check_dtypes(params: Params, grads: Updates, like: Params, precision: Precision) -> None:
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
-    columns = [tree.leaves_up_to(params, other, is_box) for other in (grads, kept)]
-    for path, p, g, like in zip(paths, entries, *columns, strict=True):
-        dtype, given = _dtype(like), _dtype(g)
+    columns = [tree.leaves_up_to(params, values, is_box) for values in (grads, like)]
+    for path, p, g, x in zip(paths, entries, *columns, strict=True):
+        dtype, grad_dtype = _dtype(x), _dtype(g)
         if dtype is None or isinstance(p, Slot):
             continue
         if _dtype(p) != dtype:
             raise TypeError(
-                f"master_weights: params leaf {path!r} is {_dtype(p)}, and its policy says {dtype}; start with params, "
+                f"master_weights: params leaf {path!r} is {_dtype(p)}, and precision says {dtype}; start with params, "
                 "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
         expected = precision.gradients(dtype).grad
-        if given is not None and given != torch.promote_types(given, expected):
+        if grad_dtype is not None and grad_dtype != torch.promote_types(grad_dtype, expected):
             raise TypeError(
-                f"master_weights: grads leaf {path!r} is {given}, and its policy says {expected}; take them with "
+                f"master_weights: grads leaf {path!r} is {grad_dtype}, and precision says {expected}; take them with "
                 "fzero.value_and_grad(f, precision=precision)"
             )

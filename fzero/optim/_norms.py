@@ -12,22 +12,22 @@ from fzero.tree import Tree
 
 __all__ = ["leaf_norms", "leaf_rms"]
 
-_LANES = 256  # partial sums of a leaf: one sum of a million float32 squares, one by one, would lose digits
+_LANES = 256  # partial sums per leaf: adding a million float32 squares one after the other would lose digits
 
 
 def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 
-    All shards over the same axes are summed over their ranks by one psum of a vector, which has a number for each leaf.
-    Replicated leaves need none, and padding does not count. Of leaves that are stacked by rank, as a pipeline's blocks
-    are, each has a norm of its own. Sums run in float32 at least.
+    One psum sums all shards over the same axes: it takes a vector with one number per leaf. Replicated leaves need no
+    psum, and padding does not count. If leaves are stacked by rank, as in the blocks of a pipeline, each has its own
+    norm. Sums are at least float32.
 
     Args:
-        values: a tree, whole or cut; or several in a tuple, which then share the psum.
+        values: a full or sharded tree, or a tuple of several trees, which share the psum.
 
     Returns:
-        A tree like `values`: for a plain leaf its norm, 0-d; in a box a tensor `[k]`, the norm of each element's leaf
-        (0 in the padding). Of the leaves' dtype, or float32 for less.
+        A tree like `values`. A plain leaf becomes its norm, 0-d. A box becomes a box of a tensor `[k]` with the norm of
+        each element's leaf, 0 in the padding. The dtype is that of the leaves, at least float32.
 
     Example:
         >>> import fzero
@@ -42,7 +42,7 @@ def leaf_norms(values: Tree) -> Tree:
 
 
 def leaf_rms(values: Tree) -> Tree:
-    """Return the root mean square of each leaf of a tree (of an empty one, 0), as `leaf_norms` does the norm."""
+    """Return the root mean square of each leaf of a tree, as `leaf_norms` returns norms; 0 for an empty leaf."""
     return _leaf_norms(values, mean=True)
 
 
@@ -51,13 +51,13 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
         if isinstance(x, Shard):
-            apart = [s.axis for s in facts(x.uid).split if s.stacked]  # along which each rank has leaves of its own
-            axes = tuple([name for name in facts(x.uid).varies if name not in apart])
+            stacked = [s.axis for s in facts(x.uid).split if s.stacked]  # along these axes each rank has other leaves
+            axes = tuple([name for name in facts(x.uid).varies if name not in stacked])
             sums.setdefault(axes, {})[position] = _sums_of_squares(x)
     out = list(entries)
-    for axes, own in sums.items():
-        totals = psum(torch.cat(list(own.values())), axes).split([len(s) for s in own.values()])
-        for (position, s), total in zip(own.items(), totals, strict=True):
+    for axes, local in sums.items():
+        totals = psum(torch.cat(list(local.values())), axes).split([len(s) for s in local.values()])
+        for (position, s), total in zip(local.items(), totals, strict=True):
             x = entries[position]
             n = math.prod([s.size for s in facts(x.uid).split if not s.stacked])  # ranks that have parts of the leaf
             sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in facts(x.uid).shapes]
@@ -68,15 +68,15 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return (at_least_float32(x).square().sum() / (max(x.numel(), 1) if mean else 1)).sqrt()
 
-    whole = tree.unflatten(structure, [None if is_box(x) else x for x in entries])
-    plain = tree.flatten(tree.map(norm, whole))[0]
+    plain_leaves = tree.unflatten(structure, [None if is_box(x) else x for x in entries])
+    plain = tree.flatten(tree.map(norm, plain_leaves))[0]
     return tree.unflatten(structure, [x if is_box(x) else y for x, y in zip(out, plain, strict=True)])
 
 
 def _sums_of_squares(box: Shard) -> torch.Tensor:
-    """Return the sum of squares of this rank's part of each leaf of a unit: `[leaves]`."""
+    """Return the sum of squares of each leaf of a unit over this rank's shard: `[leaves]`."""
     check_on_device(box, "a norm of leaves")
-    squares, rows = at_least_float32(box.data).square(), len(facts(box.uid).shapes) + 1  # the last row: padding
+    squares, rows = at_least_float32(box.data).square(), len(facts(box.uid).shapes) + 1  # the last row is padding
     lane = torch.arange(len(squares), device=squares.device) % _LANES
     bins = segment_ids(box.uid, squares.device) * _LANES + lane
     return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]

@@ -1,7 +1,8 @@
 """Offload: a ratio of an optimizer's state lies in host memory, and is updated there or on the device.
 
-ZeRO-Offload (arXiv:2101.06840) keeps all of it there, and ZeRO-Offload++ a ratio, by whole groups of parameters. Here
-it is a layout: each rank's shard of a unit lies in one piece or two, and 64 elements are the grain.
+ZeRO-Offload (arXiv:2101.06840) keeps the whole state on the host, and ZeRO-Offload++ a ratio of it, in whole groups of
+parameters. In fzero the ratio is part of the layout: each rank's shard of a unit has one piece or two, split at a
+multiple of 64 elements.
 """
 
 from dataclasses import replace
@@ -11,21 +12,21 @@ import torch
 
 from fzero import tree
 from fzero.collectives import to_device, to_host
-from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, around, as_optimizer, find_state
+from fzero.optim._base import Optimizer, OptState, Pair, Params, Updates, as_optimizer, find_state, wrap_pairs
 from fzero.optim._master import MasterState, difference, rounded
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, offload_plan_of
 from fzero.sharding import Shard, is_box, lifted, spaces
 
 __all__ = ["DelayedState", "offload", "offloaded"]
 
-WAYS = ("host", "device")
+UPDATE_SPACES = ("host", "device")
 
 
 class DelayedState(NamedTuple):
-    """The state of a pair whose host updates by the gradients of the step before.
+    """The state of a pair whose host updates by the gradients of the previous step.
 
     Attributes:
-        waiting: those gradients, of the units of which the host has a part; None of the others.
+        waiting: the previous step's gradients for the units with a host piece; None for the rest.
         inner: the pair's state.
     """
 
@@ -34,36 +35,37 @@ class DelayedState(NamedTuple):
 
 
 def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False) -> Optimizer:
-    """Keep a ratio of a pair's state in host memory; the numbers are bit for bit those of `pair`.
+    """Keep a ratio of a pair's state in host memory; the numbers equal those of `pair` bit for bit.
 
-    The host has the last units of the tree, and the end of one unit's shards: their gradients come first, and the next
-    step needs their parameters last. Its share of the gradients goes down in their own dtype. What comes up is a
-    parameter in its own dtype if the pair keeps master weights, and else the update. So in bfloat16 each element
-    takes 2 bytes each way, once a step.
+    The host holds the last units of the tree, and the end of one unit's shards. Their gradients come first, and the
+    next step needs their parameters last. The host receives its share of the gradients in the gradients' dtype. It
+    returns parameters in their own dtype if the pair keeps master weights, and updates otherwise. So in bfloat16 each
+    element costs 2 bytes each way, once per step.
 
     Args:
         pair: an (init, update) pair. Clip before it, on the device: `chain(clip_by_global_norm(1.0), offload(...))`.
-        ratio: the share of the state's elements that lies on the host, from 0 to 1; or a rule `(path) -> share`, which
-            is asked for each leaf. Of the leaves of a unit the end of each rank's shard lies there.
-        update: where the host's share is updated. "host" sends gradients down and results up, and needs a pair that
-            treats each element by itself. "device" lets the state come up one unit at a time, and go back; any pair
-            will do.
-        delay: 1 to update the units of which the host has a part by the gradients of the step before, as ZeRO-Offload's
-            delayed parameter update does. Then the host computes beside the whole step. It is another algorithm: the
-            numbers are those of `pair` given these units' gradients one step late, and zeros at the first step.
-        params: whether the host's share of the parameters lies there, too, where `step.init` puts it; at stage 3 alone.
-            A unit's share comes up whenever the unit is gathered. What follows in a chain sees it on the host.
+        ratio: the share of the state's elements that lies on the host, from 0 to 1; or a rule `(path) -> share` that
+            is called for each leaf. The host holds the end of each rank's shard of a unit.
+        update: the space in which the host's share is updated. "host" sends gradients to the host and results back; it
+            needs a pair that treats each element by itself. "device" copies the state to the device and back, one unit
+            at a time; it works with any pair.
+        delay: 1 to update units with a host piece by the gradients of the previous step, as ZeRO-Offload's delayed
+            parameter update does. The host then computes during the whole step. This is another algorithm: the numbers
+            are those of `pair` with these units' gradients one step late, and zeros at the first step.
+        params: whether the host's share of the parameters lies on the host, too; `step.init` puts it there. It needs
+            stage 3. A unit's share moves to the device whenever the unit is gathered. Later links of a chain see it on
+            the host.
 
     Returns:
-        A pair. Its state is that of `pair`, whose boxes lie in pieces; so checkpoints of one ratio load at another. At
-        stage 0, and unsharded, each leaf of the state is a box of its own, over no axis.
+        A pair. Its state is the state of `pair` with its boxes in pieces, so checkpoints of one ratio load at another.
+        At stage 0 and unsharded, each leaf of the state is a box over no axis.
 
     Raises:
-        TypeError: if `ratio` is no number and no rule.
-        ValueError: if `ratio` is not from 0 to 1, or `update` neither. If `pair` reads more than one element of a leaf,
-            and is to run on the host; or if it skips steps, since a loss scale goes around. If `delay` is neither 0 nor
-            1, or is 1 with `update="device"`. In `step.init`, if `params` is asked at another stage than 3. On use, if
-            the state was cut at another ratio, or made for gradients of another dtype.
+        TypeError: if `ratio` is neither a number nor a rule.
+        ValueError: if `ratio` is not from 0 to 1, or `update` is not "host" or "device". If `delay` is neither 0 nor
+            1, or is 1 with `update="device"`. If `update="host"` and `pair` reads more than one element of a leaf. If
+            `pair` is a loss scale, which goes around `offload`. In `step.init`, if `params` is true below stage 3. On
+            use, if the state was split at another ratio, or made for gradients of another dtype.
 
     Example:
         >>> import fzero
@@ -77,52 +79,57 @@ def offload(pair: Pair, ratio: Ratio = 1.0, update: str = "host", delay: int = 0
         >>> opt.update(params, state, params)[0]["w"].shape
         torch.Size([256])
     """
-    known = as_optimizer(pair)
+    optimizer = as_optimizer(pair)
     check_ratio(ratio)
-    if update not in WAYS:
-        raise ValueError(f"update={update!r}: expected one of {WAYS}")
-    if known.skips:
+    if update not in UPDATE_SPACES:
+        raise ValueError(f"update={update!r}: expected one of {UPDATE_SPACES}")
+    if optimizer.skips:
         raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
-    if update == "host" and known.pointwise is False:
+    if update == "host" and optimizer.pointwise is False:
         raise ValueError(
-            f"offload: {known.name} reads whole leaves or trees, and the host has a piece of each: put what clips "
-            'before offload, in a chain, or let the state come up to be updated, offload(pair, ratio, update="device")'
+            f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
+            'clipping before offload, in a chain, or update on the device, offload(pair, ratio, update="device")'
         )
     if delay not in (0, 1) or (delay and update == "device"):
         raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update="host"')
-    run = _late if delay else _on_host if update == "host" else _on_device
+    run = _update_delayed if delay else _update_on_host if update == "host" else _update_on_device
 
     def init(params: Params) -> OptState:
-        lay = offload_plan_of(params, ratio, known.precision)
-        if known.pointwise is False:
-            return lay.lowered(pair.init(params))
-        state = pair.init(lay.cut(params, to_host))
-        return DelayedState(_no_gradients(lay, params, known), state) if delay else state
+        plan = offload_plan_of(params, ratio, optimizer.precision)
+        if optimizer.pointwise is False:
+            return plan.state_to_host(pair.init(params))
+        state = pair.init(plan.to_pieces(params, to_host))
+        return DelayedState(_zero_gradients(plan, params, optimizer), state) if delay else state
 
-    def updated(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        lay = offload_plan_of(grads if params is None else params, ratio, known.precision)
-        lay.check(state)
-        return run(known, lay, grads, state, params)
+    def offload_update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
+        plan = offload_plan_of(grads if params is None else params, ratio, optimizer.precision)
+        plan.check(state)
+        return run(optimizer, plan, grads, state, params)
 
-    updated.__qualname__ = "offload.update"
-    return replace(around(init, updated, pair), pointwise=known.pointwise, offloads=True, lowers=ratio if params else 0)
+    offload_update.__qualname__ = "offload.update"
+    return replace(
+        wrap_pairs(init, offload_update, pair),
+        pointwise=optimizer.pointwise,
+        offloads=True,
+        lowers=ratio if params else 0,
+    )
 
 
-def _on_host(
-    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+def _update_on_host(
+    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
-    """Send the host's share of the gradients down first."""
-    return _by_gradients(pair, lay, lay.cut(grads, to_host), state, params)
+    """Send the host's share of the gradients to the host, and update each piece in its space."""
+    return _update_in_pieces(pair, plan, plan.to_pieces(grads, to_host), state, params)
 
 
-def _late(
-    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
+def _update_delayed(
+    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
 ) -> tuple[Updates, OptState]:
-    """Update by the gradients that have waited, and let those of this step wait."""
-    new = lay.cut(grads, to_host)
-    waiting = lay.hosts(new)
+    """Update units with a host piece by the previous step's gradients, and store this step's gradients for the next."""
+    new = plan.to_pieces(grads, to_host)
+    waiting = plan.host_units(new)
     _check_waiting(waiting, state.waiting)
-    updates, inner = _by_gradients(pair, lay, lay.replaced(new, state.waiting), state.inner, params)
+    updates, inner = _update_in_pieces(pair, plan, plan.with_host_units(new, state.waiting), state.inner, params)
     return updates, DelayedState(waiting, inner)
 
 
@@ -130,21 +137,21 @@ def _check_waiting(new: Updates, waiting: Updates) -> None:
     paths, leaves, _ = tree.flatten_with_paths(new, is_box)
     for path, x, before in zip(paths, leaves, tree.flatten(waiting, is_box)[0], strict=True):
         if (x is None) != (before is None):
-            has = "has no gradient" if before is None else "waits with a gradient"
+            state_has = "has no gradient" if before is None else "waits with a gradient"
             raise ValueError(
-                f"offload: the state {has} for leaf {path!r}: "
+                f"offload: the state {state_has} for leaf {path!r}: "
                 "with delay=1 a state keeps the ratio that it was made with"
             )
         if isinstance(x, Shard) and x.dtype != before.dtype:
             raise ValueError(
-                f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state waits for {before.dtype}: give "
-                "value_and_grad and master_weights the same precision; within a loss scale, whose gradients are wide, "
-                "there is no delay"
+                f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state expects {before.dtype}: give "
+                "value_and_grad and master_weights the same precision; scaled_value_and_grad gives float32 gradients, "
+                "so with a loss scale there is no delay"
             )
 
 
-def _no_gradients(lay: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
-    """Make what waits before the first step: zeros, in the dtype of the gradients that come."""
+def _zero_gradients(plan: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
+    """Return the gradients that wait before the first step: zeros in the gradients' dtype."""
 
     def zeros(path: str, x: torch.Tensor | None) -> torch.Tensor | None:
         policy = pair.precision
@@ -153,56 +160,60 @@ def _no_gradients(lay: OffloadPlan, params: Params, pair: Optimizer) -> Updates:
         dtype = x.dtype if policy is None else policy.gradients(policy.dtype_of(path, x)).grad
         return torch.zeros_like(x, dtype=dtype)
 
-    return tree.map_with_path(zeros, lay.hosts(lay.cut(params, to_host)))
+    return tree.map_with_path(zeros, plan.host_units(plan.to_pieces(params, to_host)))
 
 
-def _by_gradients(
-    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+def _update_in_pieces(
+    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
-    """Update each share where it lies, and send the results up."""
-    below = None if params is None else lay.cut(params, to_host)
-    updates, state = pair.update(grads, state, params=below)
-    low = lay.is_low(params)
+    """Update each piece in its space, and move the results to the device, where the parameters lie there."""
+    params_in_pieces = None if params is None else plan.to_pieces(params, to_host)
+    updates, state = pair.update(grads, state, params=params_in_pieces)
+    leaves_only = plan.has_host_params(params)
     if pair.precision is None or params is None:
-        return lay.joined(updates, lambda i, u: [lay.up(*x) for x in zip(spaces(u), u.parts, strict=True)], low), state
-    masters = lay.entries(find_state(state, MasterState).master)
-    narrow = lay.entries(lay.cut(params, lambda x: x))
+        return plan.from_pieces(
+            updates, lambda i, u: [plan.piece_to_device(*x) for x in zip(spaces(u), u.parts, strict=True)], leaves_only
+        ), state
+    masters = plan.entries(find_state(state, MasterState).master)
+    narrow = plan.entries(plan.to_pieces(params, lambda x: x))
 
     def on_device(i: int, u: Shard) -> list[torch.Tensor]:
-        """Send up new parameters where these are narrower than updates: what a master is rounded to."""
+        """Move new parameters, which are rounded masters, instead of updates, which are wider."""
         if masters[i] is None:
-            return [lay.up(*x) for x in zip(spaces(u), u.parts, strict=True)]
+            return [plan.piece_to_device(*x) for x in zip(spaces(u), u.parts, strict=True)]
         return [
-            difference(p, to_device(rounded(m, p.dtype), lay.device), m.dtype) if space == "host" else x
+            difference(p, to_device(rounded(m, p.dtype), plan.device), m.dtype) if space == "host" else x
             for space, x, p, m in zip(spaces(u), u.parts, narrow[i].parts, masters[i].parts, strict=True)
         ]
 
-    return lay.joined(updates, on_device, low), state
+    return plan.from_pieces(updates, on_device, leaves_only), state
 
 
-def _on_device(
-    pair: Optimizer, lay: OffloadPlan, grads: Updates, state: OptState, params: Params | None
+def _update_on_device(
+    pair: Optimizer, plan: OffloadPlan, grads: Updates, state: OptState, params: Params | None
 ) -> tuple[Updates, OptState]:
-    """Let the host's share of the state come up, update all of it on the device, and send that share back."""
-    above = None if params is None else lifted(params)
-    updates, new = pair.update(grads, lay.lifted(state), params=above)
-    return lay.cut(updates, to_host, boxes_only=True) if lay.is_low(params) else updates, lay.lowered(new)
+    """Move the host's share of the state to the device, update there, and move the share back."""
+    params_on_device = None if params is None else lifted(params)
+    updates, new = pair.update(grads, plan.state_to_device(state), params=params_on_device)
+    return (
+        plan.to_pieces(updates, to_host, boxes_only=True) if plan.has_host_params(params) else updates
+    ), plan.state_to_host(new)
 
 
 def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
-    """Return the state of a pair as `offload` keeps it at a ratio, whatever the ratio was: 0 brings all to the device.
+    """Return the state of a pair as `offload` keeps it at `ratio`, from any other ratio; 0 moves all to the device.
 
-    It copies the pieces, so it takes memory for both at once. To change the ratio of a state that does not fit twice,
-    save it, make another by `step.init`, and load.
+    The pieces are copied, so both states take memory at once. If the state does not fit twice, save it, make another
+    state by `step.init`, and load.
 
     Args:
         opt_state: the state, made by `offload(pair)` at any ratio, or by `pair` itself on boxes.
-        params: the parameters, which say the order of the units, and which device they lie on.
-        ratio: as of `offload`.
+        params: the parameters; they set the order of the units, and the device.
+        ratio: as in `offload`.
 
     Raises:
-        TypeError: if `ratio` is no number and no rule.
-        ValueError: if it is not from 0 to 1.
+        TypeError: if `ratio` is neither a number nor a rule.
+        ValueError: if `ratio` is a number outside 0 to 1.
 
     Example:
         >>> import fzero
@@ -214,5 +225,5 @@ def offloaded(opt_state: OptState, params: Params, ratio: Ratio) -> OptState:
         momentum.w  float32 [256]  unit 'w' over no axis: 256 of 256 elements, 256 of them on the host
     """
     check_ratio(ratio)
-    lay = offload_plan_like(opt_state, params, ratio)
-    return lay.lowered(lay.lifted(opt_state))
+    plan = offload_plan_like(opt_state, params, ratio)
+    return plan.state_to_host(plan.state_to_device(opt_state))

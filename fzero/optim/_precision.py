@@ -1,7 +1,7 @@
-"""Precision: a policy of dtypes, and how a tree follows it.
+"""Precision: a policy of dtypes, and how to apply it to a tree.
 
-The policy is data. `fzero.value_and_grad(precision=)` sums gradients by it, `optim.master_weights` keeps masters by it,
-and no tensor is cast anywhere else: an operation's own dtypes are the model's business.
+The policy is data. It sets the dtypes in which `fzero.value_and_grad(precision=)` sums gradients, and in which
+`optim.master_weights` stores masters. No tensor is cast anywhere else: the model decides the dtypes of its operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["GradientDtypes", "Precision"]
 
 
 class GradientDtypes(NamedTuple):
-    """The dtypes of a gradient while it is summed over ranks, and while it is summed over micro-batches."""
+    """The dtype of a gradient while it is summed over ranks, and its dtype while summed over micro-batches."""
 
     reduce: torch.dtype
     grad: torch.dtype
@@ -29,16 +29,16 @@ class Precision:
     """The dtypes of parameters, gradients and master weights: mixed precision (arXiv:1710.03740) as data.
 
     Attributes:
-        param: of parameters: between steps, in their gathers, and in the computation.
-        reduce: of gradients while they are summed over ranks.
-        master: of the master weights that `optim.master_weights` keeps in the sharded optimizer state.
-        grad: of gradients while they are summed over micro-batches, and as the update gets them; by default `reduce`.
-        full: a rule `(path, leaf) -> bool` for leaves that are kept in `master`'s dtype throughout, such as norms and
-            routers: `lambda path, leaf: "norm" in path`. They have no second copy. A block with leaves of both kinds
-            is two units.
+        param: the dtype of parameters between steps, in gathers, and in the computation.
+        reduce: the dtype of gradients while they are summed over ranks.
+        master: the dtype of the master weights that `optim.master_weights` stores in the sharded optimizer state.
+        grad: the dtype of gradients while they are summed over micro-batches, and in the update; by default `reduce`.
+        full: a rule `(path, leaf) -> bool` for leaves that always have the dtype `master`, such as norms and routers:
+            `lambda path, leaf: "norm" in path`. They have no second copy. A block with leaves of both kinds is two
+            units.
 
     Raises:
-        TypeError: if a dtype is not a floating-point one.
+        TypeError: if a dtype is not a floating-point dtype.
         ValueError: if master weights would be in half precision, or narrower than the parameters.
 
     Example:
@@ -56,63 +56,63 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Check the dtypes."""
-        given = {"param": self.param, "reduce": self.reduce, "master": self.master, "grad": self.grad}
-        for name, dtype in given.items():
+        dtypes = {"param": self.param, "reduce": self.reduce, "master": self.master, "grad": self.grad}
+        for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name}={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
         if self.master.itemsize < 4:
             raise ValueError(
                 f"master={self.master}: master weights in half precision lose every update smaller than their last "
-                "bit; keep them in torch.float32, or train without optim.master_weights"
+                "bit; use torch.float32, or train without optim.master_weights"
             )
         if self.param.itemsize > self.master.itemsize:
             raise ValueError(f"param={self.param} is wider than master={self.master}; expected the reverse")
 
     def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter is kept in: its own if it is not a floating-point one."""
+        """Return the dtype that the policy gives a parameter: its own if that is not a floating-point dtype."""
         if not leaf.is_floating_point():
             return leaf.dtype
         return self.master if self.full is not None and self.full(path, leaf) else self.param
 
     def cast(self, params: Tree) -> Tree:
-        """Cast a tree of parameters to the dtypes that they are kept in; units by the leaf's rule when they were cut.
+        """Cast a tree of parameters to the policy's dtypes; a sharded unit gets the dtype in its spec.
 
-        `step.init(params, optim.master_weights(opt, precision))` does it, after it made the master weights: cast
-        first, they would start from rounded values.
+        `step.init(params, optim.master_weights(opt, precision))` casts the parameters after it made the master weights.
+        If the cast came first, the masters would start from rounded values.
         """
-        return tree.map(lambda x, kept: x.to(kept.dtype), params, self.kept(params))
+        return tree.map(lambda x, like: x.to(like.dtype), params, self.kept(params))
 
     def kept(self, params: Tree) -> Tree:
-        """Make a tree like `params`, on any layout, of empty meta tensors with the dtypes that they are kept in."""
+        """Return a tree like `params`, on any layout, of empty meta tensors with the policy's dtypes."""
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
-        found: dict[int, torch.Tensor] = {}  # places of one tensor have one dtype, the first's
+        empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
                 empty = torch.empty(0, dtype=facts(x.uid).dtype, device="meta")
                 entries[i] = box_of(x.uid, [empty] * len(x.parts))
             elif isinstance(x, torch.Tensor):
-                if id(x) not in found:
-                    found[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
-                entries[i] = found[id(x)]
+                if id(x) not in empty_leaves:
+                    empty_leaves[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
+                entries[i] = empty_leaves[id(x)]
         return tree.unflatten(structure, entries)
 
     def gradients(self, dtype: torch.dtype) -> GradientDtypes:
-        """Return the dtypes that gradients of parameters of this dtype are summed in, over ranks and micro-batches.
+        """Return the dtypes in which gradients of parameters of this dtype are summed, over ranks and micro-batches.
 
-        Those of leaves kept in full precision are in no narrower dtype than theirs.
+        The gradient of a full-precision leaf is never narrower than the leaf.
         """
-        own = GradientDtypes(self.reduce, self.grad or self.reduce)
+        policy = GradientDtypes(self.reduce, self.grad or self.reduce)
         if dtype == self.param:
-            return own
-        return GradientDtypes(torch.promote_types(own.reduce, dtype), torch.promote_types(own.grad, dtype))
+            return policy
+        return GradientDtypes(torch.promote_types(policy.reduce, dtype), torch.promote_types(policy.grad, dtype))
 
     def check(self, name: str, paths: Sequence[str], entries: Sequence[Any]) -> None:
-        """Check that parameters have the policy's dtypes, without which it would silently do nothing.
+        """Check that parameters have the policy's dtypes; with other dtypes the policy would silently do nothing.
 
         Raises:
-            TypeError: if one has another. The message names it.
+            TypeError: if a parameter has another dtype. The message names the parameter.
         """
-        expected: dict[Any, torch.dtype] = {}  # places of one tensor have one dtype, the first's
+        expected: dict[Any, torch.dtype] = {}  # a tied leaf has the dtype of its first path
         for path, x in zip(paths, entries, strict=True):
             leaf, key = x, id(x)
             if isinstance(x, Shard | Slot):

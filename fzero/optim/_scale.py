@@ -22,7 +22,7 @@ __all__ = [
 
 
 class ScaleByScheduleState(NamedTuple):
-    """The number of updates done (int64, 0-d)."""
+    """The number of updates (int64, 0-d)."""
 
     count: torch.Tensor
 
@@ -45,10 +45,10 @@ def scale(factor: Number) -> Optimizer:
 
 
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
-    """Multiply gradients by the value of a schedule at the number of updates done.
+    """Multiply gradients by the value of a schedule at the current number of updates.
 
     Args:
-        schedule: see `fzero.optim.Schedule`; its sign counts, so a learning rate here is negative.
+        schedule: see `fzero.optim.Schedule`. Its values keep their sign: to descend, return a negative rate.
 
     Returns:
         A pair; its state is a counter.
@@ -74,13 +74,13 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
 
 
 def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
-    """Multiply gradients by minus the learning rate: descend.
+    """Multiply gradients by minus the learning rate, to descend.
 
     Args:
         learning_rate: a number, or a schedule.
 
     Returns:
-        A pair, without state for a number, with a counter for a schedule.
+        A pair. It has no state for a number, and a counter for a schedule.
 
     Raises:
         ValueError: if `learning_rate` is a negative number.
@@ -97,7 +97,7 @@ def scale_by_learning_rate(learning_rate: Number | Schedule) -> Optimizer:
 
 
 def set_to_zero() -> Optimizer:
-    """Replace gradients by zeros: with `masked`, freeze leaves.
+    """Replace gradients by zeros. With `masked` this freezes leaves.
 
     Returns:
         A pair without state.
@@ -126,20 +126,20 @@ def _times(grads: Updates, factor: Number) -> Updates:
 def add_decayed_weights(weight_decay: Number, mask: Mask | None = None) -> Optimizer:
     """Add a fraction of the parameters to their gradients.
 
-    Before an optimizer this is L2 regularisation; between its direction and its learning rate it is decoupled
-    weight decay (arXiv:1711.05101).
+    In a chain before an optimizer this is L2 regularisation. Between an optimizer's direction and its learning rate it
+    is decoupled weight decay (arXiv:1711.05101).
 
     Args:
         weight_decay: the fraction.
-        mask: which leaves decay: a tree of bools, or a function from the tree of whole leaves (as meta tensors)
-            to one. By default all do.
+        mask: which leaves decay: a tree of bools, or a function that returns one from the tree of full leaves (as meta
+            tensors). By default all leaves decay.
 
     Returns:
         A pair without state.
 
     Raises:
-        ValueError: if `weight_decay` is negative; on update, if it is not 0 and `params` is not given, or if `mask`
-            has another structure than `params`.
+        ValueError: if `weight_decay` is negative. On update, if `weight_decay` is not 0 and `params` is not given, or
+            if `mask` has another structure than `params`.
 
     Example:
         >>> import torch

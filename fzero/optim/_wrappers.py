@@ -1,4 +1,4 @@
-"""Pairs around a pair: on some leaves only, on each leaf by itself, or on full leaves at every stage."""
+"""Wrappers of a pair: on some leaves only, on each leaf by itself, or on full leaves at every stage."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,35 +9,35 @@ import torch
 from fzero import tree
 from fzero.axes import LayoutRules, lookup
 from fzero.collectives import all_gather, own_part
-from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, around, as_optimizer
+from fzero.optim._base import Mask, Optimizer, OptState, Pair, Params, Updates, as_optimizer, wrap_pairs
 from fzero.sharding import CutUnit, Shard, assign, cut_units, facts, gather_unit, is_box, map_units, per_leaf, put
 from fzero.tree import Tree
 
 __all__ = ["leafwise", "masked", "whole"]
 
-# A pair on some leaves only.
+# A pair on some leaves.
 
 
 def masked(pair: Pair, mask: Mask) -> Optimizer:
-    """Apply a pair to the leaves where `mask` is True; pass the gradients of the others unchanged.
+    """Apply a pair to the leaves where `mask` is True; pass the gradients of all other leaves unchanged.
 
-    The numbers are `optax.masked`'s, on any layout: a shard may hold leaves of both kinds. The pair sees zeros as the
-    gradients and as the parameters of the others, so they count in no norm, and their state stays as `init` made it.
-    That state exists (optax leaves it out), because a tree's structure must not depend on how it is cut. So mask links
-    without state, such as `scale_by_learning_rate`, behind one `scale_by_adam`: two masked `adamw` hold the moments
-    twice. Leaves that must cost no memory belong into a tree of their own.
+    The numbers are those of `optax.masked`, on any layout: a shard may hold leaves of both kinds. The pair sees zeros
+    as the gradients and parameters of masked-out leaves. So they count in no norm, and their state stays as `init` made
+    it. That state exists (optax leaves it out), because a tree's structure must not depend on how it is sharded. So
+    mask links without state, such as `scale_by_learning_rate`, after one `scale_by_adam`: two masked `adamw` hold the
+    moments twice. Leaves that must cost no memory belong in another tree.
 
     Args:
         pair: an (init, update) pair.
-        mask: a tree of bools with the structure of the whole parameters, or a function from the tree of whole leaves
-            (as meta tensors) to one.
+        mask: a tree of bools with the structure of the full parameters, or a function that returns one from the tree
+            of full leaves (as meta tensors).
 
     Returns:
         A pair; its state is the state of `pair`.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around; on use, if `mask` has another
-            structure than the parameters, or differs on tied leaves. Names the path.
+        ValueError: if `pair` keeps master weights or a loss scale, which go around `masked`. On use, if `mask` has
+            another structure than the parameters, or differs on tied leaves. The message names the path.
 
     Example:
         >>> from fzero import optim
@@ -46,48 +46,48 @@ def masked(pair: Pair, mask: Mask) -> Optimizer:
         >>> opt.update(params, opt.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
-    known = as_optimizer(pair)
-    if known.precision is not None or known.skips:
+    optimizer = as_optimizer(pair)
+    if optimizer.precision is not None or optimizer.skips:
         raise ValueError("masked: put master_weights, and a loss scale, around masked: they keep state of all leaves")
 
-    def chosen(values: Tree, applies: Tree) -> Tree:
-        return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, applies)
+    def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:
+        return tree.map(lambda x, m: _where(m, x, torch.zeros_like(x)), values, leaf_mask)
 
     def init(params: Params) -> OptState:
-        return pair.init(chosen(params, per_leaf(params, mask)))
+        return pair.init(zero_outside(params, per_leaf(params, mask)))
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        applies = per_leaf(grads, mask)
-        inner = None if params is None else chosen(params, applies)
-        updates, state = pair.update(chosen(grads, applies), state, params=inner)
-        return tree.map(lambda g, m, u: _where(m, u, g), grads, applies, updates), state
+        leaf_mask = per_leaf(grads, mask)
+        inner = None if params is None else zero_outside(params, leaf_mask)
+        updates, state = pair.update(zero_outside(grads, leaf_mask), state, params=inner)
+        return tree.map(lambda g, m, u: _where(m, u, g), grads, leaf_mask, updates), state
 
-    return around(init, update, pair)
+    return wrap_pairs(init, update, pair)
 
 
 def _where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Choose by one number for all elements, or by a tensor of a number each."""
+    """Return `x` where a mask is true, else `y`; the mask is one number, or a tensor with a number per element."""
     if isinstance(mask, torch.Tensor):
         return torch.where(mask != 0, x, y)
     return x if mask else y
 
 
-# An adapter for third-party pairs that take trees apart by themselves.
+# An adapter for third-party pairs that flatten trees themselves.
 
 
 def leafwise(pair: Pair) -> Optimizer:
-    """Run a third-party (init, update) pair on one leaf at a time, with its state in the leaf's place.
+    """Run a third-party (init, update) pair on one leaf at a time; each leaf's state takes the leaf's place.
 
-    A pair that flattens the tree into a list keeps state of its own, in which shards cannot be told from replicated
-    values; torchopt's optimizers do. Leaf by leaf, each shard's state stays in its box. Not for pairs that look at
-    several leaves at once, such as clipping by a global norm: use fzero's, in a `chain`.
+    Some pairs flatten the tree into a list and keep the state in it, as torchopt's optimizers do. Such state does not
+    show which values are shards and which are replicated. Leaf by leaf, each shard's state stays in its box. Pairs
+    that look at several leaves at once, such as clipping by a global norm, do not work: use fzero's, in a `chain`.
 
     Args:
-        pair: an elementwise pair, such as `torchopt.adamw(1e-3)`. If its update takes `inplace`, it is told not to
-            write into its arguments.
+        pair: an elementwise pair, such as `torchopt.adamw(1e-3)`. If its update has an argument `inplace`, it is called
+            with `inplace=False`.
 
     Returns:
-        A pair; its state is a tree like the parameters, of the pair's states.
+        A pair; its state is a tree like the parameters, with the pair's state of each leaf.
 
     Raises:
         ValueError: if `pair` keeps master weights or a loss scale, which go around it.
@@ -100,8 +100,8 @@ def leafwise(pair: Pair) -> Optimizer:
         >>> opt.update({"w": torch.tensor(2.0)}, opt.init(params), params)[0]
         {'w': tensor(-0.1000)}
     """
-    known = as_optimizer(pair)
-    if known.precision is not None or known.skips:
+    optimizer = as_optimizer(pair)
+    if optimizer.precision is not None or optimizer.skips:
         raise ValueError("leafwise: put master_weights, and a loss scale, around leafwise")
     takes_inplace = "inplace" in inspect.signature(pair.update).parameters
 
@@ -112,48 +112,49 @@ def leafwise(pair: Pair) -> Optimizer:
         options = {"inplace": False} if takes_inplace else {}
         leaves, structure = tree.flatten(grads)
         states = tree.leaves_up_to(grads, state)
-        whole = [None] * len(leaves) if params is None else tree.leaves_up_to(grads, params)
-        done: dict[Any, Any] = {}  # each tied leaf is updated once, or its places would part
+        param_leaves = [None] * len(leaves) if params is None else tree.leaves_up_to(grads, params)
+        results: dict[Any, Any] = {}  # a tied leaf is updated once: two updates would untie its places
         keys: list[Any] = []
-        for i, (g, s, p) in enumerate(zip(leaves, states, whole, strict=True)):
+        for i, (g, s, p) in enumerate(zip(leaves, states, param_leaves, strict=True)):
             keys.append(i if g is None or p is None else (tree.identity(g), tree.identity(p)))
-            if keys[-1] not in done:
+            if keys[-1] not in results:
                 u, s = ([None], s) if g is None else pair.update([g], s, params=None if p is None else [p], **options)
-                done[keys[-1]] = u[0], s
-        updates, new = ([done[key][j] for key in keys] for j in (0, 1))
+                results[keys[-1]] = u[0], s
+        updates, new = ([results[key][j] for key in keys] for j in (0, 1))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return around(init, update, pair)
+    return wrap_pairs(init, update, pair)
 
 
-# A pair on whole leaves, at every stage: its arguments are gathered one unit at a time, and its results cut again.
+# A pair on full leaves at every stage: its arguments are gathered one unit at a time, and its results sharded again.
 #
-# The state lies in units of its own, cut over the ranks as the parameters are. Such a unit is all that the pair keeps
-# for the leaves of one unit of parameters, whatever its shapes. So a rank holds 1/N of it, and one collective gathers
-# it.
+# The state has units of its own, sharded over the ranks as the parameters are. One unit holds the whole state of the
+# leaves of one unit of parameters, of any shapes. So a rank holds 1/N of the state, and one collective gathers a unit.
 
 
 def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
-    """Run an (init, update) pair on whole leaves at every stage, one leaf at a time, where others run on shards.
+    """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other pairs run on shards.
 
-    For what mixes the elements of a leaf: a factorisation, a sort, a norm of rows. Each update gathers the gradients of
-    one unit, its state and its parameters, runs the pair on every rank, and keeps the own part of the results. So each
-    rank does the work of all, and one unit is whole at a time. A step moves once more what the pair is given; stages 1
-    and 2 have the parameters whole already, and stage 0 has everything. `optim.muon` shares the work out instead.
+    Use it for a pair that mixes the elements of a leaf, by a factorisation, a sort, or a norm of rows. Each update
+    gathers the gradients, state and parameters of one unit, runs the pair on every rank, and keeps this rank's shard of
+    the results. So each rank does the full work, and one unit is full at a time. A step communicates the pair's
+    arguments once more; at stages 1 and 2 the parameters are full already, and at stage 0 everything is. `optim.muon`
+    divides the work among the ranks instead.
 
-    The state is cut over the ranks between steps, 1/N on each, whatever its shapes; numbers (0-d) and integers are not.
-    Put what acts on each element alone around it: `chain(whole(pair), scale_by_learning_rate(1e-3))`.
+    Between steps each rank holds 1/N of the state, of any shapes; numbers (0-d) and integers are replicated. Chain
+    elementwise links outside of `whole`: `chain(whole(pair), scale_by_learning_rate(1e-3))`.
 
     Args:
-        pair: a pair that needs whole leaves. It is given one leaf at a time, a tree of one tensor, so that its numbers
-            cannot depend on which leaves make up a unit.
-        reads_params: whether its update reads the parameters. If not, they are not gathered, and it is given None.
+        pair: a pair that needs full leaves. It gets one leaf at a time, as a tree of one tensor, so its numbers cannot
+            depend on how leaves are grouped into units.
+        reads_params: whether the pair's update reads the parameters. If not, they are not gathered, and the update gets
+            None.
 
     Returns:
         A pair; its state is a tree like the parameters, with the pair's state of a leaf in the leaf's place.
 
     Raises:
-        ValueError: if `pair` keeps master weights or a loss scale, which go around it.
+        ValueError: if `pair` keeps master weights or a loss scale, which go around `whole`.
 
     Example:
         >>> import fzero
@@ -166,8 +167,8 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
         >>> fzero.mesh(dp=2).spmd(f)({"w": 3 * torch.eye(3)})["w"].diagonal()
         tensor([-0.1000, -0.1000, -0.1000])
     """
-    known = as_optimizer(pair)
-    if known.precision is not None or known.skips:
+    optimizer = as_optimizer(pair)
+    if optimizer.precision is not None or optimizer.skips:
         raise ValueError("whole: put master_weights, and a loss scale, around whole")
 
     def init(params: Params) -> OptState:
@@ -180,19 +181,19 @@ def whole(pair: Pair, reads_params: bool = True) -> Optimizer:
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         paths, entries, structure = tree.flatten_with_paths(grads, is_box)
         states = tree.leaves_up_to(grads, state, is_box) if entries else []
-        given = params if reads_params else None
-        beside = [None] * len(entries) if given is None else tree.leaves_up_to(grads, given, is_box)
+        params = params if reads_params else None
+        param_entries = [None] * len(entries) if params is None else tree.leaves_up_to(grads, params, is_box)
 
-        def of_leaf(g: torch.Tensor, s: OptState, p: torch.Tensor | None) -> tuple[torch.Tensor, OptState]:
+        def update_leaf(g: torch.Tensor, s: OptState, p: torch.Tensor | None) -> tuple[torch.Tensor, OptState]:
             return pair.update(g, s, params=p)
 
-        done = _on_plain(of_leaf, entries, states, beside)
-        updates, new = [None if x is None else x[0] for x in done], [None if x is None else x[1] for x in done]
+        results = _on_plain(update_leaf, entries, states, param_entries)
+        updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
         for unit in cut_units(paths, entries):
-            _update_unit(of_leaf, unit, paths, (states, beside), (updates, new))
+            _update_unit(update_leaf, unit, paths, (states, param_entries), (updates, new))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return _elementwise(around(init, update, pair))
+    return _elementwise(wrap_pairs(init, update, pair))
 
 
 def _elementwise(pair: Optimizer) -> Optimizer:
@@ -200,81 +201,84 @@ def _elementwise(pair: Optimizer) -> Optimizer:
 
 
 def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
-    """Apply `f` to the plain leaves among a tree's entries, to tied ones once; None for all others."""
-    done: dict[Any, Any] = {}
+    """Apply `f` to each plain leaf of a tree's entries, once if it is tied; other entries become None."""
+    results: dict[Any, Any] = {}
     out: list[Any] = []
     for position, x in enumerate(entries):
         if not isinstance(x, torch.Tensor):
             out.append(None)
             continue
         key = tree.identity(x)
-        if key not in done:
-            done[key] = f(x, *[column[position] for column in columns])
-        out.append(done[key])
+        if key not in results:
+            results[key] = f(x, *[column[position] for column in columns])
+        out.append(results[key])
     return out
 
 
 def _update_unit(
-    of_leaf: Callable[..., Any],
+    update_leaf: Callable[..., Any],
     unit: CutUnit,
     paths: Sequence[str],
     old: tuple[Sequence[Any], Sequence[Any]],
     new: tuple[list[Any], list[Any]],
 ) -> None:
-    """Update one unit, whose leaves are whole meanwhile, and put its updates and its new state into `new`."""
+    """Gather one unit, update its full leaves, and write its updates and new state into `new`, as shards."""
     (states, params), (updates, new_states) = old, new
     first = unit.members[0][0]
     grads = _leaves(unit.shard)
-    whole_params = [None] * len(grads) if params[first] is None else _leaves(params[first])
-    at = {index: position for position, index in reversed(unit.members)}  # of each leaf its first place
-    gathered = _gathered([states[position] for position, _ in unit.members])
-    by_position = dict(zip([position for position, _ in unit.members], gathered, strict=True))
-    done = [of_leaf(g, by_position[at[i]], p) for i, (g, p) in enumerate(zip(grads, whole_params, strict=True))]
-    put(updates, unit.members, _cut(unit.uid, [u for u, _ in done]))
-    _put_state(new_states, paths, unit, [s for _, s in done])
+    full_params = [None] * len(grads) if params[first] is None else _leaves(params[first])
+    first_position = {index: position for position, index in reversed(unit.members)}  # of each leaf
+    full_states = _gather_state([states[position] for position, _ in unit.members])
+    by_position = dict(zip([position for position, _ in unit.members], full_states, strict=True))
+    results = [
+        update_leaf(g, by_position[first_position[i]], p)
+        for i, (g, p) in enumerate(zip(grads, full_params, strict=True))
+    ]
+    put(updates, unit.members, _shard(unit.uid, [u for u, _ in results]))
+    _put_state(new_states, paths, unit, [s for _, s in results])
 
 
 def _leaves(box: Shard) -> list[torch.Tensor]:
-    """Return a unit's whole leaves, put together also along the axes that split them."""
+    """Gather a unit's full leaves, also along the axes that split them."""
     leaves = list(gather_unit(box.uid, box.data, box.origin))
     for split in reversed(facts(box.uid).split):
         leaves = [all_gather(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
     return leaves
 
 
-def _cut(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
-    """Keep this rank's part of whole leaves: the inverse of `_leaves`."""
+def _shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
+    """Return this rank's shard of a unit's full leaves: the inverse of `_leaves`."""
     for split in facts(uid).split:
         leaves = [own_part(x, split.axis, dim=d) for x, d in zip(leaves, split.dims, strict=True)]
     return _own_shard(uid, leaves)
 
 
 def _own_shard(uid: int, leaves: Sequence[torch.Tensor]) -> Shard:
-    """Keep the own part of a unit's leaves, all of which are used.
+    """Return this rank's shard of a unit's leaves, from a buffer of all leaves.
 
-    `partition` takes what it needs. Then the update of a leaf, of which a rank keeps nothing, would be dead code there,
-    and a jitted step another graph on each rank.
+    `partition` reads only the leaves of this rank's shard. Then the update of another leaf would be dead code on this
+    rank, and a jitted step would have a different graph on each rank.
     """
-    known = facts(uid)
-    padding = leaves[0].new_zeros(known.shard_numel * known.ranks - known.numel)
+    constants = facts(uid)
+    padding = leaves[0].new_zeros(constants.shard_numel * constants.ranks - constants.numel)
     buffer = torch.cat([*[x.reshape(-1) for x in leaves], padding])  # [N k]
-    return Shard(own_part(buffer, known.axes), uid)
+    return Shard(own_part(buffer, constants.axes), uid)
 
 
 # ---------------------------------------------------------------- the state
 
 
 def _put_state(out: list[Any], paths: Sequence[str], unit: CutUnit, states: Sequence[OptState]) -> None:
-    """Cut the states of a unit's leaves over the unit's ranks, and put them into the places of the leaves."""
-    known = facts(unit.uid)
-    rules = LayoutRules(units=lambda path, leaf: known.unit if leaf.ndim else None)
+    """Shard the states of a unit's leaves over the unit's ranks, and put them into the places of the leaves."""
+    constants = facts(unit.uid)
+    rules = LayoutRules(units=lambda path, leaf: constants.unit if leaf.ndim else None)
     by_path = {paths[position]: states[index] for position, index in unit.members}
-    assigned = assign(by_path, [lookup(name) for name in known.order], rules)
-    shards = [_own_shard(part.uid, part.leaves) for part in assigned.units]
-    cut = assigned.with_shards(shards)
+    assignment = assign(by_path, [lookup(name) for name in constants.order], rules)
+    shards = [_own_shard(part.uid, part.leaves) for part in assignment.units]
+    sharded = assignment.with_shards(shards)
     for position, _ in unit.members:
-        out[position] = cut[paths[position]]
+        out[position] = sharded[paths[position]]
 
 
-def _gathered(states: Any) -> Any:
+def _gather_state(states: Any) -> Any:
     return map_units(lambda unit: gather_unit(unit.uid, unit.shard.data), states)

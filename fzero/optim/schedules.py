@@ -1,4 +1,4 @@
-"""Schedules: functions from the number of updates done to a rate, or to another hyperparameter."""
+"""Schedules: functions from the number of updates to a learning rate or another hyperparameter."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +32,12 @@ def constant(value: float) -> Schedule:
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Go from `start` to `end` along a line, and stay there: `optax.linear_schedule`.
 
-    From 0 up it is a warm-up that stays at its peak.
+    With `start=0` it is a warm-up that stays at its peak.
 
     Args:
         start: the value at update 0.
         end: the value at update `steps`, and from then on.
-        steps: updates between them.
+        steps: the number of updates between the two values.
 
     Raises:
         ValueError: if `steps` is not positive.
@@ -56,8 +56,8 @@ def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float =
 
     Args:
         peak: the highest rate, reached at update `warmup_steps`.
-        warmup_steps: updates of the rise.
-        total_steps: updates of rise and fall; the rate is `end` from then on.
+        warmup_steps: the number of updates of the rise.
+        total_steps: the number of updates of rise and fall; the rate is `end` from then on.
         end: the last rate.
 
     Raises:
@@ -76,8 +76,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
     Args:
         peak: the highest rate, reached at update `warmup_steps`.
-        warmup_steps: updates of the rise.
-        total_steps: updates of rise and fall; the rate is `end` from then on.
+        warmup_steps: the number of updates of the rise.
+        total_steps: the number of updates of rise and fall; the rate is `end` from then on.
         end: the last rate.
 
     Raises:
@@ -97,7 +97,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 
 def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
-    """Rise linearly to `peak`; `fall` maps the progress of the rest, 0 to 1, to a rate."""
+    """Rise linearly to `peak`, then follow `fall`, which maps progress from 0 to 1 to a rate."""
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"expected 0 <= warmup_steps < total_steps, given {warmup_steps} and {total_steps}")
 
@@ -113,14 +113,14 @@ def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) ->
 def exponential_decay(
     start: float, steps: int, decay_rate: float, staircase: bool = False, end: float | None = None
 ) -> Schedule:
-    """Multiply `start` by `decay_rate` once each `steps` updates, smoothly or in stairs: `optax.exponential_decay`.
+    """Multiply `start` by `decay_rate` every `steps` updates, smoothly or in stairs: `optax.exponential_decay`.
 
     Args:
         start: the value at update 0.
-        steps: updates in which it is multiplied once.
+        steps: the number of updates per factor of `decay_rate`.
         decay_rate: the factor.
-        staircase: whether to jump each `steps` updates, and not to move between.
-        end: the value at which it stops, if given: a lower bound if `decay_rate` < 1, else an upper one.
+        staircase: whether the value jumps every `steps` updates and is constant in between.
+        end: a bound of the value: a lower bound if `decay_rate` < 1, else an upper bound. By default there is none.
 
     Raises:
         ValueError: if `steps` or `decay_rate` is not positive.
@@ -149,7 +149,7 @@ def piecewise_constant(start: float, boundaries_and_scales: Mapping[int, float])
 
     Args:
         start: the value at update 0.
-        boundaries_and_scales: number of updates done -> factor by which the value is multiplied from then on.
+        boundaries_and_scales: number of updates -> factor that multiplies the value from then on.
 
     Raises:
         ValueError: if a boundary is negative.
@@ -176,10 +176,10 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
     Args:
         schedules: the parts.
-        boundaries: how many updates are done when each but the first begins.
+        boundaries: the numbers of updates at which each schedule but the first begins.
 
     Raises:
-        ValueError: if there is not one boundary fewer than schedules, or boundaries do not increase.
+        ValueError: if the boundaries do not increase, or are not one fewer than the schedules.
 
     Example:
         >>> parts = [linear(0.0, 1.0, 10), constant(1.0), linear(1.0, 0.0, 20)]  # warm up, stay, cool down

@@ -184,10 +184,10 @@ MUTANTS = [
         Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
     *File("optim/_clip.py", CLIP).faults(
-        Fault("an expert is not summed over tp", "_rows_of_cut", never("A.dims[B] != 0")),
-        Fault("a wrong name clips nothing", "_clipped", never("A and not any(B)")),
+        Fault("an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
+        Fault("a wrong name clips nothing", "_clip_experts", never("A and not any(B)")),
         Fault("a list of experts is clipped row by row", "_layer", becomes("A.isdigit()", "False")),
-        Fault("experts are summed over ep", "_rows_of_cut", always("A.dims[B] != 0")),
+        Fault("experts are summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
         Fault("a rank's rows begin at 0", "_row_ids", becomes("A(B.unit.uid).to(C)", "0")),
     ),

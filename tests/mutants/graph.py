@@ -230,7 +230,7 @@ MUTANTS = [
         Fault("a view stays where it lay", "without_round_trips", becomes("A[1:]", "()")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
-        Fault("zeros of forward mode stay", "INSTEAD", dropped("A: torch.ops.aten.zeros.default"), IN_PLACE),
+        Fault("zeros of forward mode stay", "REPLACEMENTS", dropped("A: torch.ops.aten.zeros.default"), IN_PLACE),
         Fault("stand-ins change with their tensors", "_track", bare("B(A)")),
         Fault("only the first of several results", "_record", becomes("enumerate(A)", "enumerate(A[:1])")),
         Fault("what the user notes is lost", "_record", dropped("**get_current_meta().get('custom', {})")),
@@ -407,12 +407,17 @@ MUTANTS = [
         Fault("Inductor's cache is passed by", "_mode", dropped("shape_env=ShapeEnv()")),
         Fault("a worker compiles another key", "", becomes("copyreg.pickle", "str")),
         Fault(
-            "Inductor is imported while Dynamo is", "_beside", skipped("A.import_module(B)"), ("tests/test_import.py",)
+            "Inductor is imported while Dynamo is",
+            "_start_thread",
+            skipped("A.import_module(B)"),
+            ("tests/test_import.py",),
         ),
-        Fault("GCC merges scalars", "_right_code", becomes("return A", "return {}"), ("tests/_torch/test_torch.py",)),
+        Fault(
+            "GCC merges scalars", "_gcc_workaround", becomes("return A", "return {}"), ("tests/_torch/test_torch.py",)
+        ),
         Fault(
             "what is no C++ is not written again",
-            "_compiled",
+            "_compile",
             becomes("{**A, 'cpp.max_horizontal_fusion_size': 1}", "A"),
             ("tests/_torch/test_torch.py",),
         ),

@@ -43,23 +43,23 @@ MUTANTS = [
     ),
     *File("optim/_offload_plan.py", OFFLOAD).faults(
         Fault("0.1 is a little more than 1/10", "_exact", bare("repr(float(A))")),
-        Fault("the first units lie on the host", "_taken", bare("A[::-1]")),
-        Fault("each unit takes the whole share", "_taken", skipped("A -= B")),
-        Fault("a rule's first leaf answers for its unit", "_by_rule", becomes("A(path)", "A(spec.paths[0])")),
+        Fault("the first units lie on the host", "_host_shares", bare("A[::-1]")),
+        Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
+        Fault("a rule's first leaf answers for its unit", "_share_by_rule", becomes("A(path)", "A(spec.paths[0])")),
         Fault("a share of this mesh's elements", "_weight", returns("facts(uid).shard_numel"), OFFLOAD + SPACES),
         Fault(
             "tied leaves of a state part when they go down",
             "OffloadPlan._base_of",
-            becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.first else []"),
+            becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.has_shard else []"),
         ),
-        Fault("tied leaves part when they come up", "OffloadPlan.lifted", never("A in B")),
+        Fault("tied leaves part when they come up", "OffloadPlan.state_to_device", never("A in B")),
         Fault("a ratio may be true", "check_ratio", dropped("isinstance(A, bool)")),
-        Fault("a state of a unit of its own stays", "OffloadPlan._uid_in_pieces", never("total")),
-        Fault("whole parameters go down", "OffloadPlan.cut", never("boxes_only")),
-        Fault("updates of low parameters go up", "OffloadPlan.joined", never("leaves_only")),
+        Fault("a state of a unit of its own stays", "OffloadPlan._spec_id_in_pieces", never("total")),
+        Fault("whole parameters go down", "OffloadPlan.to_pieces", never("boxes_only")),
+        Fault("updates of low parameters go up", "OffloadPlan.from_pieces", never("leaves_only")),
         Fault(
             "any ratio fits low parameters",
-            "OffloadPlan.cut",
+            "OffloadPlan.to_pieces",
             (swapped("not in", "is"), becomes("(0, A(B).C)", "None")),
         ),
         Fault(
@@ -77,24 +77,29 @@ MUTANTS = [
     *File("optim/_offload.py", OFFLOAD).faults(
         Fault(
             "the update comes up, not the new parameter",
-            "_by_gradients",
+            "_update_in_pieces",
             always("A.precision is None or B is None"),
             SPACES,
         ),
-        Fault("gradients go down widened", "_on_host", becomes("A.B(C, D)", "A.B(C, lambda x: D(x.float()))"), SPACES),
+        Fault(
+            "gradients go down widened",
+            "_update_on_host",
+            becomes("A.B(C, D)", "A.B(C, lambda x: D(x.float()))"),
+            SPACES,
+        ),
         Fault(
             "parameters go down, too, for nothing",
-            "_by_gradients",
+            "_update_in_pieces",
             becomes("lambda A: A", "lambda A: to_device(to_host(A), A.device)"),
             SPACES,
         ),
-        Fault("a state of another ratio is not told", "offload.updated", skipped("A.B(C)")),
+        Fault("a state of another ratio is not told", "offload.offload_update", skipped("A.B(C)")),
         Fault("whole leaves are read in pieces", "offload", never("update == 'host' and A")),
         Fault("a loss scale goes inside", "offload", never("A.skips")),
-        Fault("gradients do not wait", "_late", bare("B.C(A, D.E)")),
-        Fault("gradients wait for ever", "_late", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
+        Fault("gradients do not wait", "_update_delayed", bare("B.C(A, D.E)")),
+        Fault("gradients wait for ever", "_update_delayed", becomes("(A, B(C, D))", "(A, B(state.C, D))")),
         Fault("a delayed state fits any ratio", "_check_waiting", never("(A is None) != (B is None)")),
-        Fault("what waits at first are parameters", "_no_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
+        Fault("what waits at first are parameters", "_zero_gradients.zeros", returns("x.to(dtype)", at="2 of 2")),
     ),
     *File("optim/_lamb.py", OFFLOAD).faults(
         Fault("lamb does not say that it reads norms", "scale_by_trust_ratio", constant(False, None)),
@@ -102,7 +107,7 @@ MUTANTS = [
     *File("optim/_loss_scale.py", OFFLOAD).faults(
         Fault(
             "a skipped step is not skipped on the host",
-            "_chosen",
+            "_select",
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
@@ -192,7 +197,7 @@ MUTANTS = [
         Fault("bytes of one memory are those of both", "state_bytes", never("A not in (None, B)"), OFFLOAD),
     ),
     *File("optim/_base.py", ROOM).faults(
-        Fault("a chain does not offload", "around", becomes("any(A.offloads for A in B)", "False")),
+        Fault("a chain does not offload", "wrap_pairs", becomes("any(A.offloads for A in B)", "False")),
     ),
     *File("zero/_sharded_step.py", OFFLOAD).faults(
         Fault("parameters go up to stay", "ShardedStep.init", becomes("getattr(A, 'lowers', 0)", "0")),

@@ -28,14 +28,14 @@ MUTANTS = [
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
     *File("optim/_muon.py", WHOLE).faults(
-        Fault("a split matrix is taken for whole", "_of_stack", becomes("reversed(A)", "()")),
+        Fault("a split matrix is taken for whole", "_map_owned", becomes("reversed(A)", "()")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/_segments.py", OPTIM_LAWS).faults(
         Fault("tied leaves part at a table of numbers", "per_leaf", skipped("A[B] = A[C]")),
     ),
     *File("optim/_lamb.py", PAIRS).faults(
-        Fault("a trust ratio of zero", "_scaled", bare("(B == 0) | A")),
+        Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
     *File("optim/_ema.py", PAIRS).faults(
         Fault("average the old parameters", "params_ema.update", bare("B(A, grads)")),
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     *File("optim/_loss_scale.py", HALF).faults(
         Fault("a rank skips alone", "all_finite", bare("B(A, axes)")),
-        Fault("a skipped step counts", "_chosen", becomes("old", "new")),
+        Fault("a skipped step counts", "_select", becomes("old", "new")),
         Fault(
             "zero is taken for nothing",
             "dynamic_loss_scale.update",

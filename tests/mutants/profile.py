@@ -9,10 +9,10 @@ TRACEBACKS = ("tests/test_tracebacks.py",)
 MUTANTS = [
     *File("_tracebacks.py", TRACEBACKS).faults(
         Fault("causes keep all frames", "_chain", becomes("A.__cause__ or A.__context__", "None")),
-        Fault("tracebacks end in torch", "_of_users", always("A(B.tb_frame.f_code.co_filename)")),
-        Fault("faults of torch lose their frames", "_is_answer", always("A(B.tb_frame.f_code.co_filename)")),
+        Fault("tracebacks end in torch", "_user_frames", always("A(B.tb_frame.f_code.co_filename)")),
+        Fault("faults of torch lose their frames", "_is_message", always("A(B.tb_frame.f_code.co_filename)")),
         Fault("answers keep frames", "UsersFrames.__exit__", bare("A and not B(C, D)")),
-        Fault("faults of fzero lose their frames", "_is_answer", swapped("raised and A", "or")),
+        Fault("faults of fzero lose their frames", "_is_message", swapped("is_from_fzero and A", "or")),
         Fault(
             "no word is near",
             "_nearest",

@@ -96,7 +96,7 @@ MUTANTS = [
         Fault("a table without numbers", "_split", never("A.B")),
     ),
     *File("testing.py", TESTING).faults(
-        Fault("dense trees are compared with stacked ones", "assert_equivalent.whole", always("A is None")),
+        Fault("dense trees are compared with stacked ones", "assert_equivalent.gather_full", always("A is None")),
     ),
     *File("graph/run/_compiled.py", PROCESSES).faults(
         Fault(

@@ -109,7 +109,7 @@ def test_what_clips_nothing_or_something_else_is_refused():
         lambda: optim.clip_by_expert(1.0).update(listed, ()),
         lambda: fzero.mesh(dp=2).spmd(lambda: optim.clip_by_expert(1.0).update(fzero.partition(listed), ()))(),
     ):
-        with pytest.raises(ValueError, match=r"leaf 'experts.0.up' is of one expert in a list, .*: stack them"):
+        with pytest.raises(ValueError, match=r"leaf 'experts.0.up' is of one expert in a list, .*: stack the experts"):
             update()
 
 

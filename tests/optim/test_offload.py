@@ -645,7 +645,7 @@ def test_parameters_on_the_host_need_stage_3_and_one_ratio():
     params, mesh = small_params(), fzero.mesh(dp=2)
     pair = optim.offload(optim.sgd(0.1, momentum=0.9), 0.5, params=True)
     for stage in (0, 1, 2):
-        with pytest.raises(ValueError, match=r"offload: params=True: no parameter is cut, .* use stage=3"):
+        with pytest.raises(ValueError, match=r"offload: params=True: no parameter is sharded, .* use stage=3"):
             fzero.shard(lambda p, s: (p, s), stage, mesh).init(params, pair)
     row = POINTWISE["momentum"]
     step = Way(3, 2).step(optim.offload(optim.sgd(0.1, momentum=0.9), 0.9, params=True), row)

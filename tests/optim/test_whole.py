@@ -225,7 +225,7 @@ def test_muon_names_what_is_no_matrix():
             optim.muon(0.1).init(bad)
     with pytest.raises(ValueError, match="others= too"):
         optim.muon(0.1, mask={"w": True, "norm": False})
-    with pytest.raises(ValueError, match="mask names leaf 'norm'"):
+    with pytest.raises(ValueError, match="mask= selects leaf 'norm'"):
         optim.muon(0.1, others=optim.sgd(0.1), mask={"w": True, "norm": True}).init(params)
 
 

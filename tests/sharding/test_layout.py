@@ -277,7 +277,7 @@ def test_trees_cut_differently_refuse_to_meet():
     params = {"w": torch.ones(5)}
     two, three = (fzero.mesh(dp=n).spmd(fzero.partition)(params) for n in (2, 3))
     with pytest.raises(
-        ValueError, match=r"cut differently at 'w': Shard\('w', float32 \[5\], 3 of 5 elements, dp=2\) against"
+        ValueError, match=r"sharded differently at 'w': Shard\('w', float32 \[5\], 3 of 5 elements, dp=2\) against"
     ):
         tree.map(torch.add, two, three)
     with pytest.raises(ValueError):

@@ -64,7 +64,7 @@ def test_what_failed_midway_has_no_results_to_go_on_with():
     from fzero._donated import message
 
     said = message("argument 0 was donated to jit(f), which failed midway")
-    assert "no results" in said and "Go on with them" not in said
+    assert "no results" in said and "Continue with the results" not in said
 
 
 def test_a_dump_stays_where_the_step_was_jitted(tmp_path, monkeypatch):
