@@ -19,13 +19,13 @@ __all__ = [
     "CommonRun",
     "bytes_of",
     "chunks",
+    "full_block",
     "is_direct",
-    "made_of",
+    "materialize",
     "overlapping",
     "rectangles",
     "runs",
-    "whole",
-    "whole_or_chunks",
+    "view_or_chunks",
 ]
 
 # Tensors as bytes: views of their memory where it can be read and written directly, else small copies.
@@ -56,11 +56,11 @@ def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
         return
     step = max(CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
-        for part in whole_or_chunks(x, at, min(at + step, stop)):
+        for part in view_or_chunks(x, at, min(at + step, stop)):
             yield bytes_of(part.cpu())
 
 
-def whole_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield the elements of a tensor from `start` to before `stop`, contiguous: a view, or small copies one by one."""
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]
@@ -81,7 +81,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
     for span in sorted(spans):
         storage, start, _, i = span
         active = [s for s in active if s[0] == storage and s[2] > start]
-        found.update(max(i, j) for *_, j in active if _meet(tensors[i], tensors[j]))
+        found.update(max(i, j) for *_, j in active if _share_bytes(tensors[i], tensors[j]))
         active.append(span)
     return found
 
@@ -98,27 +98,27 @@ def _repeats(x: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether two tensors, whose spans overlap, have a byte in common: columns of a matrix have none."""
     if x.is_contiguous() and y.is_contiguous():
         return True
     (a, stop), (b, end) = _span(x), _span(y)
     first = min(a, b)
-    taken = torch.zeros(max(stop, end) - first, dtype=torch.bool)
-    _bytes_in(taken, x, a - first).fill_(True)
-    return bool(_bytes_in(taken, y, b - first).any())
+    mask = torch.zeros(max(stop, end) - first, dtype=torch.bool)
+    _bytes_in(mask, x, a - first).fill_(True)
+    return bool(_bytes_in(mask, y, b - first).any())
 
 
-def _bytes_in(taken: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
+def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
     """View the places of a tensor's bytes."""
     size = x.element_size()
-    return taken.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
+    return buffer.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
 
 
 # Memory to read into: of its own for each leaf.
 
 
-def made_of(like: Any, mesh: Mesh | None) -> Any:
+def materialize(like: Any, mesh: Mesh | None) -> Any:
     """Give each tensor on the meta device memory, on the mesh's device; shards hold zeros, so their padding does.
 
     So get leaves that share memory with another leaf, as averages that start as the parameters do. Leaves that lie side
@@ -127,24 +127,28 @@ def made_of(like: Any, mesh: Mesh | None) -> Any:
     device = mesh.device_mesh.device_type if mesh is not None and mesh.distributed else "cpu"
     entries, structure = tree.flatten(like, is_box)
     plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # one that is tied is one leaf
-    boxed = [x for entry in entries for x in _boxed(entry)]  # of a box each is one, whatever is tied
+    boxed = [x for entry in entries for x in _box_tensors(entry)]  # of a box each is one, whatever is tied
     shared = overlapping([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
-    made = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
+    buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
     fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
-    plain |= {**fresh, **dict(zip(meta, made, strict=True))}
-    places = [place for entry in entries for place in _places(entry, device)]
-    fit = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
-    own = iter([x if fits else _zeros(x, to) for x, to, fits in zip(boxed, places, fit, strict=True)])
+    plain |= {**fresh, **dict(zip(meta, buffers, strict=True))}
+    devices = [device_name for entry in entries for device_name in _devices(entry, device)]
+    usable = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
+    boxed_tensors = iter(
+        [x if is_usable else _zeros(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
+    )
     for i, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
-            parts = [next(own) for _ in x.parts]
+            parts = [next(boxed_tensors) for _ in x.parts]
             entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.uid, parts)
         elif isinstance(x, PerRank):
-            leaves, below = tree.flatten(x.value)
-            entries[i] = PerRank(tree.unflatten(below, [next(own) if _is_tensor(y) else y for y in leaves]), x.axes)
+            leaves, value_structure = tree.flatten(x.value)
+            entries[i] = PerRank(
+                tree.unflatten(value_structure, [next(boxed_tensors) if _is_tensor(y) else y for y in leaves]), x.axes
+            )
     return tree.unflatten(structure, entries)
 
 
@@ -152,18 +156,18 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _boxed(entry: Any) -> list[torch.Tensor]:
+def _box_tensors(entry: Any) -> list[torch.Tensor]:
     """List the tensors in a box."""
     if isinstance(entry, Shard):
         return list(entry.parts)
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
 
 
-def _places(entry: Any, device: str) -> list[str]:
+def _devices(entry: Any, device: str) -> list[str]:
     """List where the tensors in a box belong: the host's pieces of a shard into its memory."""
     if isinstance(entry, Shard):
         return ["cpu" if space == "host" else device for space in spaces(entry)]
-    return [device] * len(_boxed(entry))
+    return [device] * len(_box_tensors(entry))
 
 
 def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
@@ -202,7 +206,7 @@ class Rectangle(NamedTuple):
     flat: int
 
 
-def whole(shape: tuple[int, ...]) -> Block:
+def full_block(shape: tuple[int, ...]) -> Block:
     """Return the block that is all of a tensor."""
     return tuple([(0, size) for size in shape])
 
@@ -248,14 +252,19 @@ def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
         if start < stop:
             yield CommonRun(start - source.start, start - target.start, stop - start)
         return
-    mine, theirs = [tuple([size for _, size in r.block]) for r in (source, target)]
-    for a in rectangles(mine, source.start, source.stop):
-        for b in rectangles(theirs, target.start, target.stop):
-            yield from _common(source, mine, a, target, theirs, b)
+    source_shape, target_shape = [tuple([size for _, size in r.block]) for r in (source, target)]
+    for a in rectangles(source_shape, source.start, source.stop):
+        for b in rectangles(target_shape, target.start, target.stop):
+            yield from _common(source, source_shape, a, target, target_shape, b)
 
 
 def _common(
-    source: BlockRange, mine: tuple[int, ...], a: Rectangle, target: BlockRange, theirs: tuple[int, ...], b: Rectangle
+    source: BlockRange,
+    source_shape: tuple[int, ...],
+    a: Rectangle,
+    target: BlockRange,
+    target_shape: tuple[int, ...],
+    b: Rectangle,
 ) -> Iterator[CommonRun]:
     """List the runs of the box in which two rectangles meet."""
     box = []
@@ -264,12 +273,12 @@ def _common(
     if any(low >= high for low, high in box):
         return
     d = len(box) - 1  # a run spans the dimensions from d on
-    while d and box[d][1] - box[d][0] == mine[d] == theirs[d]:
+    while d and box[d][1] - box[d][0] == source_shape[d] == target_shape[d]:
         d -= 1
     numel = math.prod([high - low for low, high in box[d:]])
     for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
         first = (*outer, *[low for low, _ in box[d:]])
-        yield CommonRun(_place(first, source, mine), _place(first, target, theirs), numel)
+        yield CommonRun(_place(first, source, source_shape), _place(first, target, target_shape), numel)
 
 
 def _place(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:

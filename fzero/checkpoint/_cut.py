@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import Block, BlockRange, whole
+from fzero.checkpoint._blocks import Block, BlockRange, full_block
 from fzero.sharding import Split
 
 __all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "ShardedTree"]
@@ -118,8 +118,8 @@ class ShardedTree:
     @cached_property
     def number(self) -> dict[str, int]:
         """The number of the leaf at each path."""
-        own = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        return {**own, **{path: own[first] for path, first in self.ties.items()}}
+        numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
 
     @cached_property
     def home(self) -> dict[int, tuple[int, int]]:
@@ -149,23 +149,23 @@ class ShardedTree:
 
     def index(self, axes: tuple[str, ...], rank: int) -> int:
         """Return a rank's place along some axes, the first the slowest."""
-        places: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.mesh):
-            rank, places[name] = divmod(rank, size)
+            rank, coordinates[name] = divmod(rank, size)
         at = 0
         for name in axes:
-            at = at * self._sizes[name] + places[name]
+            at = at * self._sizes[name] + coordinates[name]
         return at
 
-    def rank(self, *where: tuple[tuple[str, ...], int]) -> int:
+    def rank(self, *positions: tuple[tuple[str, ...], int]) -> int:
         """Return the rank at a place along some axes, and along others: the inverse of `index`."""
-        places: dict[str, int] = {}
-        for axes, index in where:
+        coordinates: dict[str, int] = {}
+        for axes, index in positions:
             for name in reversed(axes):
-                index, places[name] = divmod(index, self._sizes[name])
+                index, coordinates[name] = divmod(index, self._sizes[name])
         at = 0
         for name, size in self.mesh:
-            at = at * size + places[name]
+            at = at * size + coordinates[name]
         return at
 
     @cached_property
@@ -179,8 +179,8 @@ class ShardedTree:
     def replicas(self, g: int) -> tuple[str, ...]:
         """Return the axes whose ranks hold the same of a group."""
         group = self.groups[g]
-        known = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
-        return tuple([name for name, _ in self.mesh if name not in known])
+        group_axes = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
+        return tuple([name for name, _ in self.mesh if name not in group_axes])
 
     def held_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the elements of a group, concatenated, that a rank holds, without padding."""
@@ -193,38 +193,38 @@ class ShardedTree:
     def owned_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the elements of a group that a rank writes: of what several hold, each writes an equal part."""
         start, stop = self.held_span(g, rank)
-        others = self.replicas(g)
-        k = -(-(stop - start) // self.size(others))
-        first = min(start + self.index(others, rank) * k, stop)
+        replicas = self.replicas(g)
+        k = -(-(stop - start) // self.size(replicas))
+        first = min(start + self.index(replicas, rank) * k, stop)
         return first, min(first + k, stop)
 
     def block(self, g: int, place: int, rank: int) -> Block:
         """Return a rank's part of the leaf at a place in a group."""
-        block = list(whole(self.part_shape(g, place)))
+        block = list(full_block(self.part_shape(g, place)))
         for s in self.groups[g].split:  # several axes may cut one dimension, the first the slowest
             offset, size = block[s.dims[place]]
             block[s.dims[place]] = (offset * s.size + self.index((s.axis,), rank), size)
         return tuple([(index * size, size) for index, size in block])
 
-    def held(self, rank: int) -> Iterator[LeafPiece]:
+    def held_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List what a rank holds."""
         for g in range(len(self.groups)):
-            yield from self._pieces(g, rank, *self.held_span(g, rank), skipped=())
+            yield from self._pieces(g, rank, *self.held_span(g, rank), skip=())
 
-    def owned(self, rank: int) -> Iterator[LeafPiece]:
+    def owned_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List what a rank writes, in the order of its file: the larger elements first, so that all are aligned."""
         for g in self.order:
-            yield from self._pieces(g, rank, *self.owned_span(g, rank), skipped=self.groups[g].copies)
+            yield from self._pieces(g, rank, *self.owned_span(g, rank), skip=self.groups[g].copies)
 
-    def _pieces(self, g: int, rank: int, start: int, stop: int, skipped: Sequence[int]) -> Iterator[LeafPiece]:
+    def _pieces(self, g: int, rank: int, start: int, stop: int, skip: Sequence[int]) -> Iterator[LeafPiece]:
         """List the parts of leaves that a range of a group has, for a rank, but for the leaves at some places."""
         base, _ = self.held_span(g, rank)
         offsets = self.offsets[g]
         for place, i in enumerate(self.groups[g].leaves):
             a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
-            if a < b and place not in skipped:
-                here = BlockRange(self.block(g, place, rank), a - offsets[place], b - offsets[place])
-                yield LeafPiece(i, g, here, a - base)
+            if a < b and place not in skip:
+                block_range = BlockRange(self.block(g, place, rank), a - offsets[place], b - offsets[place])
+                yield LeafPiece(i, g, block_range, a - base)
 
     @cached_property
     def order(self) -> list[int]:
@@ -235,7 +235,7 @@ class ShardedTree:
         """Return the bytes of an element of a group."""
         return self.leaves[self.groups[g].leaves[0]].dtype.itemsize
 
-    def _written(self, g: int, x: int) -> int:
+    def _count_written(self, g: int, x: int) -> int:
         """Count those of a group's first x elements that are written."""
         offsets = self.offsets[g]
         return x - sum([min(x, offsets[p + 1]) - min(x, offsets[p]) for p in self.groups[g].copies])
@@ -254,36 +254,36 @@ class ShardedTree:
         found, at = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)
-            found[g], at = at, at + (self._written(g, stop) - self._written(g, start)) * self.itemsize(g)
+            found[g], at = at, at + (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
         found[-1] = at
         return found
 
-    def writers(self, i: int, wanted: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
+    def writers(self, i: int, target: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
         """Find who writes the elements of a range of a leaf.
 
         Yields:
             A rank that writes some, the place in its file's data where they begin in bytes, and their range.
         """
         g, place = self.home[i]
-        group, others = self.groups[g], self.replicas(g)
+        group, replicas = self.groups[g], self.replicas(g)
         offset, numel = self.offsets[g][place], self.offsets[g][place + 1] - self.offsets[g][place]
-        splits, here = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
+        splits, group_at = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
         for part in range(self.size(splits)):
-            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (others, 0), *here))
-            low, high = (wanted.start, wanted.stop) if block == wanted.block else (0, numel)
-            if not _meet(block, wanted.block):
+            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_at))
+            low, high = (target.start, target.stop) if block == target.block else (0, numel)
+            if not _intersect(block, target.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (others, 0), *here)
+                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *group_at)
                 start, stop = self.held_span(g, first)
-                k = -(-(stop - start) // self.size(others))
+                k = -(-(stop - start) // self.size(replicas))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (others, j), *here)
+                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *group_at)
                     a, b = self.owned_span(g, rank)
-                    low_here, high_here = max(a, offset), min(b, offset + numel)
-                    before = self._written(g, low_here) - self._written(g, a)
+                    begin, end = max(a, offset), min(b, offset + numel)
+                    before = self._count_written(g, begin) - self._count_written(g, a)
                     at = self.starts(rank)[g] + before * self.itemsize(g)
-                    yield rank, at, BlockRange(block, low_here - offset, high_here - offset)
+                    yield rank, at, BlockRange(block, begin - offset, end - offset)
 
 
 def _between(start: int, stop: int, size: int) -> range:
@@ -291,6 +291,6 @@ def _between(start: int, stop: int, size: int) -> range:
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 
 
-def _meet(one: Block, other: Block) -> bool:
+def _intersect(one: Block, other: Block) -> bool:
     """Return whether two blocks of a tensor have an element in common."""
     return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))

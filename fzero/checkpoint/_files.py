@@ -17,12 +17,12 @@ __all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
 class Remote:
     """A folder of an object store, through fsspec: one PUT commits."""
 
-    sees_all = True
+    is_shared = True
 
     def __init__(self, path: str) -> None:
         import fsspec
 
-        self.path = self.known_as = path.rstrip("/")
+        self.path = self.common_name = path.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.path)
         except (ImportError, ValueError) as error:  # a store that needs a package, or that nobody knows
@@ -87,10 +87,10 @@ class Remote:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         if len(data) != numel:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at + numel}")
-        done = 0
+        offset = 0
         for view in views:
-            view[:] = data[done : done + len(view)]
-            done += len(view)
+            view[:] = data[offset : offset + len(view)]
+            offset += len(view)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, if they are there."""
@@ -106,7 +106,7 @@ class Remote:
             self._fs.rmdir(self._root)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Do nothing: a store has no locks."""
         yield
 
@@ -122,8 +122,8 @@ class Files(Protocol):
     """The files of one folder, by name. Names hold no separator."""
 
     path: str
-    known_as: str  # what all ranks call it
-    sees_all: bool  # whether rank 0 sees what the others wrote
+    common_name: str  # what all ranks call it
+    is_shared: bool  # whether rank 0 sees what the others wrote
 
     def names(self) -> list[str]:
         """List the files that are there; none if there is no folder."""
@@ -173,7 +173,7 @@ class Files(Protocol):
         """Remove the folder, one of its files before all others. Of a link to a folder remove the link alone."""
         ...
 
-    def alone(self) -> contextlib.AbstractContextManager[Any]:
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
         """Keep other processes from writing into the folder, where the file system can.
 
         Raises:
@@ -200,10 +200,10 @@ def files_at(path: Any) -> Files:
 class LocalFolder:
     """A folder of this machine, or of a file system that all machines of a run mount."""
 
-    sees_all = True
+    is_shared = True
 
     def __init__(self, path: str) -> None:
-        self.path = self.known_as = os.path.abspath(os.path.expanduser(path))
+        self.path = self.common_name = os.path.abspath(os.path.expanduser(path))
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -269,13 +269,13 @@ class LocalFolder:
         """Write a new file, part by part, without a copy."""
         self.make()
         with open(self._at(name), "xb", buffering=0) as f:
-            fd, at, begun = f.fileno(), 0, 0
+            fd, at, flush_start = f.fileno(), 0, 0
             for part in parts:
-                for views in _several(part):
-                    at += _finish(lambda left, _: os.writev(fd, left), views)
-                if at - begun >= _AHEAD:  # the disk begins now, and not at the end: a fifth of a save's time
-                    _begin_to_write(fd, begun, at - begun)
-                    begun = at
+                for views in _batched(part):
+                    at += _finish(lambda rest, _: os.writev(fd, rest), views)
+                if at - flush_start >= _AHEAD:  # the disk begins now, and not at the end: a fifth of a save's time
+                    _begin_to_write(fd, flush_start, at - flush_start)
+                    flush_start = at
             os.fsync(fd)
         self.sync()
 
@@ -294,8 +294,8 @@ class LocalFolder:
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
-            for some in _several(views):
-                at += _finish(lambda left, done, start=at: os.preadv(fd, left, start + done), some)
+            for batch in _batched(views):
+                at += _finish(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
         except EOFError:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at}") from None
         finally:
@@ -316,7 +316,7 @@ class LocalFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Keep other processes from writing into the folder, where the file system has locks."""
         self.make()
         with open(self._at(".lock"), "wb") as f, locked(f.fileno(), self.path):
@@ -352,23 +352,23 @@ def _begin_to_write(fd: int, start: int, numel: int) -> None:
         os.posix_fadvise(fd, start, numel, os.POSIX_FADV_DONTNEED)
 
 
-def _several(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _batched(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Split views into as many as one call of the system takes."""
-    full = [v for v in views if len(v)]
-    for i in range(0, len(full), _VECTORS):
-        yield full[i : i + _VECTORS]
+    nonempty = [v for v in views if len(v)]
+    for i in range(0, len(nonempty), _VECTORS):
+        yield nonempty[i : i + _VECTORS]
 
 
 def _finish(call: Any, views: list[memoryview]) -> int:
     """Call the system until all bytes are moved, which it may do in parts: 2 GiB at most at once on Linux."""
-    done = 0
+    total = 0
     while views:
-        moved = call(views, done)
-        if not moved:
+        count = call(views, total)
+        if not count:
             raise EOFError
-        done += moved
-        while views and moved >= len(views[0]):
-            moved -= len(views.pop(0))
-        if moved:
-            views[0] = views[0][moved:]
-    return done
+        total += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+    return total

@@ -74,7 +74,7 @@ def checkpoints(
 def _run_of(files: Files, mesh: Mesh | None) -> str:
     """Return what tells this run from others, also from one whose folder was removed: it stands in the folder."""
 
-    def known() -> str:
+    def run_id() -> str:
         if mesh is not None and mesh.rank:
             return ""
         if files.size("run") is None:
@@ -82,7 +82,7 @@ def _run_of(files: Files, mesh: Mesh | None) -> str:
         # a copy of the folder is another run
         return hashlib.sha256(files.get("run") + files.path.encode()).hexdigest()[:16]
 
-    run = all_or_none(f"looking into {files.path!r}", known, mesh)
+    run = all_or_none(f"looking into {files.path!r}", run_id, mesh)
     return texts_of_all(run, mesh)[0] if mesh is not None and mesh.distributed else run
 
 
@@ -126,7 +126,7 @@ class Checkpoints:
             CheckpointError: if this save or the one before failed.
             ValueError: if the step is no number from 0 on.
         """
-        return self._start(self._files, step, values, background, lambda: self._let_go(step))
+        return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
     def remember(self, step: int, values: Any, *, background: bool = True) -> Saving:
         """Save a tree as that of a step in memory, which outlives the processes, until the next such save.
@@ -149,27 +149,27 @@ class Checkpoints:
                 'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
             )
 
-        def then() -> None:
+        def remove_old() -> None:
             for old in step_numbers(shared):
                 if old != step:
                     shared.at(step_name(old)).remove_all()
 
-        return self._start(shared, step, values, background, then)
+        return self._start(shared, step, values, background, remove_old)
 
-    def _start(self, files: Files, step: int, values: Any, background: bool, then: Callable[[], None]) -> Saving:
+    def _start(self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]) -> Saving:
         if type(step) is not int or not 0 <= step < 10**_DIGITS:
             raise ValueError(f"step={step!r}: expected a whole number, 0 or more, of at most {_DIGITS} digits")
         self.wait()
         if files is self._files:
-            self._look_ahead(step)
-        place = files.at(step_name(step))
-        self._saving = start_save(place, values, self._mesh, background, self._timeout, self._staging, then)
+            self._warn_of_newer(step)
+        folder = files.at(step_name(step))
+        self._saving = start_save(folder, values, self._mesh, background, self._timeout, self._staging, on_commit)
         return self._saving
 
-    def _look_ahead(self, step: int) -> None:
+    def _warn_of_newer(self, step: int) -> None:
         """Say so if there are newer steps: those of a run that went on from an older one by hand."""
-        leads = self._mesh is None or self._mesh.rank == 0
-        if leads and (newer := [n for n in step_numbers(self._files) if n > step]):
+        is_leader = self._mesh is None or self._mesh.rank == 0
+        if is_leader and (newer := [n for n in step_numbers(self._files) if n > step]):
             notice(
                 f"fzero: {self._files.path!r} holds step {newer[-1]}, and saves step {step}: restore takes the newest. "
                 "Remove what the run does not go on from, or give it a folder of its own"
@@ -204,36 +204,36 @@ class Checkpoints:
             CheckpointError: on all ranks, if it is of another tree, or all that are there are damaged.
         """
         damaged: dict[int, str] = {}
-        unread = ""
-        remembered = self._remembered()
+        failure = ""
+        memory_step = self._newest_in_memory()
         while True:
             step = self._newest(damaged)
-            if remembered is not None and (step is None or remembered >= step):
-                place, step, remembered = self._shared, remembered, None
+            if memory_step is not None and (step is None or memory_step >= step):
+                files, step, memory_step = self._shared, memory_step, None
             elif step is None:
                 break
             else:
-                place = self._files
+                files = self._files
             try:
-                return load_files(place.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                return load_files(files.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
             except DamagedError as error:
-                damaged |= {step: str(error)} if place is self._files else {}
-                unread = unread or str(error)
+                damaged |= {step: str(error)} if files is self._files else {}
+                failure = failure or str(error)
                 notice(f"fzero: passed over: {error}")
-        if unread:  # and `like` may hold parts of it
-            raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {unread}")
+        if failure:  # and `like` may hold parts of it
+            raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {failure}")
         return like
 
-    def _remembered(self) -> int | None:
+    def _newest_in_memory(self) -> int | None:
         """Return the newest step that is whole in memory."""
         return None if self._shared is None else self._shared.newest(step_numbers(self._shared), step_name)
 
     def _newest(self, damaged: Container[int]) -> int | None:
         """Return the newest step that is whole: rank 0 finds it, for all."""
-        found = all_or_none(f"looking into {self._files.path!r}", lambda: self._find(damaged), self._mesh)
+        step = all_or_none(f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged), self._mesh)
         if self._mesh is not None and self._mesh.distributed:
-            found = numbers_of_all(torch.tensor([found]), self._mesh)[0][0]
-        return None if found < 0 else found
+            step = numbers_of_all(torch.tensor([step]), self._mesh)[0][0]
+        return None if step < 0 else step
 
     def newest(self) -> int | None:
         """Return the newest step whose files are there with their sizes, in memory, too; else None. All ranks call it.
@@ -243,9 +243,9 @@ class Checkpoints:
         Raises:
             CheckpointError: if rank 0 cannot look into the folder.
         """
-        return max([n for n in (self._newest(()), self._remembered()) if n is not None], default=None)
+        return max([n for n in (self._newest(()), self._newest_in_memory()) if n is not None], default=None)
 
-    def _find(self, damaged: Container[int]) -> int:
+    def _newest_on_disk(self, damaged: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
             try:
                 read_whole(self._files.at(step_name(step)))
@@ -256,12 +256,12 @@ class Checkpoints:
                 return step
         return -1
 
-    def _let_go(self, newest: int) -> None:
+    def _remove_old(self, newest: int) -> None:
         """Remove what need not be kept, once a newer one is committed."""
-        whole = self.steps()
-        kept = {*whole[-self._keep :], *[n for n in whole if self._every and n % self._every == 0]}
+        steps = self.steps()
+        keep = {*steps[-self._keep :], *[n for n in steps if self._every and n % self._every == 0]}
         for step in step_numbers(self._files):
-            if step < newest and step not in kept:
+            if step < newest and step not in keep:
                 self._files.at(step_name(step)).remove_all(first=MANIFEST)  # half removed is no checkpoint
 
 
@@ -285,6 +285,6 @@ def read_whole(files: Files) -> Manifest:
     for name, file in zip(manifest.names, manifest.files, strict=True):
         size = files.size(name)
         if size != file.size:
-            what = "is missing" if size is None else f"has {size:,} bytes of {file.size:,}"
-            raise DamagedError(f"{files.path!r}: {name} {what}")
+            problem = "is missing" if size is None else f"has {size:,} bytes of {file.size:,}"
+            raise DamagedError(f"{files.path!r}: {name} {problem}")
     return manifest

@@ -14,7 +14,7 @@ from fzero.checkpoint._manifest import NAMES, is_json
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Spec, Split, check_cut_for, cut_units, is_box, item_of, prefix_of, stacked_of
 
-__all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_whole", "parts_of"]
+__all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_entry", "parts_of"]
 
 # What a checkpoint calls the leaves of a unit: those of all ranks, and those that each has of a stacked list.
 
@@ -65,7 +65,7 @@ class UnitPart(NamedTuple):
     at: tuple[tuple[str, int], ...] = ()
 
 
-def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
+def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
     """List what ranks have of a unit: all the same leaves, or of a stacked list each those of its own items.
 
     Args:
@@ -77,28 +77,28 @@ def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[
     Raises:
         ValueError: if leaves of a stacked list do not lie in it. Names the first.
     """
-    stacks = stacked_of(spec)
-    if stacks is None:
+    stack_info = stacked_of(spec)
+    if stack_info is None:
         return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.whole_shapes, spec.split)]
-    along, stacked = stacks
+    along, stacked = stack_info
     path, index = members[0]
     prefix = prefix_of(path, spec.paths[index])
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.whole_shapes])
-    others = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [UnitPart([], shapes, tuple(others), ((along.axis, place),)) for place in range(along.size)]
+    splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
+    parts = [UnitPart([], shapes, tuple(splits), ((along.axis, place),)) for place in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
         if item is None:
             raise ValueError(
-                f"{what} leaf {path!r} is {spec.paths[index]!r} among the parameters, where the list {stacked.key!r} "
+                f"{label} leaf {path!r} is {spec.paths[index]!r} among the parameters, where the list {stacked.key!r} "
                 "is stacked by rank: give a tree that holds this list, under its own key"
             )
-        some = next(number for number in item.numbers if number is not None)
+        any_number = next(number for number in item.numbers if number is not None)
         for part, number in zip(parts, item.numbers, strict=True):
-            known, is_copy = (some, True) if number is None else (number, False)
+            item_number, is_copy = (any_number, True) if number is None else (number, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a copy of a tied leaf has one place
-                origin = LeafSource(path, item.list, known)
-                part.members.append(Member(index, item.path(known), origin, is_copy))
+                origin = LeafSource(path, item.list, item_number)
+                part.members.append(Member(index, item.path(item_number), origin, is_copy))
     return parts
 
 
@@ -122,7 +122,7 @@ def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[st
     return dict(sorted(origins.items(), key=place))
 
 
-class Lying(NamedTuple):
+class LocalPiece(NamedTuple):
     """What a rank holds of a leaf, and where.
 
     Attributes:
@@ -149,22 +149,22 @@ class Holdings:
             tree, which no layout changes.
     """
 
-    cut: ShardedTree
+    tree: ShardedTree
     ranks: range
     memory: tuple["Boxed | Plain", ...]
     origins: dict[str, LeafSource]
 
-    def held(self, rank: int) -> Iterator[Lying]:
+    def held_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List what a rank holds, and where it lies."""
-        return self._lying(self.cut.held(rank), rank)
+        return self._locate(self.tree.held_pieces(rank), rank)
 
-    def owned(self, rank: int) -> Iterator[Lying]:
+    def owned_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List what a rank writes, in the order of its file, and where it lies."""
-        return self._lying(self.cut.owned(rank), rank)
+        return self._locate(self.tree.owned_pieces(rank), rank)
 
-    def _lying(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[Lying]:
+    def _locate(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[LocalPiece]:
         for piece in pieces:
-            yield from self.memory[piece.group].lying(self.cut, piece, rank)
+            yield from self.memory[piece.group].locate(self.tree, piece, rank)
 
 
 @dataclass(frozen=True)
@@ -179,18 +179,18 @@ class Boxed:
     parts: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
-    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
+    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
         """Find where a rank's piece lies: in one tensor, or where a shard is in two maybe in both."""
-        row = cut.index(self.axes, rank)
+        row = sharded_tree.index(self.axes, rank)
         if len(self.parts) == 1:
-            yield Lying(piece, self.parts[0][row], piece.at)
+            yield LocalPiece(piece, self.parts[0][row], piece.at)
             return
         first, (block, start, _) = 0, piece.range
         for x in self.parts:
             a, b = max(piece.at, first), min(piece.at + piece.numel, first + x.shape[-1])
             if a < b:
-                own = BlockRange(block, start + a - piece.at, start + b - piece.at)
-                yield Lying(piece._replace(range=own, at=a), x[row], a - first)
+                block_range = BlockRange(block, start + a - piece.at, start + b - piece.at)
+                yield LocalPiece(piece._replace(range=block_range, at=a), x[row], a - first)
             first += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -204,21 +204,21 @@ class Plain:
 
     leaves: dict[int, torch.Tensor]
 
-    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
+    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
         """Find where a rank's piece lies."""
-        yield Lying(piece, self.leaves[piece.leaf], piece.range.start)
+        yield LocalPiece(piece, self.leaves[piece.leaf], piece.range.start)
 
     def tensors(self) -> list[torch.Tensor]:
         """List its tensors."""
         return list(self.leaves.values())
 
 
-def is_whole(x: Any) -> bool:
+def is_entry(x: Any) -> bool:
     """Return whether a checkpoint takes a node of a tree whole: a box, or a value that is JSON."""
     return is_box(x) or (type(x) in (dict, list) and is_json(x))
 
 
-def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
+def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
     """List what this process holds of a tree.
 
     Args:
@@ -231,45 +231,45 @@ def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
         TypeError: if a leaf can be no part of a checkpoint. The message names its path.
     """
     shape = () if mesh is None else mesh.shape
-    found = _Found(what, shape, mesh is None or mesh.simulated)
-    paths, entries, _ = tree.flatten_with_paths(values, is_whole)
+    builder = _HoldingsBuilder(label, shape, mesh is None or mesh.simulated)
+    paths, entries, _ = tree.flatten_with_paths(values, is_entry)
     for unit in cut_units(paths, entries):
-        _check_mesh(what, paths[unit.members[0][0]], unit.uid, shape)
-        found.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
+        _check_mesh(label, paths[unit.members[0][0]], unit.uid, shape)
+        builder.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, PerRank):
-            found.add_per_rank(path, x)
+            builder.add_per_rank(path, x)
         elif isinstance(x, torch.Tensor):
-            found.add_plain(path, x)
+            builder.add_plain(path, x)
         elif not is_box(x):
             if not is_json(x):
                 raise TypeError(
-                    f"{what} leaf {path!r} is {str(x)[:80]!r} of {type(x).__name__}, which no checkpoint holds: "
+                    f"{label} leaf {path!r} is {str(x)[:80]!r} of {type(x).__name__}, which no checkpoint holds: "
                     "expected a tensor, or a value of JSON (a number, text, None, dicts and lists of these)"
                 )
-            found.add_value(path, x)
-    ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(found.size)
-    return found.holdings(ranks, paths)
+            builder.add_value(path, x)
+    ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(builder.size)
+    return builder.holdings(ranks, paths)
 
 
-def _check_mesh(what: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
+def _check_mesh(label: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
     if not shape:
-        raise ValueError(f"{what} leaf {path!r} is in a box: give the mesh that it was cut for, mesh=step.mesh")
-    check_cut_for(uid, f"{what} leaf {path!r}", shape)
+        raise ValueError(f"{label} leaf {path!r} is in a box: give the mesh that it was cut for, mesh=step.mesh")
+    check_cut_for(uid, f"{label} leaf {path!r}", shape)
 
 
-class _Found:
+class _HoldingsBuilder:
     """Leaves and groups as they are found."""
 
-    def __init__(self, what: str, mesh: tuple[tuple[str, int], ...], together: bool) -> None:
-        self.what, self.mesh, self.together = what, mesh, together
+    def __init__(self, label: str, mesh: tuple[tuple[str, int], ...], is_simulated: bool) -> None:
+        self.label, self.mesh, self.is_simulated = label, mesh, is_simulated
         self.leaves: list[Leaf] = []
         self.groups: list[LeafGroup] = []
         self.memory: list[Boxed | Plain] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, LeafSource] = {}
-        self.own: dict[int, str] = {}  # id of a plain leaf -> its first path
+        self.first_paths: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         self.size = ShardedTree(mesh, (), (), {}, {}).ranks
 
@@ -282,7 +282,7 @@ class _Found:
         origin: LeafSource | None = None,
     ) -> int:
         if dtype not in NAMES:
-            raise TypeError(f"{self.what} leaf {path!r} is of {dtype}, which no checkpoint holds")
+            raise TypeError(f"{self.label} leaf {path!r} is of {dtype}, which no checkpoint holds")
         self._take(path, origin)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
@@ -290,7 +290,7 @@ class _Found:
     def _take(self, path: str, origin: LeafSource | None = None) -> None:
         if path in self.origins:
             raise ValueError(
-                f"{self.what} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
+                f"{self.label} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
                 "without"
             )
         self.origins[path] = origin or LeafSource(path)
@@ -305,35 +305,35 @@ class _Found:
 
     def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
         spec: Spec = shard.spec
-        given = {index for _, index in members}
-        missing = [path for index, path in enumerate(spec.paths) if index not in given]
+        indices = {index for _, index in members}
+        missing = [path for index, path in enumerate(spec.paths) if index not in indices]
         if missing:
             raise ValueError(
-                f"{self.what} has a part of unit {spec.unit!r}, without leaf {missing[0]!r}: give whole units"
+                f"{self.label} has a part of unit {spec.unit!r}, without leaf {missing[0]!r}: give whole units"
             )
-        axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.together else ()
+        axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes)
-        parts = parts_of(self.what, spec, members)
+        parts = parts_of(self.label, spec, members)
         numbers = [self._add_members(part, shard.dtype) for part in parts]
-        known = {self.leaves[i].path: i for own in numbers for i in own.values()}
-        for part, own in zip(parts, numbers, strict=True):
-            copied = {m.index: known[m.path] for m in part.members if m.is_copy}
-            leaves = tuple([own[i] if i in own else copied[i] for i in range(len(spec.paths))])
-            copies = tuple(sorted(copied))
+        numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}
+        for part, leaf_numbers in zip(parts, numbers, strict=True):
+            copy_paths = {m.index: numbers_by_path[m.path] for m in part.members if m.is_copy}
+            leaves = tuple([leaf_numbers[i] if i in leaf_numbers else copy_paths[i] for i in range(len(spec.paths))])
+            copies = tuple(sorted(copy_paths))
             self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
             self.memory.append(memory)
 
     def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
         """Add the leaves of a part of a unit, and return the number of each by its place in the unit."""
-        at: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for m in part.members:
             if m.is_copy:
                 continue
-            if m.index in at:
-                self._tie(m.path, self.leaves[at[m.index]].path, m.origin)
+            if m.index in numbers:
+                self._tie(m.path, self.leaves[numbers[m.index]].path, m.origin)
             else:
-                at[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
-        return at
+                numbers[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
+        return numbers
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
@@ -343,20 +343,20 @@ class _Found:
         for sub, x in zip(paths, values, strict=True):
             name = f"{path}.{sub}" if sub else path
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{self.what} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
-            shape = x.shape if self.together else (n, *x.shape)
-            numel = x.numel() // n if self.together else x.numel()
+                raise TypeError(f"{self.label} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
+            shape = x.shape if self.is_simulated else (n, *x.shape)
+            numel = x.numel() // n if self.is_simulated else x.numel()
             i = self._add(name, shape, x.dtype, per_rank=True, origin=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
-            self.memory.append(Boxed((x,), axes) if self.together else Boxed((x[None],), ()))
+            self.memory.append(Boxed((x,), axes) if self.is_simulated else Boxed((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
-            raise TypeError(f"{self.what} leaf {path!r} is a {type(x).__name__}, expected a dense tensor")
-        if id(x) in self.own:
-            self._tie(path, self.own[id(x)])
+            raise TypeError(f"{self.label} leaf {path!r} is a {type(x).__name__}, expected a dense tensor")
+        if id(x) in self.first_paths:
+            self._tie(path, self.first_paths[id(x)])
             return
-        self.own[id(x)] = path
+        self.first_paths[id(x)] = path
         i = self._add(path, x.shape, x.dtype)
         self.plain.setdefault(x.dtype, {})[i] = x
 
@@ -365,5 +365,5 @@ class _Found:
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(Plain(leaves))
-        cut = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return Holdings(cut, ranks, tuple(self.memory), in_order(self.origins, paths))
+        sharded_tree = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        return Holdings(sharded_tree, ranks, tuple(self.memory), in_order(self.origins, paths))

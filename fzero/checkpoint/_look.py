@@ -9,12 +9,12 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import BlockRange, bytes_of, whole
+from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block
 from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole
-from fzero.checkpoint._load import Wanted, read_blocks, wanted_of
+from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
 
 __all__ = ["Difference", "differences", "export", "fill_leaf", "leaves", "read", "verify"]
@@ -35,8 +35,8 @@ def leaves(path: Any) -> dict[str, Leaf]:
         >>> [(path, leaf.shape) for path, leaf in fzero.checkpoint.leaves(folder).items()]
         [('w', (2, 3))]
     """
-    cut = read_whole(files_at(path)).cut
-    return {path: cut.leaves[i] for path, i in sorted(cut.number.items())}
+    tree = read_whole(files_at(path)).tree
+    return {path: tree.leaves[i] for path, i in sorted(tree.number.items())}
 
 
 def read(path: Any, name: str) -> Any:
@@ -58,18 +58,18 @@ def read(path: Any, name: str) -> Any:
     """
     files = files_at(path)
     manifest = read_whole(files)
-    cut = manifest.cut
+    tree = manifest.tree
     for path in _above(name):
         inside = name.removeprefix(path).lstrip(".")
-        found = _within(cut.values[path], inside) if path in cut.values else ABSENT
-        if found is not ABSENT:
-            return found
-    if name not in cut.number:
-        known = [*cut.number, *cut.values]
-        some = ", ".join([repr(p) for p in (difflib.get_close_matches(name, known) or known)[:3]])
-        raise CheckpointError(f"{files.path!r} has no leaf {name!r}; of its {len(known)}, look at {some}")
-    leaf = cut.leaves[cut.number[name]]
-    return fill_leaf(files, manifest, cut.number[name], torch.empty(leaf.shape, dtype=leaf.dtype))
+        value = _within(tree.values[path], inside) if path in tree.values else ABSENT
+        if value is not ABSENT:
+            return value
+    if name not in tree.number:
+        paths = [*tree.number, *tree.values]
+        examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
+        raise CheckpointError(f"{files.path!r} has no leaf {name!r}; of its {len(paths)}, look at {examples}")
+    leaf = tree.leaves[tree.number[name]]
+    return fill_leaf(files, manifest, tree.number[name], torch.empty(leaf.shape, dtype=leaf.dtype))
 
 
 def _above(path: str) -> Iterator[str]:
@@ -92,15 +92,15 @@ def _within(value: Any, path: str) -> Any:
 
 def fill_leaf(files: Files, manifest: Manifest, number: int, x: torch.Tensor) -> torch.Tensor:
     """Read all of a leaf into a contiguous tensor of its shape and dtype, and return that."""
-    by_file: dict[int, list[Wanted]] = {}
-    for writer, part in wanted_of(manifest, number, BlockRange(whole(tuple(x.shape)), 0, x.numel()), x, 0):
-        by_file.setdefault(writer, []).append(part)
-    for writer, wanted in sorted(by_file.items()):
-        read_blocks(files, manifest, writer, wanted)
+    by_file: dict[int, list[ReadRequest]] = {}
+    for writer, request in read_requests(manifest, number, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
+        by_file.setdefault(writer, []).append(request)
+    for writer, requests in sorted(by_file.items()):
+        read_blocks(files, manifest, writer, requests)
     return x
 
 
-def verify(path: Any, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
     """Read all files of a checkpoint, and check each block's sum.
 
     Args:
@@ -121,18 +121,18 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda done, total:
         4128
     """
     files = files_at(path)
-    manifest, done = read_whole(files), 0
-    for rank, at, size in _blocks(manifest.cut, manifest):
+    manifest, nbytes = read_whole(files), 0
+    for rank, at, size in _blocks(manifest.tree, manifest):
         block = torch.empty(size, dtype=torch.uint8)
-        read_blocks(files, manifest, rank, [Wanted(at, size, block, 0)])
-        done += size
-        progress(done, manifest.nbytes)
-    return done
+        read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
+        nbytes += size
+        progress(nbytes, manifest.nbytes)
+    return nbytes
 
 
-def _blocks(cut: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+def _blocks(tree: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     """Yield a rank, and where a block of its file begins and how large it is, in bytes."""
-    for rank in range(cut.ranks):
+    for rank in range(tree.ranks):
         size = manifest.files[rank].size
         for at in range(0, size, BLOCK):
             yield rank, at, min(BLOCK, size - at)
@@ -163,7 +163,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    one: Any, other: Any, progress: Callable[[int, int], None] = lambda done, total: None
+    one: Any, other: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None
 ) -> Iterator[Difference]:
     """Yield what differs between two checkpoints, in the order of paths.
 
@@ -177,33 +177,35 @@ def differences(
     """
     files = files_at(one), files_at(other)
     manifests = read_whole(files[0]), read_whole(files[1])
-    texts = _texts(manifests[0].cut), _texts(manifests[1].cut)
-    known: dict[tuple[int, int], tuple[int, float]] = {}
-    done, total = 0, sum(x.nbytes for x in manifests[0].cut.leaves)
+    texts = _texts(manifests[0].tree), _texts(manifests[1].tree)
+    results: dict[tuple[int, int], tuple[int, float]] = {}
+    nbytes, total = 0, sum(x.nbytes for x in manifests[0].tree.leaves)
     for path in sorted({*texts[0], *texts[1]}):
         a, b = texts[0].get(path, ""), texts[1].get(path, "")
-        numbers = manifests[0].cut.number.get(path), manifests[1].cut.number.get(path)
+        numbers = manifests[0].tree.number.get(path), manifests[1].tree.number.get(path)
         if a != b or numbers[0] is None or numbers[1] is None:
             if a != b:
                 yield Difference(path, a, b)
             continue
         pair = (numbers[0], numbers[1])
-        if pair not in known:  # tied leaves are read once
-            known[pair] = _compared(files, manifests, pair)
-            done += manifests[0].cut.leaves[pair[0]].nbytes
-            progress(min(done, total), total)
-        count, largest = known[pair]
+        if pair not in results:  # tied leaves are read once
+            results[pair] = _compare(files, manifests, pair)
+            nbytes += manifests[0].tree.leaves[pair[0]].nbytes
+            progress(min(nbytes, total), total)
+        count, largest = results[pair]
         if count:
             yield Difference(path, a, b, count, largest)
 
 
-def _texts(cut: ShardedTree) -> dict[str, str]:
+def _texts(tree: ShardedTree) -> dict[str, str]:
     """Describe each leaf and value by its path; a value by all of it."""
-    leaves = {path: f"{cut.leaves[i]}{' per rank' if cut.leaves[i].per_rank else ''}" for path, i in cut.number.items()}
-    return {**leaves, **{path: f"the value {value!r}" for path, value in cut.values.items()}}
+    leaves = {
+        path: f"{tree.leaves[i]}{' per rank' if tree.leaves[i].per_rank else ''}" for path, i in tree.number.items()
+    }
+    return {**leaves, **{path: f"the value {value!r}" for path, value in tree.values.items()}}
 
 
-def _compared(
+def _compare(
     files: tuple[Files, Files], manifests: tuple[Manifest, Manifest], numbers: tuple[int, int]
 ) -> tuple[int, float]:
     """Return how many elements of two leaves differ in their bits, and the largest difference of two."""
@@ -227,7 +229,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _leaf(files: Files, manifest: Manifest, number: int) -> torch.Tensor:
-    leaf = manifest.cut.leaves[number]
+    leaf = manifest.tree.leaves[number]
     return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype)).view(-1)
 
 
@@ -248,7 +250,7 @@ def export(
     prefix: str = "",
     dtype: torch.dtype | None = None,
     as_torch: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda nbytes, total: None,
 ) -> tuple[str, list[str]]:
     """Write a checkpoint's leaves, whole, to one file; tied ones at each of their places.
 
@@ -273,23 +275,23 @@ def export(
     files, target = files_at(path), os.fspath(out)
     manifest = read_whole(files)
     _check_kind(target, as_torch)
-    names = _below(prefix, manifest.cut.number)
+    names = _below(prefix, manifest.tree.number)
     if not names:
-        some = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.cut.number})[:3])
-        raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}; its first keys are {some}")
+        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.tree.number})[:3])
+        raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}; its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
         _check_apart(files, target)
     if as_torch:
-        values = _below(prefix, manifest.cut.values)
-        with _replaced(target) as f:
+        values = _below(prefix, manifest.tree.values)
+        with _atomic_file(target) as f:
             _write_torch(f, files, manifest, names, values, dtype, progress)
         return target, sorted([*names, *values])
     if not target.endswith(".safetensors"):
         target = os.path.join(target, "model.safetensors")
-    head = _header(files, manifest.cut, names, dtype)
-    with _replaced(target) as f:
+    head = _header(files, manifest.tree, names, dtype)
+    with _atomic_file(target) as f:
         f.write(head)
-        _write_leaves(f, files, manifest, _order(manifest.cut, names, dtype), dtype, progress)
+        _write_leaves(f, files, manifest, _order(manifest.tree, names, dtype), dtype, progress)
     return target, sorted(names)
 
 
@@ -316,15 +318,15 @@ def _check_apart(files: Files, target: str) -> None:
         raise CheckpointError(f"{target!r} lies in the checkpoint's own folder: write it elsewhere")
 
 
-def _below(prefix: str, found: dict[str, Any]) -> dict[str, Any]:
+def _below(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return what lies below a path, by its path from there; a leaf by its own name."""
     start = f"{prefix}." if prefix else ""
-    below = {path[len(start) :]: x for path, x in found.items() if path.startswith(start)}
-    return below or ({prefix.rpartition(".")[2]: found[prefix]} if prefix in found else {})
+    below = {path[len(start) :]: x for path, x in entries.items() if path.startswith(start)}
+    return below or ({prefix.rpartition(".")[2]: entries[prefix]} if prefix in entries else {})
 
 
 @contextlib.contextmanager
-def _replaced(target: str) -> Iterator[IO[bytes]]:
+def _atomic_file(target: str) -> Iterator[IO[bytes]]:
     """Open a new file, which takes a file's place when all of it is on the disk."""
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     part = f"{target}.{os.getpid()}.tmp"
@@ -343,12 +345,12 @@ def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
 
 
-def _order(cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def _order(tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """List names and leaves as a file has them: the larger elements first, so that all are aligned."""
-    return sorted(names.items(), key=lambda item: (-_dtype(cut.leaves[item[1]], dtype).itemsize, item[0]))
+    return sorted(names.items(), key=lambda item: (-_dtype(tree.leaves[item[1]], dtype).itemsize, item[0]))
 
 
-def _header(files: Files, cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
+def _header(files: Files, tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
     """Make the header of a safetensors file; its metadata is what `from_pretrained` asks for.
 
     Raises:
@@ -356,8 +358,8 @@ def _header(files: Files, cut: ShardedTree, names: dict[str, int], dtype: torch.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, i in _order(cut, names, dtype):
-        leaf, kind = cut.leaves[i], _dtype(cut.leaves[i], dtype)
+    for name, i in _order(tree, names, dtype):
+        leaf, kind = tree.leaves[i], _dtype(tree.leaves[i], dtype)
         if kind == torch.complex128:
             raise CheckpointError(
                 f"{files.path!r}: leaf {leaf.path!r} is {leaf}, which safetensors has not: use --torch"
@@ -374,13 +376,13 @@ def _leaves(
     files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name with its leaf, read and cast."""
-    leaves = [manifest.cut.leaves[i] for _, i in names]
-    done, total = 0, sum(x.nbytes for x in leaves)
+    leaves = [manifest.tree.leaves[i] for _, i in names]
+    nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
         x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype))
         yield name, x.to(_dtype(leaf, dtype))
-        done += leaf.nbytes
-        progress(done, total)
+        nbytes += leaf.nbytes
+        progress(nbytes, total)
 
 
 def _write_leaves(
@@ -405,6 +407,6 @@ def _write_torch(
     progress: Progress,
 ) -> None:
     """Write names, leaves and values as torch.save does; tied leaves are one tensor."""
-    own = {i: name for name, i in reversed(names.items())}
-    read = dict(_leaves(files, manifest, [(name, i) for i, name in own.items()], dtype, progress))
-    torch.save({**{name: read[own[i]] for name, i in names.items()}, **values}, f)
+    first_names = {i: name for name, i in reversed(names.items())}
+    tensors = dict(_leaves(files, manifest, [(name, i) for i, name in first_names.items()], dtype, progress))
+    torch.save({**{name: tensors[first_names[i]] for name, i in names.items()}, **values}, f)

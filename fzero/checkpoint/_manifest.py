@@ -30,10 +30,10 @@ __all__ = [
     "Manifest",
     "data_name",
     "header",
+    "is_empty",
     "is_json",
     "is_none",
-    "is_nothing",
-    "parsed",
+    "parse",
     "paths_of",
     "read_manifest",
     "sum_of",
@@ -50,23 +50,23 @@ def is_json(x: Any) -> bool:
     return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
 
 
-def is_nothing(x: Any) -> bool:
+def is_empty(x: Any) -> bool:
     """Return whether a value is None, or a dict or list of nothing else."""
-    return all(map(is_nothing, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
+    return all(map(is_empty, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
 
 
 def is_none(x: Any) -> bool:
     """Return whether a value is None, or holds some and nothing else."""
-    return is_nothing(x) and x not in ([], {})
+    return is_empty(x) and x not in ([], {})
 
 
-def values_like(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def values_like(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved value of each path of a tree. Of a dict that was not saved as one, its keys' values.
 
     Where both have nothing but None, such as the masters of parameters that need none, the tree's own is returned.
     On other ranks of a pipeline there are as many as these have blocks.
     """
-    return {path: _value_like(path, value, saved) for path, value in mine.items()}
+    return {path: _value_like(path, value, saved) for path, value in like.items()}
 
 
 def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
@@ -74,17 +74,17 @@ def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
         return value
     if path in saved or type(value) is not dict:
         return saved.get(path)
-    return {key: _value_like(_below(path, key), x, saved) for key, x in value.items()}
+    return {key: _value_like(_join_path(path, key), x, saved) for key, x in value.items()}
 
 
 def paths_of(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
     """List the paths under which a value, or its parts, are looked for."""
     if path in saved or type(value) is not dict or not value:
         return [path]
-    return [p for key, x in value.items() for p in paths_of(_below(path, key), x, saved)]
+    return [p for key, x in value.items() for p in paths_of(_join_path(path, key), x, saved)]
 
 
-def _below(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     """Return the path of a key of what is at a path."""
     return f"{path}.{key}" if path else key
 
@@ -92,7 +92,7 @@ def _below(path: str, key: str) -> str:
 MANIFEST = "manifest.json"
 BLOCK = 1 << 22  # bytes of a file that one checksum is of
 FORMAT, VERSION = "fzero checkpoint", 2  # version 1 has no groups that only some ranks hold
-_MOST = 1 << 48  # elements, bytes, ranks: no number of a manifest is larger
+_LIMIT = 1 << 48  # elements, bytes, ranks: no number of a manifest is larger
 
 NAMES = {  # safetensors' own
     torch.float64: "F64",
@@ -144,19 +144,19 @@ class Manifest:
     """
 
     nonce: str
-    cut: ShardedTree
+    tree: ShardedTree
     files: tuple[File, ...]
-    written: float
+    timestamp: float
 
     @classmethod
-    def of(cls, nonce: str, cut: ShardedTree, files: Sequence[File]) -> "Manifest":
+    def of(cls, nonce: str, tree: ShardedTree, files: Sequence[File]) -> "Manifest":
         """Make the manifest of files that were written now."""
-        return cls(nonce, cut, tuple(files), time.time())
+        return cls(nonce, tree, tuple(files), time.time())
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its files."""
-        return tuple([data_name(self.nonce, r, self.cut.ranks) for r in range(self.cut.ranks)])
+        return tuple([data_name(self.nonce, r, self.tree.ranks) for r in range(self.tree.ranks)])
 
     @property
     def nbytes(self) -> int:
@@ -170,8 +170,8 @@ class Manifest:
             DamagedError: if the file cannot be as large as it is.
         """
         if rank not in self._bases:
-            base = len(header(self.cut, rank))
-            if base + self.cut.starts(rank)[-1] != self.files[rank].size:
+            base = len(header(self.tree, rank))
+            if base + self.tree.starts(rank)[-1] != self.files[rank].size:
                 raise DamagedError(f"{MANIFEST} is damaged: {self.names[rank]} is not as large as its leaves")
             self._bases[rank] = base
         return self._bases[rank]
@@ -180,29 +180,29 @@ class Manifest:
     def _bases(self) -> dict[int, int]:
         return {}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Write it down, with a checksum of all that follows."""
         text = self.text()
         return b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
 
     def text(self) -> bytes:
         """Write it down as JSON."""
-        cut = self.cut
+        tree = self.tree
         groups = []
-        for g in cut.groups:
+        for g in tree.groups:
             split = [[s.axis, s.size, list(s.dims)] for s in g.split]
             rest = [split, [list(x) for x in g.at], list(g.copies)]
             groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.at else rest[: bool(split)])])
         body = {
             "format": FORMAT,
-            "version": VERSION if any(g.at for g in cut.groups) else 1,
-            "written": self.written,
+            "version": VERSION if any(g.at for g in tree.groups) else 1,
+            "written": self.timestamp,
             "nonce": self.nonce,
-            "mesh": [list(axis) for axis in cut.mesh],
-            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in cut.leaves],
+            "mesh": [list(axis) for axis in tree.mesh],
+            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in tree.leaves],
             "groups": groups,
-            "ties": cut.ties,
-            "values": cut.values,
+            "ties": tree.ties,
+            "values": tree.values,
             "block": BLOCK,
             "files": [list(f) for f in self.files],
         }
@@ -228,12 +228,12 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def header(cut: ShardedTree, rank: int) -> bytes:
+def header(tree: ShardedTree, rank: int) -> bytes:
     """Make the header of a rank's file: safetensors', so that any reader of these reads the ranges of leaves."""
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
     at = 0
-    for piece in cut.owned(rank):
-        leaf = cut.leaves[piece.leaf]
+    for piece in tree.owned_pieces(rank):
+        leaf = tree.leaves[piece.leaf]
         end = at + piece.numel * leaf.dtype.itemsize
         pairs = leaf.dtype == torch.complex128
         name, numel = ("F64", 2 * piece.numel) if pairs else (NAMES[leaf.dtype], piece.numel)
@@ -259,7 +259,7 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"{files.path!r} is no checkpoint: it has no file {MANIFEST}") from None
     try:
-        return parsed(data), zlib.crc32(data)
+        return parse(data), zlib.crc32(data)
     except FormatError as error:
         raise DamagedError(f"{files.path!r}: {MANIFEST} is damaged: {error}") from None
     except CheckpointError as error:
@@ -270,7 +270,7 @@ class FormatError(CheckpointError):
     """What a manifest says cannot be."""
 
 
-def parsed(data: bytes) -> Manifest:
+def parse(data: bytes) -> Manifest:
     """Read a manifest from its file's bytes.
 
     Raises:
@@ -296,13 +296,13 @@ def parsed(data: bytes) -> Manifest:
         raise FormatError(f"{type(error).__name__}: {error}") from None
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, reason: str) -> None:
     if not holds:
-        raise FormatError(what)
+        raise FormatError(reason)
 
 
 def _int(x: Any) -> int:
-    _check(type(x) is int and 0 <= x < _MOST, f"{str(x)[:40]!r} is no size")
+    _check(type(x) is int and 0 <= x < _LIMIT, f"{str(x)[:40]!r} is no size")
     return x
 
 
@@ -322,11 +322,11 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     paths = [x.path for x in leaves]
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to none")
-    cut = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    written = [i for g in cut.groups for place, i in enumerate(g.leaves) if place not in g.copies]
-    _check(sorted(written) == [*range(len(leaves))], "leaves are in no group, or two")
+    tree = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    numbers = [i for g in tree.groups for place, i in enumerate(g.leaves) if place not in g.copies]
+    _check(sorted(numbers) == [*range(len(leaves))], "leaves are in no group, or two")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
-    _check(len(files) == cut.ranks, f"it has {len(files)} files of {cut.ranks}")
+    _check(len(files) == tree.ranks, f"it has {len(files)} files of {tree.ranks}")
     for r, f in enumerate(files):
         _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
         _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
@@ -334,7 +334,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
     date = body["written"]
     _check(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
-    return Manifest(nonce, cut, files, float(date))
+    return Manifest(nonce, tree, files, float(date))
 
 
 def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fzero.checkpoint._blocks import bytes_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parsed
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
 from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Machines", "SharedMemory"]
@@ -44,7 +44,7 @@ class Machines:
         n = len(self.hosts)
         return next((r % n for r in range(rank + 1, rank + n) if self.hosts[r % n] != self.hosts[rank]), None)
 
-    def givers(self) -> list[int]:
+    def senders(self) -> list[int]:
         """List the ranks whose neighbour this one is."""
         return [r for r in range(len(self.hosts)) if self.neighbour(r) == self.rank]
 
@@ -60,7 +60,7 @@ class Machines:
         assert self.mesh is not None
         return self.mesh
 
-    def shared(self, data: bytes, source: int) -> bytes:
+    def broadcast(self, data: bytes, source: int) -> bytes:
         """Return what a rank has, on all."""
         if self.group is None:
             if len(self.hosts) == 1:
@@ -68,9 +68,9 @@ class Machines:
             (size,) = self.numbers([len(data)])[source]
             words = [int.from_bytes(data[i : i + 4], "big") for i in range(0, size, 4)] if self.rank == source else []
             words += [0] * (-(-size // 4) - len(words))
-            theirs = self.numbers(words)[source]
+            received = self.numbers(words)[source]
             tail = size % 4 or 4
-            return b"".join([n.to_bytes(4, "big") for n in theirs[:-1]]) + theirs[-1].to_bytes(tail, "big")
+            return b"".join([n.to_bytes(4, "big") for n in received[:-1]]) + received[-1].to_bytes(tail, "big")
         (size,) = self.numbers([len(data)])[source]
         x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else torch.empty(size).byte()
         dist.broadcast(x, source, group=self.group)
@@ -80,15 +80,15 @@ class Machines:
 class SharedMemory(LocalFolder):
     """A folder of each machine's shared memory: `memory/fzero/MACHINE/RUN/...`."""
 
-    sees_all = False
+    is_shared = False
 
     def __init__(self, path: str, machines: Machines) -> None:
         super().__init__(path)
         self.machines = machines
-        self.known_as = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
+        self.common_name = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank is the first of its machine, and writes the manifest there."""
         return self.machines.leader(self.machines.hosts[self.machines.rank]) == self.machines.rank
 
@@ -101,7 +101,7 @@ class SharedMemory(LocalFolder):
         """Return the files of a folder in this one."""
         return SharedMemory(self._at(name), self.machines)
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: nobody else knows the folder."""
         return contextlib.nullcontext()
 
@@ -113,17 +113,17 @@ class SharedMemory(LocalFolder):
         except Exception as e:  # the neighbour waits for it
             error = e
         if self.machines.group is not None:
-            self._hand_on(name, whole=error is None)
+            self._replicate(name, is_complete=error is None)
         if error is not None:
             raise error
 
-    def _hand_on(self, name: str, whole: bool) -> None:
+    def _replicate(self, name: str, is_complete: bool) -> None:
         rank, nonce, ranks = self.machines.rank, name.split("-")[0], len(self.machines.hosts)
         neighbour = self.machines.neighbour(rank)
-        sending = [] if neighbour is None else self._send(name if whole else None, neighbour)
-        for giver in self.machines.givers():
-            self._receive(data_name(nonce, giver, ranks), giver)
-        for work, _ in sending:
+        sends = [] if neighbour is None else self._send(name if is_complete else None, neighbour)
+        for sender in self.machines.senders():
+            self._receive(data_name(nonce, sender, ranks), sender)
+        for work, _ in sends:
             work.wait()
 
     def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
@@ -157,23 +157,23 @@ class SharedMemory(LocalFolder):
             name: returns the name of a step's folder.
         """
         latest = sorted(steps)[-4:]
-        everyones = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
-        known = sorted({n for numbers in everyones for n in numbers if n >= 0}, reverse=True)
-        return next((n for n in known if self.at(name(n)).manifest() is not None), None)
+        all_numbers = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
+        candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
+        return next((n for n in candidates if self.at(name(n)).manifest() is not None), None)
 
     def manifest(self) -> bytes | None:
         """Return the manifest that some machine has of this folder, if all its files are on some. All ranks call it."""
         try:
             data = super().get(MANIFEST)
-            parsed(data)
+            parse(data)
         except (OSError, CheckpointError):
             data = b""
-        have = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
-        if not have:
+        holders = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
+        if not holders:
             return None
-        data = self.machines.shared(data, have[0])
-        there = [any(x) for x in zip(*self._present(parsed(data)), strict=True)]
-        return data if all(there) else None
+        data = self.machines.broadcast(data, holders[0])
+        is_present = [any(x) for x in zip(*self._present(parse(data)), strict=True)]
+        return data if all(is_present) else None
 
     def _present(self, manifest: Manifest) -> list[list[int]]:
         """Return of each rank which files its machine has."""
@@ -187,19 +187,19 @@ class SharedMemory(LocalFolder):
             raise DamagedError(f"{self.path!r}: no machine has {name}, or files of it are on none")
         return data
 
-    def fetch(self, manifest: Manifest, wanted: Iterable[int]) -> None:
+    def fetch(self, manifest: Manifest, writers: Iterable[int]) -> None:
         """Bring the files that this machine's ranks read to it, from machines that have them. All ranks call it."""
         if self.machines.group is None:
             return
-        mine = set(wanted)
-        wants = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
+        mine = set(writers)
+        needs = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
         present = self._present(manifest)
         for i, name in enumerate(manifest.names):
-            source = next(r for r, there in enumerate(present) if there[i])
-            for place in dict.fromkeys(self.machines.hosts):
-                leader = self.machines.leader(place)
-                ranks = [r for r, h in enumerate(self.machines.hosts) if h == place]
-                if present[leader][i] or not any(wants[r][i] for r in ranks):
+            source = next(r for r, is_there in enumerate(present) if is_there[i])
+            for machine in dict.fromkeys(self.machines.hosts):
+                leader = self.machines.leader(machine)
+                ranks = [r for r, h in enumerate(self.machines.hosts) if h == machine]
+                if present[leader][i] or not any(needs[r][i] for r in ranks):
                     continue
                 if self.machines.rank == source:
                     for work, _ in self._send(name, leader):

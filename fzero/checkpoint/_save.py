@@ -13,19 +13,21 @@ import torch
 from fzero._notice import notice
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import Reports, agree, all_or_none
-from fzero.checkpoint._blocks import chunks, whole_or_chunks
+from fzero.checkpoint._blocks import chunks, view_or_chunks
 from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parsed, sum_of
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
 from fzero.ranks import Mesh, checksum, numbers_of_all
 
 __all__ = ["Saving", "Staging", "save", "start_save"]
 
 TIMEOUT = 300.0
-COMPARED = 1 << 16  # bytes; plain leaves up to this size are compared between the ranks: a generator's state, counters
+MAX_COMPARED = (
+    1 << 16
+)  # bytes; plain leaves up to this size are compared between the ranks: a generator's state, counters
 
 
 class Saving:
@@ -38,8 +40,8 @@ class Saving:
     def __init__(self, path: str, run: Callable[[], None], background: bool) -> None:
         self.path = path
         self._error: BaseException | None = None
-        guarded = functools.partial(self._guarded, run)
-        self._thread = threading.Thread(target=guarded, name=f"fzero.save {path}") if background else None
+        target = functools.partial(self._run_guarded, run)
+        self._thread = threading.Thread(target=target, name=f"fzero.save {path}") if background else None
         if self._thread is None:
             run()
         else:
@@ -49,7 +51,7 @@ class Saving:
         state = "under way" if not self.done() else "committed" if self._error is None else "failed"
         return f"Saving({self.path!r}, {state})"
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _run_guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
         except BaseException as error:  # raised again where it is waited for, if it is
@@ -134,27 +136,27 @@ def start_save(
     background: bool,
     timeout: float,
     staging: Staging,
-    then: Callable[[], None] = lambda: None,
+    on_commit: Callable[[], None] = lambda: None,
 ) -> Saving:
     """Save a tree as `save` does, with memory to copy it into, and what rank 0 does when it is committed."""
     nonce = secrets.token_hex(8)
-    held: list[Holdings] = []
+    results: list[Holdings] = []
 
     def prepare() -> bytes:
-        held.append(holdings("the tree", values, mesh))
-        _check_values(held[0])
+        results.append(holdings("the tree", values, mesh))
+        _check_values(results[0])
         if mesh is None or mesh.rank == 0:
-            _check_room(files, held[0])
-        return f"{files.known_as}\n".encode() + Manifest("", held[0].cut, (), 0.0).text()
+            _check_room(files, results[0])
+        return f"{files.common_name}\n".encode() + Manifest("", results[0].tree, (), 0.0).text()
 
     reports = agree("save", prepare, nonce, mesh, timeout)
-    mine = held.pop()
+    mine = results.pop()
     _check_equal(mine, mesh)
     pieces = {rank: _memory(mine, rank) for rank in mine.ranks}
     if background:  # a rank that has no memory left must not leave the others waiting
-        pieces = all_or_none("save", lambda: _staged(pieces, staging), mesh)
+        pieces = all_or_none("save", lambda: _stage(pieces, staging), mesh)
     # a step that donates what was saved must find nobody who holds it: of `mine` only numbers are kept
-    return Saving(files.path, functools.partial(_write_all, files, mine.cut, pieces, reports, then), background)
+    return Saving(files.path, functools.partial(_write_all, files, mine.tree, pieces, reports, on_commit), background)
 
 
 def _check_values(mine: Holdings) -> None:
@@ -164,9 +166,9 @@ def _check_values(mine: Holdings) -> None:
         ValueError: if a leaf is on the meta device. The message names it.
     """
     for rank in mine.ranks:
-        for piece, x, _ in mine.owned(rank):
+        for piece, x, _ in mine.owned_pieces(rank):
             if x.is_meta:
-                path = mine.cut.leaves[piece.leaf].path
+                path = mine.tree.leaves[piece.leaf].path
                 raise ValueError(f"the tree leaf {path!r} is on the meta device, and has no values to save")
 
 
@@ -179,21 +181,21 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
     if mesh is None or not mesh.distributed:
         return
     plain = {i: x for memory in mine.memory if isinstance(memory, Plain) for i, x in memory.leaves.items()}
-    small = [i for i, x in plain.items() if x.nbytes <= COMPARED]
+    small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
     sums = torch.stack([torch.zeros((), dtype=torch.int64), *[checksum(plain[i]).cpu() for i in small]])
-    everyones = numbers_of_all(sums, mesh)
+    all_numbers = numbers_of_all(sums, mesh)
     for n, i in enumerate(small, 1):
-        rank = next((r for r, numbers in enumerate(everyones) if numbers[n] != everyones[0][n]), None)
+        rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:
             raise ValueError(
-                f"the tree leaf {mine.cut.leaves[i].path!r} is a plain tensor, so the same on all ranks, and differs "
+                f"the tree leaf {mine.tree.leaves[i].path!r} is a plain tensor, so the same on all ranks, and differs "
                 f"between ranks 0 and {rank}: give what differs by rank as mesh.local(x)"
             )
 
 
 def _check_room(files: Files, mine: Holdings) -> None:
     """Check before the first byte that the disk has room for what all ranks write."""
-    free, needed = files.free(), sum(mine.cut.starts(r)[-1] for r in range(mine.cut.ranks))
+    free, needed = files.free(), sum(mine.tree.starts(r)[-1] for r in range(mine.tree.ranks))
     if free is not None and free < needed:
         raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
 
@@ -204,10 +206,10 @@ _Part = tuple[torch.Tensor, int, int]  # elements of a tensor, from one to befor
 def _memory(mine: Holdings, rank: int) -> list[_Part]:
     """List what a rank writes, in the order of its file."""
     # of what is held, a piece begins where `owned` says
-    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned(rank)]
+    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned_pieces(rank)]
 
 
-def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
+def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
     """Copy what is written into memory of its own."""
     sizes = [(stop - start) * x.element_size() for parts in pieces.values() for x, start, stop in parts]
     buffer, at = staging.room(sum(sizes)), 0
@@ -216,7 +218,7 @@ def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[
         found[rank] = []
         for x, start, stop in parts:
             first = at
-            for part in whole_or_chunks(x, start, stop):
+            for part in view_or_chunks(x, start, stop):
                 buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
                 at += part.nbytes
             found[rank].append((buffer, first, at))
@@ -226,54 +228,54 @@ def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[
 
 
 def _write_all(
-    files: Files, cut: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, then: Callable[[], None]
+    files: Files, tree: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, on_commit: Callable[[], None]
 ) -> None:
     """Write this process's files, and let rank 0 commit all of them."""
-    names = {rank: data_name(reports.nonce, rank, cut.ranks) for rank in pieces}
+    names = {rank: data_name(reports.nonce, rank, tree.ranks) for rank in pieces}
 
     def write() -> dict[int, File]:
-        return {rank: _write(files, names[rank], header(cut, rank), parts) for rank, parts in pieces.items()}
+        return {rank: _write(files, names[rank], header(tree, rank), parts) for rank, parts in pieces.items()}
 
     def commit(written: dict[int, File]) -> None:
-        manifest = Manifest.of(reports.nonce, cut, [written[r] for r in range(cut.ranks)])
+        manifest = Manifest.of(reports.nonce, tree, [written[r] for r in range(tree.ranks)])
         for name, file in zip(manifest.names, manifest.files, strict=True):
-            if files.sees_all and files.size(name) != file.size:
+            if files.is_shared and files.size(name) != file.size:
                 raise CheckpointError(f"{name} is not there whole: does another process save to this folder?")
-        files.put(MANIFEST, manifest.encoded())
-        if not files.sees_all:
-            reports.tell("manifest", manifest.encoded().decode())
+        files.put(MANIFEST, manifest.encode())
+        if not files.is_shared:
+            reports.publish("manifest", manifest.encode().decode())
         tidy(manifest)
 
     def tidy(manifest: Manifest) -> None:
         try:
-            files.remove([n for n in files.names() if n not in manifest.names and _is_ours(n)])
-            then()
+            files.remove([n for n in files.names() if n not in manifest.names and _is_data_file(n)])
+            on_commit()
         except OSError as error:
             notice(f"fzero: {files.path!r} is saved, and older files could not be removed: {error}")
 
     try:
-        if reports.leads:
+        if reports.is_leader:
             with contextlib.ExitStack() as stack:  # what keeps rank 0 from it is told to the others
 
-                def write_alone() -> dict[int, File]:
-                    stack.enter_context(files.alone())
+                def write_locked() -> dict[int, File]:
+                    stack.enter_context(files.exclusive())
                     return write()
 
-                failed = reports.lead(write_alone, commit)
+                errors = reports.lead(write_locked, commit)
         else:
-            failed = reports.follow(write)
-            if not failed and isinstance(files, SharedMemory) and files.leads:
-                data = reports.heard("manifest", 0).encode()
+            errors = reports.follow(write)
+            if not errors and isinstance(files, SharedMemory) and files.is_leader:
+                data = reports.wait_for("manifest", 0).encode()
                 files.put(MANIFEST, data)
-                tidy(parsed(data))
+                tidy(parse(data))
     except CheckpointError as error:  # whether it is committed is not known here, so the file stays
         raise CheckpointError(f"the save to {files.path!r} was not committed: {error}") from error
-    if failed:
+    if errors:
         files.remove(names.values())
-        raise CheckpointError(f"nothing was saved to {files.path!r}: {failed}")
+        raise CheckpointError(f"nothing was saved to {files.path!r}: {errors}")
 
 
-def _is_ours(name: str) -> bool:
+def _is_data_file(name: str) -> bool:
     """Return whether a file is a leftover of another save of the folder."""
     return re.fullmatch(r"[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
@@ -295,7 +297,7 @@ def _write(files: Files, name: str, head: bytes, parts: Sequence[_Part]) -> File
 
 def _in_blocks(head: bytes, parts: Sequence[_Part]) -> Iterator[list[memoryview]]:
     """Yield the bytes of a file, `BLOCK` of them at a time but for the last."""
-    block, left = list[memoryview](), BLOCK
+    block, space = list[memoryview](), BLOCK
 
     def views() -> Iterator[memoryview]:
         yield memoryview(head)
@@ -305,11 +307,11 @@ def _in_blocks(head: bytes, parts: Sequence[_Part]) -> Iterator[list[memoryview]
     for view in views():
         rest = view
         while len(rest):
-            block.append(rest[:left])
-            left -= len(block[-1])
+            block.append(rest[:space])
+            space -= len(block[-1])
             rest = rest[len(block[-1]) :]
-            if not left:
+            if not space:
                 yield block
-                block, left = [], BLOCK
+                block, space = [], BLOCK
     if block:
         yield block

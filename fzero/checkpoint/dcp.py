@@ -35,10 +35,10 @@ from fzero import tree
 from fzero._torch import pytree, unpickled_metadata
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same
-from fzero.checkpoint._blocks import made_of, rectangles
+from fzero.checkpoint._blocks import materialize, rectangles
 from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._holdings import Holdings, LeafSource, Lying, holdings, is_whole
+from fzero.checkpoint._holdings import Holdings, LeafSource, LocalPiece, holdings, is_entry
 from fzero.checkpoint._manifest import MANIFEST, Manifest
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
@@ -56,10 +56,10 @@ Keys = tuple[str | int, ...]
 def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
     """Return the keys that lead to each leaf of a tree, by its path: what DCP needs to build the tree again."""
     try:
-        pairs, _ = pytree.tree_flatten_with_path(values, is_whole)
+        pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
     except ValueError:  # a node registered without names for its children
         return {}
-    paths, _, _ = tree.flatten_with_paths(values, is_whole)
+    paths, _, _ = tree.flatten_with_paths(values, is_entry)
     found = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
     return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
 
@@ -76,15 +76,15 @@ def _key(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(cut: ShardedTree, name: Name | None) -> dict[str, str]:
+def names_of(sharded_tree: ShardedTree, name: Name | None) -> dict[str, str]:
     """Return the name of each leaf and value, by its path.
 
     Raises:
         ValueError: if two have one name.
     """
-    names = {path: path if name is None else name(path) for path in [*cut.number, *cut.values]}
-    used = [(names[path], path) for path in cut.number]
-    used += [(part, path) for path, value in cut.values.items() for part, _, _ in flat(names[path], (), value)]
+    names = {path: path if name is None else name(path) for path in [*sharded_tree.number, *sharded_tree.values]}
+    used = [(names[path], path) for path in sharded_tree.number]
+    used += [(part, path) for path, value in sharded_tree.values.items() for part, _, _ in flat(names[path], (), value)]
     first: dict[str, str] = {}
     for n, path in used:
         if n in first:
@@ -117,22 +117,22 @@ def nested(parts: dict[Keys, Any]) -> Any:
     below: dict[str | int, dict[Keys, Any]] = {}
     for keys, x in parts.items():
         below.setdefault(keys[0], {})[keys[1:]] = x
-    built = {key: nested(below[key]) for key in below}
-    return [built[i] for i in sorted(built, key=int)] if all(isinstance(key, int) for key in built) else built
+    values = {key: nested(below[key]) for key in below}
+    return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
 
 
 def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
     """List the names under which a checkpoint has a value, or its parts, with the keys that lead to each part."""
-    there = metadata.state_dict_metadata
-    if name in there:
+    entries = metadata.state_dict_metadata
+    if name in entries:
         return {name: ()}
     found: dict[str, Keys] = {}
     start = f"{name}." if name else ""
-    for part in there:
+    for part in entries:
         if part.startswith(start):
             keys = tuple((metadata.planner_data or {}).get(part, ()))
-            known = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
-            found[part] = keys[known[0] :] if known else tuple(part[len(start) :].split("."))
+            depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
+            found[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
     return found
 
 
@@ -160,11 +160,11 @@ class _Chunk(NamedTuple):
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
-def _chunks(mine: Holdings, lying: Callable[[int], Iterator[Lying]]) -> dict[int, list[_Chunk]]:
+def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
     """List what this process has of each leaf: of pieces of all its ranks, each memory once."""
     found: dict[int, dict[Any, _Chunk]] = {}
     for rank in mine.ranks:
-        for piece, x, at in lying(rank):
+        for piece, x, at in pieces_of(rank):
             block, start, stop = piece.range
             for r in rectangles(tuple([size for _, size in block]), start, stop):
                 offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
@@ -179,23 +179,23 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self, mine: Holdings, names: dict[str, str], keys: dict[str, Keys]) -> None:
         super().__init__()
-        cut = mine.cut
+        sharded_tree = mine.tree
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
-        chunks = _chunks(mine, mine.owned)
-        for path, i in cut.number.items():
-            leaf, where = cut.leaves[i], chunks.get(i, [])
+        chunks = _chunks(mine, mine.owned_pieces)
+        for path, i in sharded_tree.number.items():
+            leaf, leaf_chunks = sharded_tree.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in mine.ranks:  # nobody has elements of it, and it has a name
-                nothing = torch.empty(leaf.shape, dtype=leaf.dtype)
-                where = [_Chunk(torch.Size([0] * len(leaf.shape)), nothing.shape, nothing, 0)]
-            for chunk in where:
+                empty = torch.empty(leaf.shape, dtype=leaf.dtype)
+                leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
+            for chunk in leaf_chunks:
                 data = TensorWriteData(chunk.metadata, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
                 self._add(
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
             self._tree[names[path]] = place_of(path, names[path], keys)
-        for path, value in cut.values.items():
+        for path, value in sharded_tree.values.items():
             for name, place, part in flat(names[path], place_of(path, names[path], keys), value):
                 self._tree[name] = place
                 if 0 in mine.ranks:
@@ -234,14 +234,14 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(self, folder: str, mine: Holdings, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
         super().__init__()
         self.metadata: Metadata = metadata
-        there = metadata.state_dict_metadata
+        entries = metadata.state_dict_metadata
         self._mine, self._names = mine, names
-        self._first = {i: names[path] for path, i in reversed(mine.cut.number.items())}
-        self._parts = {path: parts_of(names[path], metadata) for path in mine.cut.values}
+        self._first = {i: names[path] for path, i in reversed(mine.tree.number.items())}
+        self._parts = {path: parts_of(names[path], metadata) for path in mine.tree.values}
         self._read: dict[str, Any] = {}
-        theirs = {name: _described(name, x) for name, x in there.items()}
-        ours = {names[path]: str(mine.cut.leaves[i]) for path, i in mine.cut.number.items()}
-        ours |= {part: "a value" for path in mine.cut.values for part in self._parts[path] or [names[path]]}
+        theirs = {name: _describe(name, x) for name, x in entries.items()}
+        ours = {names[path]: str(mine.tree.leaves[i]) for path, i in mine.tree.number.items()}
+        ours |= {part: "a value" for path in mine.tree.values for part in self._parts[path] or [names[path]]}
         _check_alike(folder, theirs, ours, partial)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
@@ -250,18 +250,18 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        for i, chunks in _chunks(self._mine, self._mine.held).items():
+        for i, chunks in _chunks(self._mine, self._mine.held_pieces).items():
             name = self._first[i]
             self._chunks[name] = chunks
-            there: Any = self.metadata.state_dict_metadata[name]
-            found = create_read_items_for_chunk_list(name, there, [c.metadata for c in chunks])
-            if sum(x.lengths.numel() for x in found) != sum(c.sizes.numel() for c in chunks):
+            entry: Any = self.metadata.state_dict_metadata[name]
+            read_items = create_read_items_for_chunk_list(name, entry, [c.metadata for c in chunks])
+            if sum(x.lengths.numel() for x in read_items) != sum(c.sizes.numel() for c in chunks):
                 raise CheckpointError(f"the checkpoint has not all of leaf {name!r}, or some of it twice")
-            items += found
-        nowhere = torch.Size((0,))
+            items += read_items
+        empty = torch.Size((0,))
         for name in [name for parts in self._parts.values() for name in parts]:
             index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty))
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
@@ -285,22 +285,24 @@ class LoadPlanner(DefaultLoadPlanner):
         }
 
 
-def _described(name: str, x: Any) -> str:
+def _describe(name: str, x: Any) -> str:
     return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
 
 
 def _check_alike(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
-    found = []
-    for name, what in ours.items():
+    problems = []
+    for name, text in ours.items():
         if name not in theirs:
-            found.append(f"it has no leaf {name!r} ({what})")
-        elif theirs[name] != what:
-            found.append(f"leaf {name!r} is {theirs[name]} there, and {what} here")
-    found += [] if partial else [f"the tree has no leaf {n!r} ({what})" for n, what in theirs.items() if n not in ours]
-    if found:
-        more = f"; and {len(found) - 3} more" if found[3:] else ""
-        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in found) else ""
-        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(found[:3]) + more + hint)
+            problems.append(f"it has no leaf {name!r} ({text})")
+        elif theirs[name] != text:
+            problems.append(f"leaf {name!r} is {theirs[name]} there, and {text} here")
+    problems += (
+        [] if partial else [f"the tree has no leaf {n!r} ({text})" for n, text in theirs.items() if n not in ours]
+    )
+    if problems:
+        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
+        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
 _METADATA = ".metadata"  # DCP's, which it writes last
@@ -337,13 +339,13 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
     def prepare() -> bytes:
         mine = holdings("the tree", values, mesh)
-        planners.append(SavePlanner(mine, names_of(mine.cut, name), keys_of(values, mine.origins)))
-        there = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
-        if there:  # DCP would overwrite it file by file, and a kill between two leaves a mixture of both
+        planners.append(SavePlanner(mine, names_of(mine.tree, name), keys_of(values, mine.origins)))
+        existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
+        if existing:  # DCP would overwrite it file by file, and a kill between two leaves a mixture of both
             raise CheckpointError(
-                f"{folder!r} holds a checkpoint ({there[0]}): save to a folder of its own, or remove it"
+                f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + Manifest("", mine.cut, (), 0.0).text()
+        return f"{folder}\n".encode() + Manifest("", mine.tree, (), 0.0).text()
 
     agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
@@ -384,21 +386,21 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
                 [2., 0.]])
     """
     folder = _folder(path)
-    prepared: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
+    results: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
 
     def prepare() -> None:
         metadata = _read_metadata(folder)
-        made = made_of(like, mesh)
-        mine = holdings("like", made, mesh)
-        names = names_of(mine.cut, name)
-        prepared.append((made, LoadPlanner(folder, mine, names, metadata, partial), names))
+        result = materialize(like, mesh)
+        mine = holdings("like", result, mesh)
+        names = names_of(mine.tree, name)
+        results.append((result, LoadPlanner(folder, mine, names, metadata, partial), names))
 
     all_or_none(f"loading {folder!r}", prepare, mesh)
-    made, planner, names = prepared[0]
+    result, planner, names = results[0]
     check_same(f"loading {folder!r}", repr(names).encode(), mesh)
     reader = Reader(folder, planner.metadata)
     _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
-    paths, entries, structure = tree.flatten_with_paths(made, is_whole)
+    paths, entries, structure = tree.flatten_with_paths(result, is_entry)
     values = planner.values()
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
@@ -410,7 +412,7 @@ def _folder(path: Any) -> str:
     return os.path.abspath(text)
 
 
-def _run(what: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
+def _run(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
     """Call a function of DCP, on all ranks of a mesh or in this process alone.
 
     Raises:
@@ -424,7 +426,7 @@ def _run(what: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) ->
         rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
         text = " ".join(str(first).split())
         text = text if isinstance(first, CheckpointError) else f"{type(first).__name__}: {text}"
-        raise CheckpointError(f"{what}: rank {rank}: {text}") from error
+        raise CheckpointError(f"{problem}: rank {rank}: {text}") from error
 
 
 def _read_metadata(folder: str) -> Metadata:

@@ -67,16 +67,16 @@ def batch_plan(
         >>> fzero.data.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8, pp=4, tp=2)).accumulation
         16
     """
-    given = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
+    args = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
     sizes = dict(mesh.shape)
     ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, apart)])
-    for name, value in given.items():
+    for name, value in args.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: expected an int, at least 1")
-    known = {name: value for name, value in given.items() if value is not None}
-    if len(known) < 2:
-        raise ValueError(f"given {known or 'nothing'} and {ranks} ranks: expected two of {', '.join(given)}")
-    return _solved(known, ranks)
+    settings = {name: value for name, value in args.items() if value is not None}
+    if len(settings) < 2:
+        raise ValueError(f"given {settings or 'nothing'} and {ranks} ranks: expected two of {', '.join(args)}")
+    return _solve(settings, ranks)
 
 
 def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
@@ -85,31 +85,31 @@ def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
     shared = shared if apart is None else [] if apart == () else list(mesh.names(apart))
     if len(set(names)) != len(names):
         raise ValueError(f"axis={axis!r}: an axis stands twice")
-    found = [name for name in names if name not in shared]
-    if axis is None and len(found) > 1:
+    data_axes = [name for name in names if name not in shared]
+    if axis is None and len(data_axes) > 1:
         raise ValueError(
-            f"the mesh has the axes {tuple(found)}: say which are data-parallel, axis={found[0]!r} or {tuple(found)}"
+            f"the mesh has the axes {tuple(data_axes)}: say which are data-parallel, axis={data_axes[0]!r} or {tuple(data_axes)}"
         )
-    return found
+    return data_axes
 
 
-def _solved(known: dict[str, Any], ranks: int) -> BatchPlan:
-    shown = ", ".join([f"{name}={value}" for name, value in known.items()])
-    if "global_batch" not in known:
-        m, k = known["micro_batch"], known["accumulation"]
+def _solve(settings: dict[str, Any], ranks: int) -> BatchPlan:
+    text = ", ".join([f"{name}={value}" for name, value in settings.items()])
+    if "global_batch" not in settings:
+        m, k = settings["micro_batch"], settings["accumulation"]
         return BatchPlan(m * k * ranks, m, k, ranks)
-    total = known["global_batch"]
-    rest = known.get("micro_batch", 1) * known.get("accumulation", 1) * ranks
-    if len(known) == 3 and total != rest:
+    total = settings["global_batch"]
+    rest = settings.get("micro_batch", 1) * settings.get("accumulation", 1) * ranks
+    if len(settings) == 3 and total != rest:
         raise ValueError(
-            f"{shown} and {ranks} data-parallel ranks contradict one another: {known['micro_batch']} x "
-            f"{known['accumulation']} x {ranks} = {rest}, not {total}; leave one out to have it derived"
+            f"{text} and {ranks} data-parallel ranks contradict one another: {settings['micro_batch']} x "
+            f"{settings['accumulation']} x {ranks} = {rest}, not {total}; leave one out to have it derived"
         )
     if total % rest:
-        missing = "accumulation" if "micro_batch" in known else "micro_batch"
+        missing = "accumulation" if "micro_batch" in settings else "micro_batch"
         raise ValueError(
-            f"{shown} and {ranks} data-parallel ranks: {total} is no multiple of {rest}, so there is no {missing}; the "
+            f"{text} and {ranks} data-parallel ranks: {total} is no multiple of {rest}, so there is no {missing}; the "
             f"nearest global batches are {total // rest * rest or rest} and {(total // rest + 1) * rest}"
         )
-    derived = total // rest
-    return BatchPlan(total, known.get("micro_batch", derived), known.get("accumulation", derived), ranks)
+    quotient = total // rest
+    return BatchPlan(total, settings.get("micro_batch", quotient), settings.get("accumulation", quotient), ranks)

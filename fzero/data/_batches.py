@@ -16,12 +16,12 @@ from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
 
-__all__ = ["BatchTarget", "Batches", "batches", "check_global_batch", "check_padding", "check_sized", "loaded"]
+__all__ = ["BatchTarget", "Batches", "batches", "check_global_batch", "check_padding", "check_sized", "load_batches"]
 
 # How the examples of a batch come to a rank: torch's DataLoader loads them, and a box holds them.
 
 
-OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
 
 class BatchTarget(NamedTuple):
@@ -37,7 +37,7 @@ class BatchTarget(NamedTuple):
     axis: AxisName
     device: str | None
 
-    def own(self, indices: list[int]) -> list[int]:
+    def local_indices(self, indices: list[int]) -> list[int]:
         """Return those of a global batch's examples that this process loads: in a simulation all."""
         if self.mesh.simulated:
             return indices
@@ -50,11 +50,11 @@ class BatchTarget(NamedTuple):
         """Put what was loaded on the device, and into a box."""
         device = self.device or ("cpu" if self.mesh.simulated else self.mesh.device_mesh.device_type)
 
-        def moved(x: Any) -> Any:
+        def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding is no dict
-        batch = tree.map(moved, batch)
+        batch = tree.map(move, batch)
         return self.mesh.split(batch, self.axis) if self.mesh.simulated else self.mesh.local(batch, self.axis)
 
 
@@ -64,41 +64,41 @@ def ranks_along(mesh: Mesh, axis: AxisName) -> int:
     return math.prod([sizes[name] for name in mesh.names(axis)])
 
 
-class _Padded(NamedTuple):
+class _PaddedDataset(NamedTuple):
     """A data set that is asked for an example and its length."""
 
     dataset: Any
     pad: Padding
 
-    def __getitem__(self, asked: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        index, length = asked
+    def __getitem__(self, key: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        index, length = key
         return self.pad.example(self.dataset[index], length)
 
 
-def loaded(
+def load_batches(
     dataset: Any,
     indices: Iterable[list[int]],
-    place: BatchTarget,
+    target: BatchTarget,
     collate: Callable[[list[Any]], Any] | None,
     pad: Padding | None,
     options: Mapping[str, Any],
 ) -> Iterator[PerRank]:
     """Load batch after batch, of which the examples are given by their indices, over all ranks."""
 
-    def own(indices: list[int]) -> list[Any]:
+    def local_examples(indices: list[int]) -> list[Any]:
         if pad is None:
-            return place.own(indices)
+            return target.local_indices(indices)
         length = pad.length_of(indices)  # of the global batch: all ranks have one length
-        return [(i, length) for i in place.own(indices)]
+        return [(i, length) for i in target.local_indices(indices)]
 
     loader = DataLoader(
-        dataset if pad is None else _Padded(dataset, pad),  # pyright: ignore
-        batch_sampler=map(own, indices),  # pyright: ignore  an iterator will do: it is asked once
+        dataset if pad is None else _PaddedDataset(dataset, pad),  # pyright: ignore
+        batch_sampler=map(local_examples, indices),  # pyright: ignore  an iterator will do: it is asked once
         collate_fn=collate,
         generator=torch.Generator(),  # else it draws from the global one, which is the user's
         **options,
     )
-    return map(place.box, loader)
+    return map(target.box, loader)
 
 
 def check_sized(dataset: Any) -> None:
@@ -130,9 +130,9 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
             f"global_batch={global_batch} does not divide by the {n} ranks of {mesh!r}: take "
             f"{global_batch // n * n or n}"
         )
-    if ours := [name for name in options if name in OURS]:
+    if reserved := [name for name in options if name in RESERVED]:
         raise TypeError(
-            f"{ours[0]}= is not given to torch's DataLoader here: say global_batch, shuffle, seed or collate"
+            f"{reserved[0]}= is not given to torch's DataLoader here: say global_batch, shuffle, seed or collate"
         )
 
 
@@ -266,19 +266,19 @@ class Batches:
         """
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
-        place = BatchTarget(self.mesh, self.axis, self.device)
+        target = BatchTarget(self.mesh, self.axis, self.device)
         return enumerate(
-            loaded(self.dataset, self._from(start, stop), place, self.collate, self.pad, self.loader), start
+            load_batches(self.dataset, self._from(start, stop), target, self.collate, self.pad, self.loader), start
         )
 
     def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:
         """List the indices of batch after batch, and draw each epoch's order once."""
         epoch, order = -1, torch.empty(0)
         for i in count(start) if stop is None else range(start, stop):
-            of, place = divmod(i, self.per_epoch)
-            if of != epoch:
-                epoch, order = of, self._order(of)
-            yield order[place * self.global_batch : (place + 1) * self.global_batch].tolist()
+            batch_epoch, position = divmod(i, self.per_epoch)
+            if batch_epoch != epoch:
+                epoch, order = batch_epoch, self._order(batch_epoch)
+            yield order[position * self.global_batch : (position + 1) * self.global_batch].tolist()
 
     def __getitem__(self, i: int) -> PerRank:
         """Load batch i."""

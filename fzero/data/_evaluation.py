@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import AxisName
-from fzero.data._batches import BatchTarget, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._batches import BatchTarget, check_global_batch, check_padding, check_sized, load_batches
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
@@ -38,8 +38,8 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     """
     sums: Any = None
     for batch, weight in totals:
-        now = tree.map(torch.Tensor.double, (batch, weight))
-        sums = now if sums is None else tree.map(torch.add, sums, now)
+        doubled = tree.map(torch.Tensor.double, (batch, weight))
+        sums = doubled if sums is None else tree.map(torch.add, sums, doubled)
     if sums is None:
         raise ValueError("fzero.data.mean: there is no batch to take the mean of")
     total, weight = sums
@@ -98,4 +98,4 @@ def once(
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
-    return zip(loaded(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)
+    return zip(load_batches(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)

@@ -12,7 +12,7 @@ __all__ = ["Padding", "padding"]
 
 Number = int | float
 FILL: Mapping[str, Number] = {"labels": -100, "targets": -100}  # what torch's cross_entropy leaves out
-MOST = 2048  # different lengths among which the best are looked for
+MAX_CANDIDATES = 2048  # different lengths among which the best are looked for
 
 
 def padding(
@@ -68,14 +68,14 @@ def padding(
     sizes = [int(n) for n in lengths]
     if not sizes:
         raise ValueError("lengths is empty: give the number of tokens of each example")
-    chosen = _chosen(sizes, buckets, multiple, global_batch)
+    choice = _choose_buckets(sizes, buckets, multiple, global_batch)
     longest = max(range(len(sizes)), key=sizes.__getitem__)
-    if sizes[longest] > chosen[-1]:
+    if sizes[longest] > choice[-1]:
         raise ValueError(
-            f"example {longest} has {sizes[longest]} tokens, and the longest of buckets={list(chosen)} is "
-            f"{chosen[-1]}: give a longer one, or cut the example"
+            f"example {longest} has {sizes[longest]} tokens, and the longest of buckets={list(choice)} is "
+            f"{choice[-1]}: give a longer one, or cut the example"
         )
-    return Padding(tuple(sizes), chosen, global_batch, dict(FILL if fill is None else fill), mask)
+    return Padding(tuple(sizes), choice, global_batch, dict(FILL if fill is None else fill), mask)
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,15 @@ class Padding:
         tensors = {
             name: torch.as_tensor(x) for name, x in example.items() if isinstance(x, torch.Tensor | list | tuple)
         }
-        long = {name: x for name, x in tensors.items() if x.dim()}
-        if not long:
+        sequences = {name: x for name, x in tensors.items() if x.dim()}
+        if not sequences:
             raise ValueError(f"an example has no sequence to pad: {sorted(example)}")
-        tokens = len(next(iter(long.values())))
-        padded = {name: self._padded(name, x, length) for name, x in long.items() if len(x) == tokens}
-        found = {**example, **tensors, **padded}
+        tokens = len(next(iter(sequences.values())))
+        padded = {name: self._padded(name, x, length) for name, x in sequences.items() if len(x) == tokens}
+        result = {**example, **tensors, **padded}
         if self.mask is not None and self.mask not in example:
-            found[self.mask] = (torch.arange(length) < tokens).long()
-        return found
+            result[self.mask] = (torch.arange(length) < tokens).long()
+        return result
 
     def _padded(self, name: str, x: torch.Tensor, length: int) -> torch.Tensor:
         if len(x) > length:
@@ -144,34 +144,34 @@ class Padding:
     def __str__(self) -> str:
         chances = _chances(self.lengths, self.buckets, self.global_batch)
         count = f"{len(self.buckets)} length{'s' * (len(self.buckets) > 1)}"
-        of = f"{len(self.lengths):,} examples of {min(self.lengths)} to {max(self.lengths)} tokens"
+        examples = f"{len(self.lengths):,} examples of {min(self.lengths)} to {max(self.lengths)} tokens"
         rows = [f"{length:6}  {chance:7.0%}" for length, chance in zip(self.buckets, chances, strict=True)]
-        one = 1 - sum(self.lengths) / len(self.lengths) / self.buckets[-1]
+        single_share = 1 - sum(self.lengths) / len(self.lengths) / self.buckets[-1]
         return "\n".join(
             [
-                f"{of} in batches of {self.global_batch} are padded to {count}",
+                f"{examples} in batches of {self.global_batch} are padded to {count}",
                 "length  batches",
                 *rows,
-                f"{self.share:.0%} of all tokens are padding; with one length it were {one:.0%}",
+                f"{self.share:.0%} of all tokens are padding; with one length it were {single_share:.0%}",
             ]
         )
 
 
-def _chosen(lengths: Sequence[int], buckets: Any, multiple: int, batch: int) -> tuple[int, ...]:
+def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: int) -> tuple[int, ...]:
     """Return the lengths that were given, or so many that pad least."""
     if not isinstance(buckets, int):
-        found = tuple(sorted({int(n) for n in buckets}))
-        if not found or found[0] < 1:
+        result = tuple(sorted({int(n) for n in buckets}))
+        if not result or result[0] < 1:
             raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more")
-        return found
+        return result
     if isinstance(buckets, bool) or buckets < 1:
         raise ValueError(f"buckets={buckets!r}: expected how many lengths to choose, or the lengths")
-    while len(places := _places(lengths, multiple)) > MOST:
+    while len(candidates := _candidates(lengths, multiple)) > MAX_CANDIDATES:
         multiple *= 2
-    return _best(places, _chances(lengths, places, batch), buckets)
+    return _best_buckets(candidates, _chances(lengths, candidates, batch), buckets)
 
 
-def _places(lengths: Sequence[int], multiple: int) -> list[int]:
+def _candidates(lengths: Sequence[int], multiple: int) -> list[int]:
     """List the multiples that some length is rounded up to."""
     return sorted({max(-(-n // multiple), 1) * multiple for n in lengths})
 
@@ -190,21 +190,21 @@ def _expected(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> flo
     return sum(n * chance for n, chance in zip(buckets, _chances(lengths, buckets, batch), strict=True))
 
 
-def _best(places: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:
+def _best_buckets(candidates: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:
     """Choose so many of the places, the last among them, that batches rounded up to them are shortest on average.
 
     By dynamic programming: `least[j]` is the average of batches up to place j, where j is the last that was chosen.
     """
-    n = torch.tensor([0, *places], dtype=torch.float64)
+    n = torch.tensor([0, *candidates], dtype=torch.float64)
     below = torch.tensor([0.0, *accumulate(chances)], dtype=torch.float64)
     cost = n[None, :] * (below[None, :] - below[:, None])  # [i, j]: of batches above place i, rounded up to place j
     cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(1), cost, torch.inf)
     least, before = cost[0], []
-    for _ in range(min(count, len(places)) - 1):
+    for _ in range(min(count, len(candidates)) - 1):
         least, last = (least[:, None] + cost).min(0)
         before.append(last)
-    found, j = [len(places)], len(places)
+    choice, j = [len(candidates)], len(candidates)
     for last in reversed(before):
         j = int(last[j])
-        found.append(j)
-    return tuple([int(places[j - 1]) for j in reversed(found)])
+        choice.append(j)
+    return tuple([int(candidates[j - 1]) for j in reversed(choice)])

@@ -222,7 +222,7 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
 
 
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
-    with _files.LocalFolder(str(tmp_path)).alone():
+    with _files.LocalFolder(str(tmp_path)).exclusive():
         start = time.monotonic()
         with pytest.raises(fzero.errors.CheckpointError, match=r"another process saves here; give each a folder"):
             fzero.save(tmp_path, numbered(1))
@@ -380,7 +380,7 @@ def test_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, 
 
 def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path):
     ready, go = os.pipe(), os.pipe()
-    with _files.files_at(tmp_path).alone():
+    with _files.files_at(tmp_path).exclusive():
         child = os.fork()
         if child == 0:
             os.write(ready[1], b".")

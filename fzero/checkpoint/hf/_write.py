@@ -12,12 +12,12 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, runs, whole
+from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, full_block, runs
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, locked
 from fzero.checkpoint._holdings import Holdings, holdings
 from fzero.checkpoint._manifest import NAMES
-from fzero.checkpoint.hf._read import INDEX, SINGLE, Named, Stored, named_leaves
+from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh
 from fzero.sharding import elements
 
@@ -41,7 +41,7 @@ class _File(NamedTuple):
     name: str
     head: bytes
     size: int
-    tensors: dict[int, Stored]
+    tensors: dict[int, StoredTensor]
 
 
 @api_boundary
@@ -87,22 +87,22 @@ def write(
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_file) is not int or max_file < 1:
         raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
-    prepared: list[tuple[Holdings, list[_File]]] = []
+    results: list[tuple[Holdings, list[_File]]] = []
 
     def prepare() -> bytes:
-        held = holdings("params", params, mesh)
-        planned = _planned(named_leaves("params", held, name), dtype, max_file)
-        prepared.append((held, planned))
-        return files.path.encode() + b"".join([f.head for f in planned])
+        mine = holdings("params", params, mesh)
+        plan = _plan(named_leaves("params", mine, name), dtype, max_file)
+        results.append((mine, plan))
+        return files.path.encode() + b"".join([f.head for f in plan])
 
-    what = f"writing {files.path!r}"
-    nonce = agree(what, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
-    held, planned = prepared[0]
-    leads = mesh is None or mesh.rank == 0
+    task = f"writing {files.path!r}"
+    nonce = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
+    mine, plan = results[0]
+    is_leader = mesh is None or mesh.rank == 0
     with contextlib.ExitStack() as stack:
-        all_or_none(what, lambda: _reserve(files, planned, nonce, stack) if leads else None, mesh)
-        all_or_none(what, lambda: _write_own(files, planned, nonce, held), mesh)
-        all_or_none(what, lambda: _commit(files, planned, nonce) if leads else None, mesh)
+        all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if is_leader else None, mesh)
+        all_or_none(task, lambda: _write_local(files, plan, nonce, mine), mesh)
+        all_or_none(task, lambda: _commit(files, plan, nonce) if is_leader else None, mesh)
 
 
 def _local(folder: Any) -> LocalFolder:
@@ -114,14 +114,14 @@ def _local(folder: Any) -> LocalFolder:
     return files
 
 
-def _planned(leaves: Sequence[Named], dtype: torch.dtype | None, max_file: int) -> list[_File]:
+def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_File]:
     """Decide which file each leaf goes to, and where it lies there.
 
     Raises:
         ValueError: if two leaves have one name.
         TypeError: if safetensors has not a leaf's dtype.
     """
-    parts: list[list[tuple[Named, torch.dtype]]] = [[]]
+    parts: list[list[tuple[NamedLeaf, torch.dtype]]] = [[]]
     size, seen = 0, dict[str, str]()
     for leaf in leaves:
         path, name = leaf.paths[0], leaf.names[0]
@@ -140,15 +140,15 @@ def _planned(leaves: Sequence[Named], dtype: torch.dtype | None, max_file: int) 
     return [_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)]
 
 
-def _file(name: str, leaves: Sequence[tuple[Named, torch.dtype]]) -> _File:
+def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
     """Lay out a file: the larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    found, at = list[tuple[int, Stored]](), 0
+    found, at = list[tuple[int, StoredTensor]](), 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
         entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        found.append((leaf.number, Stored(name, NAMES[kind], shape, at)))
+        found.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -161,11 +161,11 @@ _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _TMP = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors\.[0-9a-f]{16}\.tmp")
 
 
-def _unfinished(name: str, nonce: str) -> str:
+def _temporary_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
-def _reserve(files: LocalFolder, planned: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
+def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
     """Make the files under other names, with their headers, as large as they will be; until the end, for nobody else.
 
     Raises:
@@ -175,39 +175,39 @@ def _reserve(files: LocalFolder, planned: Sequence[_File], nonce: str, stack: co
     fd = os.open(files.path, os.O_RDONLY)
     stack.callback(os.close, fd)
     stack.enter_context(locked(fd, files.path))
-    stack.callback(files.remove, [_unfinished(f.name, nonce) for f in planned])
+    stack.callback(files.remove, [_temporary_name(f.name, nonce) for f in plan])
     files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # of a write that was killed
-    free, needed = files.free(), sum(f.size for f in planned)
+    free, needed = files.free(), sum(f.size for f in plan)
     if free is not None and free < needed:
         raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
-    for file in planned:
-        with open(os.path.join(files.path, _unfinished(file.name, nonce)), "xb") as f:
+    for file in plan:
+        with open(os.path.join(files.path, _temporary_name(file.name, nonce)), "xb") as f:
             f.write(file.head)
             f.truncate(file.size)
             f.flush()
             os.fsync(f.fileno())
 
 
-def _write_own(files: LocalFolder, planned: Sequence[_File], nonce: str, held: Holdings) -> None:
+def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Holdings) -> None:
     """Write what this process writes of all files; it is durable on return."""
-    home = {number: i for i, file in enumerate(planned) for number in file.tensors}
-    opened: dict[int, int] = {}
+    file_numbers = {number: i for i, file in enumerate(plan) for number in file.tensors}
+    fds: dict[int, int] = {}
     try:
-        for rank in held.ranks:
-            for piece, x, start in held.owned(rank):
-                i, leaf = home[piece.leaf], held.cut.leaves[piece.leaf]
-                if i not in opened:
-                    opened[i] = os.open(os.path.join(files.path, _unfinished(planned[i].name, nonce)), os.O_WRONLY)
-                for run in runs(piece.range, BlockRange(whole(leaf.shape), 0, leaf.numel)):
-                    _write_run(opened[i], planned[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
-        for fd in opened.values():
+        for rank in mine.ranks:
+            for piece, x, start in mine.owned_pieces(rank):
+                i, leaf = file_numbers[piece.leaf], mine.tree.leaves[piece.leaf]
+                if i not in fds:
+                    fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
+                for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):
+                    _write_run(fds[i], plan[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
+        for fd in fds.values():
             os.fsync(fd)
     finally:
-        for fd in opened.values():
+        for fd in fds.values():
             os.close(fd)
 
 
-def _write_run(fd: int, to: Stored, first: int, x: torch.Tensor, start: int, numel: int) -> None:
+def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
     """Write elements of a tensor to their place in a file; those of another dtype in small parts."""
     assert to.dtype is not None
     at = to.at + first * to.dtype.itemsize
@@ -224,38 +224,38 @@ def _write_run(fd: int, to: Stored, first: int, x: torch.Tensor, start: int, num
 def _write_at(fd: int, view: memoryview, at: int) -> int:
     """Write bytes to a place in a file, which the system may do in parts; return where they end."""
     while len(view):
-        done = os.pwrite(fd, view, at)
-        view, at = view[done:], at + done
+        count = os.pwrite(fd, view, at)
+        view, at = view[count:], at + count
     return at
 
 
-def _commit(files: LocalFolder, planned: Sequence[_File], nonce: str) -> None:
+def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
     """Give the files their names, such that whoever reads meanwhile finds the old model, the new one, or none.
 
     A single file comes before an index. So it takes over as it gets its name, and gives way as it is removed.
     """
-    names = [f.name for f in planned]
-    there = files.names()
-    old = [n for n in there if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
-    if len(names) > 1 and set(names) & set(there):  # an old index would lead to files of both
+    names = [f.name for f in plan]
+    existing = files.names()
+    old = [n for n in existing if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
+    if len(names) > 1 and set(names) & set(existing):  # an old index would lead to files of both
         files.remove([INDEX])
         files.sync()
     for name in names:
-        os.rename(os.path.join(files.path, _unfinished(name, nonce)), os.path.join(files.path, name))
+        os.rename(os.path.join(files.path, _temporary_name(name, nonce)), os.path.join(files.path, name))
     files.sync()
     if len(names) > 1:
-        files.put(INDEX, _index(planned))
+        files.put(INDEX, _index(plan))
     else:
         files.remove([INDEX])
     files.remove(old)
     files.sync()
 
 
-def _index(planned: Sequence[_File]) -> bytes:
+def _index(plan: Sequence[_File]) -> bytes:
     """Write down which file each tensor is in, and how large all are."""
     weights: dict[str, str] = {}
-    for file in planned:
+    for file in plan:
         entries = json.loads(file.head[8:])
         weights |= {name: file.name for name in entries if name != "__metadata__"}
-    total = sum(f.size - len(f.head) for f in planned)
+    total = sum(f.size - len(f.head) for f in plan)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode() + b"\n"
