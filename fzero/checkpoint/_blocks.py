@@ -1,4 +1,4 @@
-"""Blocks: flat ranges of parts of a tensor, which of their elements two share, and the memory behind them as bytes."""
+"""Blocks: flat ranges of a tensor's parts, the elements that two ranges share, and a tensor's memory as bytes."""
 
 import ctypes
 import itertools
@@ -28,29 +28,29 @@ __all__ = [
     "view_or_chunks",
 ]
 
-# Tensors as bytes: views of their memory where it can be read and written directly, else small copies.
+# Tensors as bytes: views of their memory if this process can access it directly, else small copies.
 
 
-CHUNK = 1 << 22  # bytes, of what has to be copied
+CHUNK = 1 << 22  # bytes of a copy
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:
-    """View the memory of a contiguous CPU tensor, which lives as long as the view."""
+    """View the memory of a contiguous CPU tensor as bytes. The view keeps the memory alive."""
     if not x.numel():
         return memoryview(b"")
-    # not by numpy, which need not be installed, and has no bfloat16
+    # not through numpy, which may not be installed and has no bfloat16
     memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     memory.owner = x
     return memoryview(memory).cast("B")
 
 
 def is_direct(x: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is its elements in their order, for this process to read and write."""
+    """Return whether this process can read and write a tensor's elements, in order, directly in its memory."""
     return x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
 def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the bytes of the elements of a tensor from `start` to before `stop`, in row-major order."""
+    """Yield the bytes of a tensor's elements from `start` to before `stop`, in row-major order."""
     if is_direct(x):
         yield bytes_of(x.view(-1)[start:stop])
         return
@@ -61,7 +61,7 @@ def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor from `start` to before `stop`, contiguous: a view, or small copies one by one."""
+    """Yield a tensor's elements from `start` to before `stop`, contiguous: one view, or small copies in turn."""
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]
         return
@@ -70,11 +70,11 @@ def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
         yield elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
 
 
-# Which tensors share memory: two leaves that are read into one place would both be what came last.
+# Tensors that share memory: if two leaves were read into the same memory, both would hold the later one.
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Return the numbers of the tensors that share an element with one before, or whose own elements share memory."""
+    """Return the indices of tensors that share an element with an earlier tensor, or whose own elements overlap."""
     spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
     found = {i for *_, i in spans if _repeats(tensors[i])}
     active: list[tuple[int, int, int, int]] = []
@@ -87,19 +87,19 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """Return a tensor's first byte in its storage, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return start, start + (last + 1) * x.element_size()
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Return whether a tensor is expanded: several elements lie in one place."""
+    """Return whether a tensor is expanded, so that several elements share memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors, whose spans overlap, have a byte in common: columns of a matrix have none."""
+    """Return whether two tensors with overlapping spans share a byte. Two columns of a matrix share none."""
     if x.is_contiguous() and y.is_contiguous():
         return True
     (a, stop), (b, end) = _span(x), _span(y)
@@ -110,24 +110,24 @@ def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
-    """View the places of a tensor's bytes."""
+    """View the bytes of a buffer that a tensor's elements occupy."""
     size = x.element_size()
     return buffer.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
 
 
-# Memory to read into: of its own for each leaf.
+# Memory to read into: each leaf gets its own.
 
 
 def materialize(like: Any, mesh: Mesh | None) -> Any:
-    """Give each tensor on the meta device memory, on the mesh's device; shards hold zeros, so their padding does.
+    """Allocate memory on the mesh's device for each tensor on the meta device. Shards begin as zeros, for the padding.
 
-    So get leaves that share memory with another leaf, as averages that start as the parameters do. Leaves that lie side
-    by side in one buffer will again. All other values are taken over.
+    A leaf that shares memory with another leaf gets new memory too, such as averages that start as the parameters.
+    Leaves that lie side by side in one buffer lie so again. All other values are kept.
     """
     device = mesh.device_mesh.device_type if mesh is not None and mesh.distributed else "cpu"
     entries, structure = tree.flatten(like, is_box)
-    plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # one that is tied is one leaf
-    boxed = [x for entry in entries for x in _box_tensors(entry)]  # of a box each is one, whatever is tied
+    plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
+    boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
     shared = overlapping([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
     buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
@@ -164,22 +164,22 @@ def _box_tensors(entry: Any) -> list[torch.Tensor]:
 
 
 def _devices(entry: Any, device: str) -> list[str]:
-    """List where the tensors in a box belong: the host's pieces of a shard into its memory."""
+    """List the device of each tensor in a box. A shard's host pieces belong in host memory."""
     if isinstance(entry, Shard):
         return ["cpu" if space == "host" else device for space in spaces(entry)]
     return [device] * len(_box_tensors(entry))
 
 
 def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
-    """Make a dense tensor like another; for one on the meta device, on a device."""
+    """Return zeros with the shape and dtype of a tensor, on its device; on `device` if it is a meta tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
 
-# Blocks: flat ranges of parts of a tensor, and the runs of elements that two of them share. Numbers only.
+# Blocks: flat ranges of parts of a tensor, and the runs of elements that two ranges share, all as numbers.
 
 
 Block = tuple[tuple[int, int], ...]
-"""A part of a tensor: its offset and size along each dimension."""
+"""A part of a tensor: the offset and size along each dimension."""
 
 
 class BlockRange(NamedTuple):
@@ -191,7 +191,7 @@ class BlockRange(NamedTuple):
 
 
 class CommonRun(NamedTuple):
-    """Elements that follow one another in two ranges: where they begin in each, from its start, and how many."""
+    """Contiguous elements that two ranges share: where they begin in the first and in the second, and how many."""
 
     at: int
     to: int
@@ -199,7 +199,7 @@ class CommonRun(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A box of elements of a block that lie one after the other; `flat` is where the first one is in the block."""
+    """A rectangle of consecutive elements of a block; `flat` is the position of the first one in the block."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -207,12 +207,12 @@ class Rectangle(NamedTuple):
 
 
 def full_block(shape: tuple[int, ...]) -> Block:
-    """Return the block that is all of a tensor."""
+    """Return the block that covers a whole tensor."""
     return tuple([(0, size) for size in shape])
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
-    """Cut a flat range of a tensor of `d` dimensions into at most 2 d - 1 rectangles, in their order.
+    """Split a flat range of a `d`-dimensional tensor into at most 2 d - 1 rectangles, in order.
 
     Example:
         >>> [r.sizes for r in rectangles((3, 4), 2, 11)]
@@ -224,8 +224,8 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
         yield Rectangle((start,) if shape else (), (stop - start,) if shape else (), start)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows: from the first to before the last
-    if first > last:  # all in one row
+    first, last = -(-start // row), stop // row  # full rows: from the first to before the last
+    if first > last:  # the range lies within one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -243,9 +243,9 @@ def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[R
 
 
 def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
-    """List the elements of a tensor that two ranges of it have in common, as runs that are contiguous in both.
+    """List the elements that two ranges of a tensor share, as runs that are contiguous in both.
 
-    Of ranges of one block there is at most one run. A block that is cut otherwise gives a run for each row.
+    Two ranges of one block share at most one run. Two ranges of different blocks share one run per row.
     """
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
@@ -266,13 +266,13 @@ def _common(
     target_shape: tuple[int, ...],
     b: Rectangle,
 ) -> Iterator[CommonRun]:
-    """List the runs of the box in which two rectangles meet."""
+    """List the runs in the intersection of two rectangles."""
     box = []
     for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.block, *b[:2], target.block, strict=True):
         box.append((max(i + x, j + y), min(i + n + x, j + m + y)))
     if any(low >= high for low, high in box):
         return
-    d = len(box) - 1  # a run spans the dimensions from d on
+    d = len(box) - 1  # a run spans dimensions d, d + 1, ...
     while d and box[d][1] - box[d][0] == source_shape[d] == target_shape[d]:
         d -= 1
     numel = math.prod([high - low for low, high in box[d:]])
@@ -282,7 +282,7 @@ def _common(
 
 
 def _place(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
-    """Return where an element lies in a range; the element is given by its place along each dimension."""
+    """Return the position in a range of an element, which is given by its index along each dimension."""
     at = 0
     for i, (offset, _), size in zip(element, within.block, shape, strict=True):
         at = at * size + i - offset

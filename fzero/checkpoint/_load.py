@@ -1,4 +1,4 @@
-"""Loading: each rank reads its own ranges of the files, straight into its shards, and checks their sums."""
+"""Loading: each rank reads its own ranges of the files straight into its shards, and checks their checksums."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,23 +26,23 @@ __all__ = ["ReadRequest", "load", "load_files", "read_blocks", "read_requests"]
 def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False) -> Any:
     """Read a checkpoint into a tree, in any layout, on any number of ranks. All ranks of the mesh call it.
 
-    Each rank reads its own parts of the files, into the memory of `like`. Beside it a load takes a block of 4 MiB.
+    Each rank reads its own ranges of the files into the memory of `like`. A load needs 4 MiB of memory beyond that.
 
     Args:
-        path: the folder, or URL, that `fzero.save` was given.
-        like: a tree with the structure, shapes and dtypes of the one that was saved, in the layout that the result is
-            to have. Its tensors are overwritten, and become the result's. Of tensors on the meta device, as
-            `step.init` of a module on the meta device gives them, memory is made, and of those that share memory.
+        path: the folder or URL of the checkpoint, as given to `fzero.save`.
+        like: a tree with the structure, shapes and dtypes of the saved tree, in the layout that the result should
+            have. Its tensors are overwritten and become the result's. Tensors on the meta device, such as
+            `step.init` of a meta module returns, get new memory; so do tensors that share memory.
         mesh: the ranks that `like` lies on; None for a tree without boxes in one process.
-        partial: whether the checkpoint may have leaves that `like` has not, such as the optimizer's.
+        partial: whether the checkpoint may have leaves that `like` lacks, such as the optimizer's.
 
     Returns:
-        The tree. Values that are no tensors are the checkpoint's.
+        The tree. Its values that are not tensors come from the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, if there is no checkpoint, it is of another tree, or damaged. Names the first
-            three leaves, or the file. If a file turned out to be damaged, `like` holds parts of it.
-        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
+        CheckpointError: on all ranks, if there is no checkpoint, it is damaged, or it holds another tree. The message
+            names the file, or the first three leaves. If a file was found damaged, `like` may be partly overwritten.
+        ValueError: if two leaves have one path, or a box was sharded for another mesh. The message names the path.
         DonatedError: if a leaf of `like` was donated.
 
     Example:
@@ -50,8 +50,8 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
         >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=3)
         >>> fzero.save(folder, {"w": torch.arange(4.0)})
         Saving(..., committed)
-        >>> cut = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
-        >>> fzero.load(folder, like=cut, mesh=mesh)["w"].data
+        >>> like = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
+        >>> fzero.load(folder, like=like, mesh=mesh)["w"].data
         tensor([[0., 1.],
                 [2., 3.],
                 [0., 0.]])
@@ -60,7 +60,7 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
 
 
 def load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool = False) -> Any:
-    """Read a checkpoint out of some files, as `load` does; again, if another save took its place meanwhile."""
+    """Read a checkpoint as `load` does. Start again if another save replaced the checkpoint meanwhile."""
     while True:
         checksums: list[int] = []
         try:
@@ -71,7 +71,7 @@ def load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool = False
 
 
 def _is_replaced(files: Files, checksums: list[int], mesh: Mesh | None) -> bool:
-    """Return whether the manifest is another one now, on any rank."""
+    """Return whether the manifest has changed since it was read, on any rank."""
     try:
         is_new = bool(checksums) and read_manifest(files)[1] != checksums[0]
     except (CheckpointError, OSError):
@@ -97,7 +97,7 @@ def _load_files(files: Files, like: Any, mesh: Mesh | None, partial: bool, check
     if mesh is not None and mesh.distributed:
         sums = [crc for (crc,) in numbers_of_all(torch.tensor([crc]), mesh)]
         if len(set(sums)) > 1:
-            raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is it one file system?")
+            raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     manifest, result, mine = results[0]
     check_same(f"loading {files.path!r}", Manifest("", mine.tree, (), 0.0).text(), mesh)
     by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, mine), mesh)
@@ -117,10 +117,10 @@ def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bo
     """Check that a tree has the leaves of a checkpoint, with their shapes and dtypes.
 
     Raises:
-        CheckpointError: if not. Names the first three leaves.
+        CheckpointError: if the leaves differ. The message names the first three.
     """
     theirs = {**{p: str(saved.leaves[i]) for p, i in saved.number.items()}, **dict.fromkeys(saved.values, "a value")}
-    # None is no leaf, and may be missing on either side
+    # None is not a leaf, and may be missing on either side
     items = [(path, x) for path, x in mine.values.items() if path in theirs or not is_none(x)]
     parts = [p for path, x in items for p in paths_of(path, x, saved.values)]
     ours = {**{p: str(mine.leaves[i]) for p, i in mine.number.items()}, **dict.fromkeys(parts, "a value")}
@@ -136,7 +136,7 @@ def check_alike(files: Files, saved: ShardedTree, mine: ShardedTree, partial: bo
     )
     for path, first in mine.ties.items():
         if not problems and saved.number[path] != saved.number[first]:
-            problems.append(f"leaves {first!r} and {path!r} are one tensor in the tree, and two in it")
+            problems.append(f"leaves {first!r} and {path!r} are one tensor in the tree, and two in the checkpoint")
     if problems:
         more = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
@@ -148,8 +148,8 @@ def _differs(path: str, saved: ShardedTree, mine: ShardedTree, theirs: str, ours
     one, other = saved.number.get(path), mine.number.get(path)
     if one is not None and other is not None and saved.leaves[one].per_rank and mine.leaves[other].per_rank:
         return (
-            f"leaf {path!r} is a PerRank value, {theirs} there and {ours} here: it differs by rank, and cannot be cut "
-            "anew for another mesh; save what does not depend on the ranks, such as one position in the data"
+            f"leaf {path!r} is a PerRank value, {theirs} there and {ours} here: it differs by rank, and cannot be "
+            "resharded for another mesh; save what does not depend on the ranks, such as one position in the data"
         )
     return f"leaf {path!r} is {theirs} there, and {ours} here"
 
@@ -158,7 +158,7 @@ def _differs(path: str, saved: ShardedTree, mine: ShardedTree, theirs: str, ours
 
 
 class ReadRequest(NamedTuple):
-    """Bytes of a file, and the elements of a tensor that they belong to."""
+    """A range of bytes of a file, and the range of a tensor that they are read into."""
 
     at: int
     nbytes: int
@@ -167,7 +167,7 @@ class ReadRequest(NamedTuple):
 
 
 def _by_file(manifest: Manifest, mine: Holdings) -> dict[int, list[ReadRequest]]:
-    """List what this process holds by the file that it is in; what simulated ranks share is there once."""
+    """List the reads of this process by file. Memory that simulated ranks share is read once."""
     requests: dict[int, list[ReadRequest]] = {}
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
@@ -182,7 +182,7 @@ def _by_file(manifest: Manifest, mine: Holdings) -> dict[int, list[ReadRequest]]
 
 
 def _fill(files: Files, manifest: Manifest, mine: Holdings, by_file: dict[int, list[ReadRequest]]) -> None:
-    """Read all that this process holds, file by file."""
+    """Read all ranges that this process holds, file by file."""
     for writer, requests in sorted(by_file.items()):
         read_blocks(files, manifest, writer, requests)
     for memory in mine.memory:
@@ -194,10 +194,10 @@ def _fill(files: Files, manifest: Manifest, mine: Holdings, by_file: dict[int, l
 def read_requests(
     manifest: Manifest, leaf: int, target: BlockRange, x: torch.Tensor, first: int
 ) -> Iterator[tuple[int, ReadRequest]]:
-    """Find the parts of files that a range of a leaf is in; it lies in a tensor, from the element `first` on.
+    """Find the parts of files that hold a range of a leaf. The range begins at element `first` of the tensor `x`.
 
     Yields:
-        The rank whose file it is, and the part.
+        The rank whose file holds the part, and the read.
     """
     size = x.element_size()
     for writer, at, written in manifest.tree.writers(leaf, target):
@@ -207,10 +207,10 @@ def read_requests(
 
 
 def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[ReadRequest]) -> None:
-    """Read parts of a rank's file into tensors, a block at a time, and check each block's sum.
+    """Read parts of a rank's file into tensors, a block at a time, and check each block's checksum.
 
     Raises:
-        DamagedError: if the file is missing or cut, or a block's sum differs. Names the file and the leaves.
+        DamagedError: if the file is missing or truncated, or a checksum differs. The message names the file and leaves.
     """
     name, file, scratch = manifest.names[rank], manifest.files[rank], bytearray(BLOCK)
     batch = sorted(requests, key=lambda request: request.at)
@@ -231,7 +231,7 @@ def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[
 
 
 def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[ReadRequest]]:
-    """Split sorted parts into some that do not overlap, and the rest: untied leaves want the same bytes."""
+    """Split sorted reads into reads that do not overlap, and the rest. Untied leaves may read the same bytes."""
     batch, rest, end = [], [], 0
     for request in requests:
         (batch if request.at >= end else rest).append(request)
@@ -240,7 +240,7 @@ def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadReques
 
 
 def _by_block(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:
-    """Cut sorted parts at the borders of blocks, and yield those of each block."""
+    """Split sorted reads at block boundaries, and yield the reads of each block."""
     parts: list[ReadRequest] = []
     block = -1
     for request in requests:
@@ -260,7 +260,7 @@ def _by_block(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadR
 def _views(
     parts: Sequence[ReadRequest], start: int, stop: int, scratch: memoryview
 ) -> tuple[list[memoryview], list[Callable[[], None]]]:
-    """List where the bytes of a block go: into tensors, or what is between them nowhere; and what is then to do."""
+    """List the buffers for a block's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
     views, finish, at, used = list[memoryview](), list[Callable[[], None]](), start, 0
     for request in [*parts, None]:
         gap = (stop if request is None else request.at) - at
@@ -281,7 +281,7 @@ def _views(
 
 
 def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
-    """Name the first leaves of which a range of bytes of a file holds some."""
+    """Name the first leaves that lie in a range of bytes of a file."""
     at, names = manifest.base(rank), []
     for piece in manifest.tree.owned_pieces(rank):
         leaf = manifest.tree.leaves[piece.leaf]
@@ -289,4 +289,4 @@ def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
         if at < stop and start < end:
             names.append(repr(leaf.path))
         at = end
-    return f"; they are of {', '.join(names[:3])}{' and others' if names[3:] else ''}" if names else ""
+    return f"; they hold {', '.join(names[:3])}{' and others' if names[3:] else ''}" if names else ""

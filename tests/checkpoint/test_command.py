@@ -126,10 +126,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["diff", "RUN", "RUN"], "has the checkpoints of a run: give one, such as its step-00000012"),
     (
         ["export", "RUN/step-00000012", "OUT/x.safetensors", "--prefix", "model"],
-        "has no leaves below 'model'; its first keys are",
+        "has no leaves below 'model': its first keys are",
     ),
     (["export", "RUN/step-00000012", "RUN/step-00000012/manifest.json/x"], "Not a directory"),
-    (["export", "RUN/step-00000012", "OUT/x.bin"], "no .safetensors file, and no folder: use --torch"),
+    (["export", "RUN/step-00000012", "OUT/x.bin"], "no .safetensors file and no folder: use --torch"),
     (["export", "RUN/step-00000012", "OUT/x.safetensors", "--torch"], "torch.save writes no safetensors"),
 ]
 

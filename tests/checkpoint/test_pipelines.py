@@ -223,7 +223,7 @@ def test_a_list_whose_name_ends_alike_is_another():
 def test_a_tree_without_the_list_is_refused(tmp_path):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
     step, state = like_in(placed, loss_of(4), params_of(4))
-    text = r"leaf '0.w' is 'blocks.0.w' among the parameters, where the list 'blocks' is stacked by rank: give a tree"
+    text = r"leaf '0.w' is the parameter 'blocks.0.w' of the list 'blocks', which is stacked by rank: expected a tree"
     with pytest.raises(ValueError, match=text):
         fzero.save(tmp_path, state["params"]["blocks"], step.mesh)
 
@@ -243,10 +243,10 @@ def test_a_manifest_tells_versions_apart(tmp_path):
 @pytest.mark.parametrize(
     ("at", "copies", "said"),
     [
-        ([["pp", 2]], [], "a group is held by ranks that are none"),
-        ([["xx", 0]], [], "a group is cut along axes that are none"),
-        ([["pp", 0]], [9], "a group has copies of no leaf"),
-        ([["pp", 0]], [0], "leaves are in no group, or two"),
+        ([["pp", 2]], [], "a group is held by ranks that do not exist"),
+        ([["xx", 0]], [], "a group is sharded along an unknown axis"),
+        ([["pp", 0]], [9], "a group has a copy of a leaf that does not exist"),
+        ([["pp", 0]], [0], "a leaf is in no group, or in several"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_damaged(tmp_path, at, copies, said):

@@ -205,7 +205,7 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
         refused(rf"value 'best' is missing on rank 0 and 1.0 on rank {last}$", fzero.save, path, more, mesh)
         mine = {"w": object()} if mesh.rank == last else other
         if mesh.rank == last:
-            with pytest.raises(TypeError, match=r"the tree leaf 'w' is '<object .* which no checkpoint holds"):
+            with pytest.raises(TypeError, match=r"the tree leaf 'w' is '<object .* which a checkpoint cannot hold"):
                 fzero.save(path, mine, mesh)
         else:
             refused(rf"rank {last} failed: TypeError: the tree leaf 'w' is '<object", fzero.save, path, mine, mesh)
