@@ -224,7 +224,7 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
     with _files.LocalFolder(str(tmp_path)).exclusive():
         start = time.monotonic()
-        with pytest.raises(fzero.errors.CheckpointError, match=r"another process saves here; give each a folder"):
+        with pytest.raises(fzero.errors.CheckpointError, match=r"another process saves here: give each process its own folder"):
             fzero.save(tmp_path, numbered(1))
         assert time.monotonic() - start < 5
     fzero.save(tmp_path, numbered(1))

@@ -303,7 +303,7 @@ def test_a_write_that_fails_leaves_the_old_model_and_no_file_of_its_own(tmp_path
     assert folder_of(tmp_path) == before
     monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 100)
     with pytest.raises(
-        fzero.errors.CheckpointError, match=r"there is no room for \d+ bytes in .*: its disk has 100 left"
+        fzero.errors.CheckpointError, match=r"the save needs \d+ bytes, and its disk has 100 free"
     ):
         fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before

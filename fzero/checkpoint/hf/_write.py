@@ -179,7 +179,7 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
     files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # of a write that was killed
     free, needed = files.free(), sum(f.size for f in plan)
     if free is not None and free < needed:
-        raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
+        raise CheckpointError(f"{files.path!r}: the save needs {needed:,} bytes, and its disk has {free:,} free")
     for file in plan:
         with open(os.path.join(files.path, _temporary_name(file.name, nonce)), "xb") as f:
             f.write(file.head)
