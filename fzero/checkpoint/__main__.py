@@ -26,7 +26,7 @@ DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these words, those of the process if None, and return its exit code."""
+    """Run the command with these arguments, by default the process's, and return its exit code."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -48,27 +48,27 @@ def _parser() -> argparse.ArgumentParser:
 
     ls = command("ls", _ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
     ls.add_argument("--limit", type=_count, metavar="N", help="list the first N leaves")
-    command("verify", _verify, "Read a checkpoint, or all of a run's folder, and compare each checksum.", "path")
+    command("verify", _verify, "Read a checkpoint, or all checkpoints of a run, and compare each checksum.", "path")
     command("diff", _diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
-    text = "Write the leaves, whole, to a file of safetensors, to model.safetensors in a folder, or as torch.save does."
+    text = "Write the full leaves to a safetensors file, to model.safetensors in a folder, or as torch.save does."
     out = command("export", _export, text, "path", "out")
-    out.add_argument("--prefix", default="", help="write what lies below this path, such as params, named from there")
+    out.add_argument("--prefix", default="", help="write the leaves below this path, such as params, without the path")
     out.add_argument("--dtype", choices=DTYPES, help="cast floating point leaves")
-    out.add_argument("--torch", action="store_true", help="write a file for torch.load; it takes memory for all leaves")
+    out.add_argument("--torch", action="store_true", help="write a file for torch.load; needs memory for all leaves")
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of leaves: give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of leaves: give 0 or more")
     return int(text)
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
 def _print(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as it is into a file."""
+    """Print a table as wide as the terminal, or in its full width to a file."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=10_000)
@@ -84,7 +84,7 @@ def _table(*columns: str) -> Table:
 
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, and yield what is called with the bytes that are done and those of all."""
+    """Show a progress bar on a terminal, and yield the function that updates it with the bytes done and in total."""
     console = Console(stderr=True)
     columns = [TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(
@@ -106,29 +106,29 @@ def _date(manifest: Manifest) -> str:
 
 
 def _steps(path: str) -> list[int]:
-    """List the steps of a run's folder; none if it is one checkpoint.
+    """List the steps of a run's folder; none if the folder is one checkpoint.
 
     Raises:
-        CheckpointError: if it is neither.
+        CheckpointError: if the folder is neither.
     """
     files = files_at(path)
     if files.size(MANIFEST) is not None:
         return []
     steps = step_numbers(files)
     if not steps:
-        raise CheckpointError(f"{files.path!r} is no checkpoint, and no run's: it has no {MANIFEST}, and no step-*")
+        raise CheckpointError(f"{files.path!r} is neither a checkpoint nor a run: it has no {MANIFEST} and no step-*")
     return steps
 
 
 def _one(path: str) -> str:
-    """Return the path of one checkpoint.
+    """Return the path if it is one checkpoint.
 
     Raises:
-        CheckpointError: if it is a run's.
+        CheckpointError: if it is the folder of a run.
     """
     steps = _steps(path)
     if steps:
-        raise CheckpointError(f"{path!r} has the checkpoints of a run: give one, such as its {step_name(steps[-1])}")
+        raise CheckpointError(f"{path!r} is the folder of a run: give one checkpoint, such as {step_name(steps[-1])}")
     return path
 
 
@@ -183,7 +183,7 @@ def _verify(args: Any) -> int:
             print(f"{folder.path}: whole, {nbytes:,} bytes")
         except CheckpointError as error:
             if step is not None and step not in step_numbers(files):
-                print(f"{folder.path}: let go meanwhile")
+                print(f"{folder.path}: removed meanwhile")
                 continue
             failed += 1
             print(" ".join(str(error).split()), file=sys.stderr)

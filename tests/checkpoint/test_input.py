@@ -73,7 +73,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"two leaves of the path 'a.b': a dot in a key",
     ),
-    "a dtype": ({"a": torch.zeros(2, dtype=torch.float8_e4m3fnuz)}, TypeError, r"leaf 'a' has dtype torch.float8_e4m3fnuz"),
+    "a dtype": (
+        {"a": torch.zeros(2, dtype=torch.float8_e4m3fnuz)},
+        TypeError,
+        r"leaf 'a' has dtype torch.float8_e4m3fnuz",
+    ),
 }
 
 
@@ -139,7 +143,9 @@ def test_values_that_are_no_tensors_are_the_checkpoints(tmp_path):
 
 
 def test_a_leaf_that_is_not_there_is_named(saved):
-    with pytest.raises(fzero.errors.CheckpointError, match=r"has no leaf 'x': it has 4 leaves, such as 'a', 'b.c', 'n'"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"has no leaf 'x': it has 4 leaves, such as 'a', 'b.c', 'n'"
+    ):
         fzero.checkpoint.read(saved, "x")
 
 

@@ -1,4 +1,4 @@
-"""Reading: each rank reads its own ranges of the files of Hugging Face, straight into its shards."""
+"""Reading: each rank reads its own ranges of Hugging Face's files straight into its shards."""
 
 import json
 import math
@@ -21,17 +21,17 @@ from fzero.sharding import elements, put_elements
 
 __all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "Tensors", "named_leaves", "read", "tensors_in"]
 
-# Which leaves a tree has, in its own order, and what they are called in a folder of Hugging Face.
+# The leaves of a tree, in its own order, and their names in a folder of Hugging Face.
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf, and what it is called.
+    """A leaf and its names in the folder.
 
     Attributes:
-        number: of the leaf in the cut.
+        number: the number of the leaf in the sharded tree.
         leaf: the leaf.
-        paths: all its places in the tree; several if it is tied.
-        names: what `name` makes of each.
+        paths: all paths of the leaf in the tree; a tied leaf has several.
+        names: the name of each path.
     """
 
     number: int
@@ -41,22 +41,23 @@ class NamedLeaf(NamedTuple):
 
 
 def named_leaves(label: str, mine: Holdings, name: Callable[[str], str]) -> list[NamedLeaf]:
-    """List the leaves of a tree in its order, which no layout changes.
+    """List the leaves of a tree in its own order, which does not depend on the layout.
 
     Raises:
-        TypeError: if a leaf is no tensor, or differs by rank, or `name` gives no text. The message names its path.
+        TypeError: if a leaf is not a tensor, a leaf differs by rank, or `name` returns no string. The message names
+            the leaf's path.
     """
     tree = mine.tree
     for path, x in tree.values.items():
         if not is_empty(x):
             raise TypeError(
-                f"{label} leaf {path!r} is {str(x)[:80]!r}, and a folder of safetensors holds tensors only: "
+                f"{label} leaf {path!r} is {str(x)[:80]!r}, but a folder of safetensors holds tensors only: "
                 "leave it out of the tree"
             )
     for leaf in tree.leaves:
         if leaf.per_rank:
             raise TypeError(
-                f"{label} leaf {leaf.path!r} is a PerRank value, and a folder of safetensors has one for all ranks: "
+                f"{label} leaf {leaf.path!r} is a PerRank value, but a folder of safetensors has one for all ranks: "
                 "make it replicated, such as by fzero.collectives.pmean in a step"
             )
     places: dict[int, list[str]] = {}
@@ -72,17 +73,17 @@ def named_leaves(label: str, mine: Holdings, name: Callable[[str], str]) -> list
 def _name(path: str, name: Callable[[str], str]) -> str:
     result = name(path)
     if not isinstance(result, str) or result in ("", "__metadata__"):
-        raise TypeError(f"name({path!r}) gave {result!r}: expected the name of a tensor, such as 'lm_head.weight'")
+        raise TypeError(f"name({path!r}) returned {result!r}: expected a tensor's name, such as 'lm_head.weight'")
     return result
 
 
-# What a folder of safetensors says that it holds. Nothing is believed: not a name, a length, an offset, or a shape.
+# The content of a folder of safetensors. Nothing in it is trusted: no name, length, offset or shape.
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers calls them
-_LONGEST = 100_000_000  # bytes of a header or an index; safetensors' own bound
-_LIMIT = 1 << 48  # elements along a dimension, and bytes
-_DIMS = 64  # torch's own bound
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
+_LONGEST = 100_000_000  # bytes of a header or an index; safetensors' own limit
+_LIMIT = 1 << 48  # an upper bound of sizes and offsets
+_DIMS = 64  # torch's own limit
 
 
 class StoredTensor(NamedTuple):
@@ -90,8 +91,8 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         file: the name of the file.
-        kind: its dtype, as safetensors calls it.
-        shape: of it.
+        kind: its dtype, by safetensors' name.
+        shape: its shape.
         at: where it begins in the file, in bytes.
     """
 
@@ -102,8 +103,8 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of its elements; None if torch has none that is read here, as of packed 4-bit numbers."""
-        return None if self.kind == "C128" else DTYPES.get(self.kind)  # C128 is of fzero's own checkpoints
+        """The dtype of its elements; None if it cannot be read here, such as packed 4-bit numbers."""
+        return None if self.kind == "C128" else DTYPES.get(self.kind)  # only fzero's own checkpoints have C128
 
     def __str__(self) -> str:
         kind = self.kind if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -114,8 +115,8 @@ class Tensors(NamedTuple):
     """The tensors of a folder.
 
     Attributes:
-        stored: each by its name.
-        crc: a checksum of the headers, which ranks compare.
+        stored: each tensor, by name.
+        crc: a checksum of the headers, which the ranks compare.
     """
 
     stored: dict[str, StoredTensor]
@@ -125,10 +126,10 @@ class Tensors(NamedTuple):
 def tensors_in(files: Files) -> Tensors:
     """List the tensors of a folder: of `model.safetensors`, or of the files that its index names.
 
-    Where both are there, the single file is meant, as it is to transformers.
+    If the folder has both, the single file counts, as in transformers.
 
     Raises:
-        CheckpointError: if there is neither, or a file is missing, or what one says cannot be. Names the file.
+        CheckpointError: if the folder has neither, or a file is missing or damaged. The message names the file.
     """
     if files.size(SINGLE) is not None:
         return Tensors(*_header(files, SINGLE))
@@ -159,17 +160,17 @@ def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is none: {str(error)[:80]}") from None
+        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is invalid: {str(error)[:80]}") from None
     if not isinstance(body, dict):
-        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is no object")
+        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is not an object")
     return body
 
 
 def _weight_map(files: Files) -> dict[str, str]:
-    """Read which file each tensor is in, and check that it is a file of this folder."""
+    """Read which file holds each tensor, and check that each file name lies in this folder."""
     size = files.size(INDEX) or 0
     if size > _LONGEST:
-        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes, and no index is so large")
+        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes: expected at most {_LONGEST:,}")
     weights = _parse(files, INDEX, _bytes(files, INDEX, 0, size)).get("weight_map")
     if not isinstance(weights, dict):
         raise DamagedError(f"{files.path!r}: {INDEX} is damaged: it has no 'weight_map'")
@@ -182,7 +183,7 @@ def _weight_map(files: Files) -> dict[str, str]:
 
 
 def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
-    """Read a file's header: its tensors, and a checksum of it."""
+    """Read a file's header: its tensors, and a checksum of the header."""
 
     def check(holds: bool, reason: str) -> None:
         if not holds:
@@ -194,7 +195,7 @@ def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
     check(size >= 8, f"it has {size} bytes")
     first = _bytes(files, name, 0, 8)
     numel = int.from_bytes(first, "little")
-    check(numel <= min(size - 8, _LONGEST), f"it has {size:,} bytes, and its header would have {numel:,}")
+    check(numel <= min(size - 8, _LONGEST), f"it has {size:,} bytes, but its header claims to have {numel:,}")
     text = _bytes(files, name, 8, numel)
     entries = _parse(files, name, text)
     entries.pop("__metadata__", None)
@@ -207,15 +208,15 @@ def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
         found[tensor] = stored
         spans.append((stored.at, stop, tensor))
     end = 8 + numel
-    for start, stop, tensor in sorted(spans):  # one after the other, as safetensors has it: then no two share bytes
-        check(start == end, f"{tensor!r} begins at byte {start:,}, and what is before it ends at {end:,}")
+    for start, stop, tensor in sorted(spans):  # safetensors has no gaps and no overlaps, so no two share bytes
+        check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")
         end = stop
-    check(end == size, f"it has {size:,} bytes, and its header tells of {end:,}")
+    check(end == size, f"it has {size:,} bytes, but its header describes {end:,}")
     return found, zlib.crc32(text, zlib.crc32(first))
 
 
 def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
-    """Return what a header says of a tensor, and where that ends; None if it cannot be."""
+    """Return the tensor that a header entry describes, and where it ends; None if the entry is invalid."""
     if not isinstance(entry, dict):
         return None, 0
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -228,11 +229,11 @@ def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
 
 
 def _is_sizes(x: Any, limit: int) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of sizes, and not of too many."""
+    """Return whether a value is a list of at most `limit` sizes."""
     return type(x) is list and len(x) <= limit and all(type(n) is int and 0 <= n < _LIMIT for n in x)
 
 
-CHUNK = 1 << 22  # bytes, of what is cast or compared
+CHUNK = 1 << 22  # bytes that are cast or compared at a time
 
 
 @api_boundary
@@ -246,33 +247,33 @@ def read(
 ) -> Any:
     """Read a folder of safetensors, as `save_pretrained` writes it, into a tree in any layout. All ranks call it.
 
-    Each rank reads its own ranges of the files, into the memory of `like`. Beside it a read takes 4 MiB.
+    Each rank reads its own ranges of the files into the memory of `like`. A read needs 4 MiB of memory beyond that.
 
     Args:
         folder: a folder with `model.safetensors`, or with several files and `model.safetensors.index.json`.
-        like: the tree, in the layout that the result is to have, such as `step.init` gives parameters. Its tensors are
-            overwritten, and become the result's. Of tensors on the meta device memory is made. Floating leaves may
-            have another dtype than in the files.
+        like: the tree, in the layout that the result should have, such as `step.init` returns parameters. Its tensors
+            are overwritten and become the result's. Tensors on the meta device get new memory. A floating point leaf
+            may have another dtype than in the files.
         mesh: the ranks that `like` lies on; None for a tree without boxes in one process.
-        name: what a leaf is called in the folder, from its path. Two leaves of one name both get its values.
-        partial: whether the folder may have tensors that `like` has not.
+        name: maps a leaf's path to its name in the folder. Two leaves with one name both get its values.
+        partial: whether the folder may have tensors that `like` lacks.
 
     Returns:
         The tree.
 
     Raises:
-        CheckpointError: on all ranks, if the folder has not these leaves, in these shapes, or is damaged. Names the
-            first three leaves, or the file. Also if a leaf that is tied in `like` has two values in the folder.
-        TypeError: if a leaf is no tensor, or differs by rank. `None` is no leaf.
-        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
+        CheckpointError: on all ranks, if the folder is damaged, or lacks a leaf or has it in another shape. The message
+            names the file or the first three leaves. Also if a tied leaf of `like` has two values in the folder.
+        TypeError: if a leaf is not a tensor, or differs by rank. `None` is not a leaf.
+        ValueError: if two leaves have one path, or a box was sharded for another mesh. The message names the path.
         DonatedError: if a leaf of `like` was donated.
 
     Example:
         >>> import fzero, tempfile, torch
         >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=3)
         >>> fzero.checkpoint.hf.write(folder, {"w": torch.arange(4.0)})
-        >>> cut = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
-        >>> fzero.checkpoint.hf.read(folder, like=cut, mesh=mesh)["w"].data
+        >>> like = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
+        >>> fzero.checkpoint.hf.read(folder, like=like, mesh=mesh)["w"].data
         tensor([[0., 1.],
                 [2., 3.],
                 [0., 0.]])
@@ -293,7 +294,7 @@ def read(
     tensors, result, mine, leaves = results[0]
     crcs = numbers_of_all(torch.tensor([tensors.crc]), mesh) if mesh is not None and mesh.distributed else []
     if any(crc != [tensors.crc] for crc in crcs):
-        raise CheckpointError(f"{files.path!r}: the ranks see different files: is it one file system?")
+        raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
     check_same(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
     all_or_none(task, lambda: _fill(files, tensors.stored, mine, leaves), mesh)
     return result
@@ -303,7 +304,7 @@ def _check_alike(files: Files, stored: dict[str, StoredTensor], leaves: Sequence
     """Check that a folder has the leaves of a tree, with their shapes.
 
     Raises:
-        CheckpointError: if not. Names the first three leaves.
+        CheckpointError: if the leaves differ. The message names the first three.
     """
     problems, used = list[str](), set[str]()
     for _, leaf, paths, names in leaves:
@@ -323,18 +324,18 @@ def _check_alike(files: Files, stored: dict[str, StoredTensor], leaves: Sequence
 
 
 def _casts(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Return whether a dtype is read into another: one floating dtype into any, each other one into itself."""
+    """Return whether a dtype can be read into another: any floating dtype into any, another one only into itself."""
     return source is not None and (source == target or (source.is_floating_point and target.is_floating_point))
 
 
 class _FileRange(NamedTuple):
-    """Elements of a leaf that follow one another in memory, and in a file.
+    """Elements of a leaf that are contiguous in memory and in a file.
 
     Attributes:
-        to: the tensor that they lie in.
-        start: where they begin there, in elements.
+        to: the tensor that holds them.
+        start: where they begin in the tensor, in elements.
         first: where they begin in the leaf, in elements.
-        numel: how many.
+        numel: the number of elements.
     """
 
     to: torch.Tensor
@@ -344,12 +345,12 @@ class _FileRange(NamedTuple):
 
 
 def _parts(mine: Holdings) -> Iterator[tuple[int, _FileRange]]:
-    """List what this process holds: the number of a leaf, and elements of it. What ranks share is there once."""
+    """Yield the ranges that this process holds, each with its leaf's number. Memory that ranks share counts once."""
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
         for piece, x, start in mine.held_pieces(rank):
             key = (piece.leaf, x.data_ptr(), start)
-            if key in seen:  # a simulation holds once what is replicated
+            if key in seen:  # a simulation holds replicated values once
                 continue
             seen.add(key)
             leaf = mine.tree.leaves[piece.leaf]
@@ -358,7 +359,7 @@ def _parts(mine: Holdings) -> Iterator[tuple[int, _FileRange]]:
 
 
 def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves: Sequence[NamedLeaf]) -> None:
-    """Read all that this process holds."""
+    """Read all ranges that this process holds."""
     places = {leaf.number: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:
         for number, part in _parts(mine):
@@ -368,7 +369,7 @@ def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves:
                 if not _is_read(files, stored[other], part):
                     raise CheckpointError(
                         f"{files.path!r} has different values for {name!r} and {other!r}, which are one tensor in the "
-                        "tree: take a model in which they are not tied"
+                        "tree: use a model that does not tie them"
                     )
     finally:
         for memory in mine.memory:
@@ -378,7 +379,7 @@ def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves:
 
 
 def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
-    """Read elements straight into memory; those of another dtype, or for a device, through a small buffer."""
+    """Read elements straight into memory; if they must be cast, or go to a device, through a small buffer."""
     if source.dtype == part.to.dtype and is_direct(part.to):
         view = bytes_of(part.to.view(-1)[part.start : part.start + part.numel])
         files.read_into(source.file, source.at + part.first * part.to.element_size(), [view])
@@ -388,7 +389,7 @@ def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
 
 
 def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
-    """Return whether memory holds what a file has for it."""
+    """Return whether memory and a file hold the same values."""
     for at, values in _buffers(files, source, part):
         actual = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
         if bytes_of(actual) != bytes_of(values.to(actual.dtype)):
@@ -397,7 +398,7 @@ def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
 
 
 def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read elements into one small buffer, again and again; yield how many there were before, and the buffer."""
+    """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize
     step = max(CHUNK // max(size, part.to.element_size()), 1)

@@ -1,4 +1,4 @@
-"""Writing: each rank writes its own ranges of the files of Hugging Face, and then rank 0 gives them their names."""
+"""Writing: each rank writes its own ranges of Hugging Face's files, and then rank 0 gives the files their names."""
 
 import contextlib
 import json
@@ -23,19 +23,19 @@ from fzero.sharding import elements
 
 __all__ = ["write"]
 
-CHUNK = 1 << 22  # bytes, of what is cast
-_TIMEOUT = 300.0  # seconds, to hear how another rank's tree differs
-_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors has it
+CHUNK = 1 << 22  # bytes that are cast at a time
+_TIMEOUT = 300.0  # seconds to wait for another rank's tree, if the trees differ
+_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors requires
 
 
 class _File(NamedTuple):
     """A file to write.
 
     Attributes:
-        name: its last name.
+        name: its final name.
         head: its header.
-        size: all its bytes.
-        tensors: where each leaf lies in it, by the leaf's number.
+        size: its bytes, header included.
+        tensors: the place of each leaf in the file, by the leaf's number.
     """
 
     name: str
@@ -56,23 +56,23 @@ def write(
 ) -> None:
     """Write parameters, in any layout, to a folder that `from_pretrained` reads. All ranks of the mesh call it.
 
-    Each rank writes its own ranges of the files, which are the same bytes from any layout. `config.json` is not
-    written: `model.config.save_pretrained(folder)` does that. An earlier model of the folder is replaced, when all
-    ranks have written; other files stay. A tied leaf is stored once, under its first name.
+    Each rank writes its own ranges of the files, whose bytes do not depend on the layout. `config.json` is not written:
+    `model.config.save_pretrained(folder)` writes it. An earlier model in the folder is replaced when all ranks have
+    written; other files stay. A tied leaf is stored once, under its first name.
 
     Args:
-        folder: a local folder, which all ranks see.
+        folder: a local folder that all ranks see.
         params: the tree.
         mesh: the ranks; None for a tree without boxes in one process.
-        name: what a leaf is called in the folder, from its path.
-        dtype: what floating leaves are cast to, in small parts; by default they keep theirs.
-        max_file: the bytes of tensors that a file has at most, but for one that is larger by itself.
+        name: maps a leaf's path to its name in the folder.
+        dtype: the dtype that floating point leaves are cast to, in small parts; None to keep their dtypes.
+        max_file: the most bytes of tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is no room. Then what was
-            there is there, or no model is; never parts of one.
-        ValueError: if two leaves have one name, a box was cut for another mesh, or `folder` is a URL.
-        TypeError: if a leaf is no tensor, differs by rank, or has a dtype that safetensors has not.
+        CheckpointError: on all ranks, if a rank fails, the ranks' trees differ, or the disk is too full. The folder
+            then holds the earlier model or none, but never parts of one.
+        ValueError: if two leaves have one name, a box was sharded for another mesh, or `folder` is a URL.
+        TypeError: if a leaf is not a tensor, differs by rank, or has a dtype that safetensors does not have.
         DonatedError: if a leaf was donated.
 
     Example:
@@ -106,30 +106,30 @@ def write(
 
 
 def _local(folder: Any) -> LocalFolder:
-    """Return the files of a local folder, before a library for a URL is asked for."""
+    """Return the files of a local folder, and refuse a URL before fsspec is imported."""
     scheme, separator, _ = str(folder).partition("://")
     files = None if separator and scheme not in ("file", "local") else files_at(folder)
     if not isinstance(files, LocalFolder):
-        raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy it from there when it is written")
+        raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy the folder after the write")
     return files
 
 
 def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_File]:
-    """Decide which file each leaf goes to, and where it lies there.
+    """Decide which file each leaf goes to, and its place in the file.
 
     Raises:
         ValueError: if two leaves have one name.
-        TypeError: if safetensors has not a leaf's dtype.
+        TypeError: if safetensors does not have a leaf's dtype.
     """
     parts: list[list[tuple[NamedLeaf, torch.dtype]]] = [[]]
     size, seen = 0, dict[str, str]()
     for leaf in leaves:
         path, name = leaf.paths[0], leaf.names[0]
         if seen.setdefault(name, path) != path:
-            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: give each its own")
+            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: expected two names")
         kind = dtype if dtype is not None and leaf.leaf.dtype.is_floating_point else leaf.leaf.dtype
         if kind == torch.complex128:
-            raise TypeError(f"params leaf {path!r} is of {kind}, which safetensors has not: give it as real pairs")
+            raise TypeError(f"params leaf {path!r} is {kind}, a dtype that safetensors does not have: give real pairs")
         nbytes = leaf.leaf.numel * kind.itemsize
         if parts[-1] and size + nbytes > max_file:
             parts.append([])
@@ -141,8 +141,8 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
 
 
 def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
-    """Lay out a file: the larger elements first, so that all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    """Lay out a file: larger elements first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     found, at = list[tuple[int, StoredTensor]](), 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
@@ -166,17 +166,17 @@ def _temporary_name(name: str, nonce: str) -> str:
 
 
 def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
-    """Make the files under other names, with their headers, as large as they will be; until the end, for nobody else.
+    """Lock the folder, and make the files in their final sizes under temporary names, with their headers.
 
     Raises:
-        CheckpointError: if another process writes there, or there is no room.
+        CheckpointError: if another process writes into the folder, or the disk is too full.
     """
     files.make()
     fd = os.open(files.path, os.O_RDONLY)
     stack.callback(os.close, fd)
     stack.enter_context(locked(fd, files.path))
     stack.callback(files.remove, [_temporary_name(f.name, nonce) for f in plan])
-    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # of a write that was killed
+    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # left by a write that was killed
     free, needed = files.free(), sum(f.size for f in plan)
     if free is not None and free < needed:
         raise CheckpointError(f"{files.path!r}: the save needs {needed:,} bytes, and its disk has {free:,} free")
@@ -189,7 +189,7 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
 
 
 def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Holdings) -> None:
-    """Write what this process writes of all files; it is durable on return."""
+    """Write this process's ranges of all files. They are durable on return."""
     file_numbers = {number: i for i, file in enumerate(plan) for number in file.tensors}
     fds: dict[int, int] = {}
     try:
@@ -208,7 +208,7 @@ def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Ho
 
 
 def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
-    """Write elements of a tensor to their place in a file; those of another dtype in small parts."""
+    """Write elements of a tensor to their place in a file. If they must be cast, they are cast in small parts."""
     assert to.dtype is not None
     at = to.at + first * to.dtype.itemsize
     if to.dtype == x.dtype:
@@ -222,7 +222,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
 
 
 def _write_at(fd: int, view: memoryview, at: int) -> int:
-    """Write bytes to a place in a file, which the system may do in parts; return where they end."""
+    """Write bytes to a place in a file, in several system calls if necessary; return where they end."""
     while len(view):
         count = os.pwrite(fd, view, at)
         view, at = view[count:], at + count
@@ -230,14 +230,14 @@ def _write_at(fd: int, view: memoryview, at: int) -> int:
 
 
 def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
-    """Give the files their names, such that whoever reads meanwhile finds the old model, the new one, or none.
+    """Rename the files to their final names. A reader meanwhile finds the old model, the new one, or none.
 
-    A single file comes before an index. So it takes over as it gets its name, and gives way as it is removed.
+    Readers prefer a single file to an index. So a single file takes effect when it is renamed, and until it is removed.
     """
     names = [f.name for f in plan]
     existing = files.names()
     old = [n for n in existing if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
-    if len(names) > 1 and set(names) & set(existing):  # an old index would lead to files of both
+    if len(names) > 1 and set(names) & set(existing):  # the old index would name files of both models
         files.remove([INDEX])
         files.sync()
     for name in names:
@@ -252,7 +252,7 @@ def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
 
 
 def _index(plan: Sequence[_File]) -> bytes:
-    """Write down which file each tensor is in, and how large all are."""
+    """Return the index: the file of each tensor, and the size of all tensors."""
     weights: dict[str, str] = {}
     for file in plan:
         entries = json.loads(file.head[8:])
