@@ -643,7 +643,7 @@ def test_only_data_parallel_ranks_count():
             {"global_batch": 64},
             r"got {'global_batch': 64} and 4 ranks: expected two of global_batch, micro_batch, acc",
         ),
-        ({}, "given nothing and 4 ranks"),
+        ({}, "got no sizes and 4 ranks"),
         ({"global_batch": 64, "micro_batch": 0}, "micro_batch=0: expected an int, at least 1"),
         ({"global_batch": 64, "micro_batch": 2.0}, r"micro_batch=2\.0: expected an int"),
         (
