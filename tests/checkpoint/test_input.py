@@ -65,8 +65,8 @@ def test_a_path_that_is_no_checkpoint(name, tmp_path):
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "an object": ({"a": {"b": object()}}, TypeError, r"leaf 'a.b' is '<object .* which a checkpoint cannot hold"),
-    "a set": ({"a": {1, 2}}, TypeError, r"leaf 'a' is '\{1, 2\}' of set"),
-    "complex": ({"a": 1j}, TypeError, r"leaf 'a' is '1j' of complex"),
+    "a set": ({"a": {1, 2}}, TypeError, r"leaf 'a' is '\{1, 2\}' of type set"),
+    "complex": ({"a": 1j}, TypeError, r"leaf 'a' is '1j' of type complex"),
     "sparse": ({"a": torch.eye(2).to_sparse()}, TypeError, r"leaf 'a' is a Tensor: expected a dense tensor"),
     "one path": (
         {"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}},
