@@ -430,7 +430,7 @@ def a_plain_leaf_that_differs_by_rank_is_refused(mesh: fzero.ranks.Mesh) -> None
     with folder(mesh) as path:
         values = {"w": torch.ones(3), "noise": torch.full((8,), mesh.rank), "key": torch.zeros(2)}
         with pytest.raises(
-            ValueError, match=r"'noise' is a plain tensor, .* differs between ranks 0 and 1: give .* mesh.local"
+            ValueError, match=r"'noise' is a plain tensor, .* differs between ranks 0 and 1: box .* mesh.local"
         ):
             fzero.save(path, values, mesh)
         values["noise"] = mesh.local(values["noise"])
