@@ -174,7 +174,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
 
 def _verify(args: Any) -> int:
     files, steps = files_at(args.path), _steps(args.path)
-    failed = 0
+    failures = 0
     for step in steps or [None]:
         folder = files if step is None else files.at(step_name(step))
         try:
@@ -185,9 +185,9 @@ def _verify(args: Any) -> int:
             if step is not None and step not in step_numbers(files):
                 print(f"{folder.path}: removed meanwhile")
                 continue
-            failed += 1
+            failures += 1
             print(" ".join(str(error).split()), file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
 def _diff(args: Any) -> int:

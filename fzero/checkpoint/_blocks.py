@@ -76,14 +76,14 @@ def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
 def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of tensors that share an element with an earlier tensor, or whose own elements overlap."""
     spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
-    found = {i for *_, i in spans if _repeats(tensors[i])}
+    indices = {i for *_, i in spans if _repeats(tensors[i])}
     active: list[tuple[int, int, int, int]] = []
     for span in sorted(spans):
         storage, start, _, i = span
         active = [s for s in active if s[0] == storage and s[2] > start]
-        found.update(max(i, j) for *_, j in active if _share_bytes(tensors[i], tensors[j]))
+        indices.update(max(i, j) for *_, j in active if _share_bytes(tensors[i], tensors[j]))
         active.append(span)
-    return found
+    return indices
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

@@ -125,27 +125,27 @@ class ShardedTree:
     def home(self) -> dict[int, tuple[int, int]]:
         """The group of each leaf, and the leaf's position in the group."""
         return {
-            i: (g, place)
+            i: (g, position)
             for g, group in enumerate(self.groups)
-            for place, i in enumerate(group.leaves)
-            if place not in group.copies
+            for position, i in enumerate(group.leaves)
+            if position not in group.copies
         }
 
-    def part_shape(self, g: int, place: int) -> tuple[int, ...]:
+    def part_shape(self, g: int, position: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of a leaf in a group, by the leaf's position: it is divided by `split`."""
-        shape = list(self.leaves[self.groups[g].leaves[place]].shape)
+        shape = list(self.leaves[self.groups[g].leaves[position]].shape)
         for s in self.groups[g].split:
-            shape[s.dims[place]] //= s.size
+            shape[s.dims[position]] //= s.size
         return tuple(shape)
 
     @cached_property
     def offsets(self) -> list[list[int]]:
         """Where each leaf begins in the concatenated group, in elements, for each group; the last entry is the end."""
-        found = []
+        result = []
         for g, group in enumerate(self.groups):
-            sizes = [math.prod(self.part_shape(g, place)) for place in range(len(group.leaves))]
-            found.append(list(itertools.accumulate(sizes, initial=0)))
-        return found
+            sizes = [math.prod(self.part_shape(g, position)) for position in range(len(group.leaves))]
+            result.append(list(itertools.accumulate(sizes, initial=0)))
+        return result
 
     def index(self, axes: tuple[str, ...], rank: int) -> int:
         """Return a rank's index along some axes, the slowest axis first."""
@@ -185,7 +185,7 @@ class ShardedTree:
     def held_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the range of the concatenated group that a rank holds, without padding."""
         group, end = self.groups[g], self.offsets[g][-1]
-        if any(self.index((name,), rank) != place for name, place in group.at):
+        if any(self.index((name,), rank) != coordinate for name, coordinate in group.at):
             return 0, 0
         start = self.index(group.axes, rank) * group.shard
         return min(start, end), min(start + group.shard, end)
@@ -198,12 +198,12 @@ class ShardedTree:
         first = min(start + self.index(replicas, rank) * k, stop)
         return first, min(first + k, stop)
 
-    def block(self, g: int, place: int, rank: int) -> Block:
+    def block(self, g: int, position: int, rank: int) -> Block:
         """Return a rank's part of the leaf at a position in a group."""
-        block = list(full_block(self.part_shape(g, place)))
+        block = list(full_block(self.part_shape(g, position)))
         for s in self.groups[g].split:  # several axes may split one dimension, the slowest first
-            offset, size = block[s.dims[place]]
-            block[s.dims[place]] = (offset * s.size + self.index((s.axis,), rank), size)
+            offset, size = block[s.dims[position]]
+            block[s.dims[position]] = (offset * s.size + self.index((s.axis,), rank), size)
         return tuple([(index * size, size) for index, size in block])
 
     def held_pieces(self, rank: int) -> Iterator[LeafPiece]:
@@ -220,10 +220,10 @@ class ShardedTree:
         """List a rank's pieces in a range of a group, without the leaves at the positions `skip`."""
         base, _ = self.held_span(g, rank)
         offsets = self.offsets[g]
-        for place, i in enumerate(self.groups[g].leaves):
-            a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
-            if a < b and place not in skip:
-                block_range = BlockRange(self.block(g, place, rank), a - offsets[place], b - offsets[place])
+        for position, i in enumerate(self.groups[g].leaves):
+            a, b = max(start, offsets[position]), min(stop, offsets[position + 1])
+            if a < b and position not in skip:
+                block_range = BlockRange(self.block(g, position, rank), a - offsets[position], b - offsets[position])
                 yield LeafPiece(i, g, block_range, a - base)
 
     @cached_property
@@ -251,12 +251,12 @@ class ShardedTree:
         return self._starts[rank]
 
     def _starts_of(self, rank: int) -> list[int]:
-        found, at = [0] * (len(self.groups) + 1), 0
+        starts, at = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)
-            found[g], at = at, at + (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
-        found[-1] = at
-        return found
+            starts[g], at = at, at + (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
+        starts[-1] = at
+        return starts
 
     def writers(self, i: int, target: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
         """Find the ranks that write the elements of a range of a leaf.
@@ -264,12 +264,12 @@ class ShardedTree:
         Yields:
             A rank, the byte at which its elements begin in its file's data, and the range of the leaf that it writes.
         """
-        g, place = self.home[i]
+        g, position = self.home[i]
         group, replicas = self.groups[g], self.replicas(g)
-        offset, numel = self.offsets[g][place], self.offsets[g][place + 1] - self.offsets[g][place]
+        offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
         splits, group_at = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
         for part in range(self.size(splits)):
-            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_at))
+            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_at))
             low, high = (target.start, target.stop) if block == target.block else (0, numel)
             if not _intersect(block, target.block):
                 continue

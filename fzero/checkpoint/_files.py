@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fzero.checkpoint._error import CheckpointError, DamagedError
 
-__all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
+__all__ = ["Files", "LocalFolder", "Remote", "files_at", "hold_lock"]
 
 
 # A folder in an object store, through fsspec.
@@ -38,10 +38,10 @@ class Remote:
     def _entries(self, kind: str) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=True)
+            entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
-        return sorted([e["name"].rstrip("/").rsplit("/", 1)[-1] for e in found if e["type"] == kind])
+        return sorted([e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == kind])
 
     def names(self) -> list[str]:
         """List the files in the folder; none if there is no folder."""
@@ -222,8 +222,8 @@ class LocalFolder:
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self.path) as found:
-                return sorted(found, key=lambda e: e.name)
+            with os.scandir(self.path) as entries:
+                return sorted(entries, key=lambda e: e.name)
         except FileNotFoundError:
             return []
         except NotADirectoryError:
@@ -319,12 +319,12 @@ class LocalFolder:
     def exclusive(self) -> Iterator[None]:
         """Keep other processes from writing into the folder, if the file system has locks."""
         self.make()
-        with open(self._at(".lock"), "wb") as f, locked(f.fileno(), self.path):
+        with open(self._at(".lock"), "wb") as f, hold_lock(f.fileno(), self.path):
             yield
 
 
 @contextlib.contextmanager
-def locked(fd: int, path: str) -> Iterator[None]:
+def hold_lock(fd: int, path: str) -> Iterator[None]:
     """Hold the lock of an open file or folder, if the file system has locks.
 
     Raises:

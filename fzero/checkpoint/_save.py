@@ -193,9 +193,9 @@ def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
 
 def _check_room(files: Files, mine: Holdings) -> None:
     """Check before the first write that the disk has room for the files of all ranks."""
-    free, needed = files.free(), sum(mine.tree.starts(r)[-1] for r in range(mine.tree.ranks))
-    if free is not None and free < needed:
-        raise CheckpointError(f"{files.path!r}: the save needs {needed:,} bytes, and its disk has {free:,} free")
+    free, nbytes = files.free(), sum(mine.tree.starts(r)[-1] for r in range(mine.tree.ranks))
+    if free is not None and free < nbytes:
+        raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
 
 
 _Part = tuple[torch.Tensor, int, int]  # a tensor, and the range of its elements
@@ -211,18 +211,18 @@ def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_
     """Copy the parts into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for parts in pieces.values() for x, start, stop in parts]
     buffer, at = staging.room(sum(sizes)), 0
-    found: dict[int, list[_Part]] = {}
+    copies: dict[int, list[_Part]] = {}
     for rank, parts in pieces.items():
-        found[rank] = []
+        copies[rank] = []
         for x, start, stop in parts:
             first = at
             for part in view_or_chunks(x, start, stop):
                 buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
                 at += part.nbytes
-            found[rank].append((buffer, first, at))
+            copies[rank].append((buffer, first, at))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # waits for the copies from the GPU
-    return found
+    return copies
 
 
 def _write_all(

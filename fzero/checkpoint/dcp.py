@@ -60,8 +60,8 @@ def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
     except ValueError:  # the user registered a pytree node without names for its children
         return {}
     paths, _, _ = tree.flatten_with_paths(values, is_entry)
-    found = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
-    return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
+    keys_by_path = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    return {path: _of_item(keys_by_path[origin.path], origin) for path, origin in origins.items()}
 
 
 def _of_item(keys: Keys, origin: LeafSource) -> Keys:
@@ -126,14 +126,14 @@ def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
     entries = metadata.state_dict_metadata
     if name in entries:
         return {name: ()}
-    found: dict[str, Keys] = {}
+    parts: dict[str, Keys] = {}
     start = f"{name}." if name else ""
     for part in entries:
         if part.startswith(start):
             keys = tuple((metadata.planner_data or {}).get(part, ()))
             depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
-            found[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
-    return found
+            parts[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
+    return parts
 
 
 def place_of(path: str, name: str, keys: dict[str, Keys]) -> Keys:
@@ -162,7 +162,7 @@ class _Chunk(NamedTuple):
 
 def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
     """List the chunks of each leaf that this process holds. Memory that several ranks share counts once."""
-    found: dict[int, dict[Any, _Chunk]] = {}
+    by_leaf: dict[int, dict[Any, _Chunk]] = {}
     for rank in mine.ranks:
         for piece, x, at in pieces_of(rank):
             block, start, stop = piece.range
@@ -170,8 +170,8 @@ def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) ->
                 offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
                 chunk = _Chunk(offsets, torch.Size(r.sizes), x.detach(), at + r.flat - start)
                 key = (offsets, chunk.sizes, x.data_ptr(), chunk.at)
-                found.setdefault(piece.leaf, {}).setdefault(key, chunk)
-    return {leaf: list(chunks.values()) for leaf, chunks in found.items()}
+                by_leaf.setdefault(piece.leaf, {}).setdefault(key, chunk)
+    return {leaf: list(chunks.values()) for leaf, chunks in by_leaf.items()}
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -38,8 +38,8 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     """
     sums: Any = None
     for batch, weight in totals:
-        doubled = tree.map(torch.Tensor.double, (batch, weight))
-        sums = doubled if sums is None else tree.map(torch.add, sums, doubled)
+        batch_sums = tree.map(torch.Tensor.double, (batch, weight))
+        sums = batch_sums if sums is None else tree.map(torch.add, sums, batch_sums)
     if sums is None:
         raise ValueError("fzero.data.mean: there are no batches to take the mean of")
     total, weight = sums

@@ -113,7 +113,7 @@ class Padding:
             ValueError: if the example has no sequence, or one longer than `length`. The message names the sequence.
         """
         if not isinstance(example, Mapping):
-            return self._padded("", torch.as_tensor(example), length)
+            return self._pad("", torch.as_tensor(example), length)
         tensors = {
             name: torch.as_tensor(x) for name, x in example.items() if isinstance(x, torch.Tensor | list | tuple)
         }
@@ -121,13 +121,13 @@ class Padding:
         if not sequences:
             raise ValueError(f"an example has no sequence to pad: {sorted(example)}")
         tokens = len(next(iter(sequences.values())))
-        padded = {name: self._padded(name, x, length) for name, x in sequences.items() if len(x) == tokens}
+        padded = {name: self._pad(name, x, length) for name, x in sequences.items() if len(x) == tokens}
         result = {**example, **tensors, **padded}
         if self.mask is not None and self.mask not in example:
             result[self.mask] = (torch.arange(length) < tokens).long()
         return result
 
-    def _padded(self, name: str, x: torch.Tensor, length: int) -> torch.Tensor:
+    def _pad(self, name: str, x: torch.Tensor, length: int) -> torch.Tensor:
         if len(x) > length:
             raise ValueError(
                 f"{name or 'an example'} has {len(x)} tokens, more than the {length} of its batch: expected `lengths` "
@@ -138,7 +138,7 @@ class Padding:
     @property
     def share(self) -> float:
         """The share of all tokens that are padding, on average over random batches."""
-        return 1 - sum(self.lengths) / len(self.lengths) / _expected(self.lengths, self.buckets, self.global_batch)
+        return 1 - sum(self.lengths) / len(self.lengths) / _mean_length(self.lengths, self.buckets, self.global_batch)
 
     def __str__(self) -> str:
         chances = _chances(self.lengths, self.buckets, self.global_batch)
@@ -184,7 +184,7 @@ def _chances(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> list
     return [b - a for a, b in zip([0.0, *below], below, strict=False)]
 
 
-def _expected(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> float:
+def _mean_length(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> float:
     """Return the expected length of a batch."""
     return sum(n * chance for n, chance in zip(buckets, _chances(lengths, buckets, batch), strict=True))
 

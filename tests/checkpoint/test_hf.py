@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tree
 from fzero.checkpoint import _files
-from fzero.checkpoint._files import locked
+from fzero.checkpoint._files import hold_lock
 from fzero.checkpoint.hf import _read, _write
 from fzero.checkpoint.hf._read import INDEX, SINGLE
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
@@ -478,7 +478,7 @@ def test_a_model_comes_from_transformers_and_goes_back(tmp_path):
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
     fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(2)})
     fd = os.open(tmp_path, os.O_RDONLY)
-    with locked(fd, str(tmp_path)), pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
+    with hold_lock(fd, str(tmp_path)), pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
         fzero.checkpoint.hf.write(tmp_path, {"w": torch.ones(2)})
     os.close(fd)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]

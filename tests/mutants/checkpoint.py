@@ -41,8 +41,8 @@ MUTANTS = [
         Fault("a name is not made durable", "LocalFolder.sync", skipped("os.fsync(A)")),
         Fault("a manifest is written in place", "LocalFolder.put", bare("f'.{A}.tmp'", at="1 of 2")),
         Fault("a part of a write is all of it", "_finish", becomes("while views: ...", "if views: ...")),
-        Fault("a lock outlives its save", "locked", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
-        Fault("folders have no lock", "locked", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
+        Fault("a lock outlives its save", "hold_lock", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
+        Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
         Fault("a save disturbs who reads", "load_files", always("not A(B, C, D)"), FOLDER),

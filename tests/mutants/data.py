@@ -26,7 +26,7 @@ MUTANTS = [
         Fault("draws are the user's", "load_batches", becomes("torch.Generator()", "None")),
     ),
     *File("data/_padding.py", DATA).faults(
-        Fault("padding counts in the loss", "Padding._padded", becomes("self.fill.get(A, 0)", "0")),
+        Fault("padding counts in the loss", "Padding._pad", becomes("self.fill.get(A, 0)", "0")),
         Fault("padding is seen", "Padding.example", becomes("torch.arange(A) < B", "torch.arange(A) < A")),
         Fault("batches are as long as their first", "Padding.length_of", becomes("max", "min")),
         Fault(

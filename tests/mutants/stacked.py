@@ -47,7 +47,7 @@ MUTANTS = [
         Fault(
             "each rank holds all groups",
             "ShardedTree.held_span",
-            (swapped("!=", "<"), becomes("place", "0", at="1 of 2")),
+            (swapped("!=", "<"), becomes("coordinate", "0", at="1 of 2")),
         ),
         Fault("copies are written", "ShardedTree.owned_pieces", becomes("self.A[B].C", "()")),
         Fault("copies take room", "ShardedTree._count_written", becomes("A - sum(B)", "A - 0 * sum(B)")),

@@ -137,7 +137,7 @@ def tensors_in(files: Files) -> Tensors:
         raise CheckpointError(
             f"{files.path!r} has no file {SINGLE}, and no {INDEX}: expected a folder that save_pretrained wrote"
         )
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     weights = _weight_map(files)
     headers, crc = dict[str, dict[str, StoredTensor]](), 0
     for name in sorted(set(weights.values())):
@@ -146,8 +146,8 @@ def tensors_in(files: Files) -> Tensors:
     for tensor, name in weights.items():
         if tensor not in headers[name]:
             raise DamagedError(f"{files.path!r}: {INDEX} says that {name} holds {tensor!r}, which it does not")
-        found[tensor] = headers[name][tensor]
-    return Tensors(found, crc)
+        tensors[tensor] = headers[name][tensor]
+    return Tensors(tensors, crc)
 
 
 def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
@@ -199,20 +199,20 @@ def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
     text = _bytes(files, name, 8, numel)
     entries = _parse(files, name, text)
     entries.pop("__metadata__", None)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for tensor, entry in entries.items():
         stored, stop = _entry(name, 8 + numel, entry)
         check(stored is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
         assert stored is not None
-        found[tensor] = stored
+        tensors[tensor] = stored
         spans.append((stored.at, stop, tensor))
     end = 8 + numel
     for start, stop, tensor in sorted(spans):  # safetensors has no gaps and no overlaps, so no two share bytes
         check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")
         end = stop
     check(end == size, f"it has {size:,} bytes, but its header describes {end:,}")
-    return found, zlib.crc32(text, zlib.crc32(first))
+    return tensors, zlib.crc32(text, zlib.crc32(first))
 
 
 def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:

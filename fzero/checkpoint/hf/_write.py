@@ -14,7 +14,7 @@ from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, full_block, runs
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._files import LocalFolder, files_at, locked
+from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._holdings import Holdings, holdings
 from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
@@ -143,17 +143,17 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
 def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    found, at = list[tuple[int, StoredTensor]](), 0
+    places, at = list[tuple[int, StoredTensor]](), 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
         entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        found.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
+        places.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in found}
+    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in places}
     return _File(name, head, len(head) + at, tensors)
 
 
@@ -174,12 +174,12 @@ def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: conte
     files.make()
     fd = os.open(files.path, os.O_RDONLY)
     stack.callback(os.close, fd)
-    stack.enter_context(locked(fd, files.path))
+    stack.enter_context(hold_lock(fd, files.path))
     stack.callback(files.remove, [_temporary_name(f.name, nonce) for f in plan])
     files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # left by a write that was killed
-    free, needed = files.free(), sum(f.size for f in plan)
-    if free is not None and free < needed:
-        raise CheckpointError(f"{files.path!r}: the save needs {needed:,} bytes, and its disk has {free:,} free")
+    free, nbytes = files.free(), sum(f.size for f in plan)
+    if free is not None and free < nbytes:
+        raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
     for file in plan:
         with open(os.path.join(files.path, _temporary_name(file.name, nonce)), "xb") as f:
             f.write(file.head)
