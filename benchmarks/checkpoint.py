@@ -30,7 +30,7 @@ import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
 from fzero.checkpoint._cut import Leaf, LeafGroup, ShardedTree
-from fzero.checkpoint._manifest import BLOCK, File, Manifest, header, parsed
+from fzero.checkpoint._manifest import BLOCK, File, Manifest, header, parse
 
 LAYERS = 8
 GOALS = {"save": 0.75, "background": 0.15}
@@ -138,12 +138,12 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
                 Leaf(f"{tree_name}.blocks.{layer}.{name}.weight", (81_000_000,), torch.float32) for name in names
             ]
             groups.append(LeafGroup(tuple(numbers), ("dp",), -(-len(names) * 81_000_000 // ranks)))
-    cut = ShardedTree((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
+    sharded_tree = ShardedTree((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
     files = []
     for r in range(ranks):
-        size = len(header(cut, r)) + cut.starts(r)[-1]
+        size = len(header(sharded_tree, r)) + sharded_tree.starts(r)[-1]
         files.append(File(size, "0123456789abcdef" * -(-size // BLOCK)))
-    return Manifest.of("0" * 16, cut, files).encoded()
+    return Manifest.of("0" * 16, sharded_tree, files).encode()
 
 
 def parsing(ranks: int) -> tuple[int, float]:
@@ -152,7 +152,7 @@ def parsing(ranks: int) -> tuple[int, float]:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        parsed(data)
+        parse(data)
         times.append(1e3 * (time.perf_counter() - start))
     return len(data), statistics.median(times)
 
@@ -208,18 +208,18 @@ def main() -> None:
         return
     rows = [row for n in args.ranks for row in rows_of(n, world(n, args.mb, args.rounds, args.folder))]
     heads = ["ranks", "what", "seconds", "ratio", "to", "goal", "MB the peak grew by, at most"]
-    parsed = []
+    parse_rows = []
     for ranks in (8, 128, 1024):
         size, milliseconds = parsing(ranks)
         met = "met" if milliseconds <= PARSE_GOAL else "missed"
-        parsed.append([str(ranks), f"{size / 1e6:.2f}", f"{milliseconds:.0f}", met])
+        parse_rows.append([str(ranks), f"{size / 1e6:.2f}", f"{milliseconds:.0f}", met])
     tables = [
         f"Stage 3, {args.mb} MB a rank; medians of {args.rounds} rounds, with quartiles. `background` is how long a "
         "save in the background blocks, and `ends after` when it is committed. This machine's disk takes a few hundred "
         "MB at the page cache's speed, which `save` mostly finds, and then 0.6 GB/s, which `background` finds.",
         table(heads, rows),
         "A manifest of 3,456 leaves of 1.1 TB, with a checksum for each 4 MiB.",
-        table(["ranks", "MB", "ms to read", f"goal: ≤ {PARSE_GOAL:g}"], parsed),
+        table(["ranks", "MB", "ms to read", f"goal: ≤ {PARSE_GOAL:g}"], parse_rows),
     ]
     publish(__file__, "python benchmarks/checkpoint.py", tables, args.write)
 

@@ -630,7 +630,7 @@ def test_only_data_parallel_ranks_count():
     assert ranks(dp=2, ep=3, tp=4, axis=("dp", "ep")) == 6
     assert ranks(data=2, stage=3, axis=("data", "stage"), apart="stage") == ranks(data=2, stage=3, apart="stage") == 2
     assert ranks(dp=2, pp=3, axis=("dp", "pp"), apart=()) == 6  # no pipeline, in spite of the name
-    with pytest.raises(ValueError, match=r"axes \('a', 'b'\): say which are data-parallel, axis='a' or \('a', 'b'\)"):
+    with pytest.raises(ValueError, match=r"axes \('a', 'b'\): name the data-parallel ones, axis='a' or \('a', 'b'\)"):
         ranks(a=2, tp=2, b=2)
     with pytest.raises(ValueError, match=r"'stage' is not an axis of"):
         ranks(dp=2, apart="stage")
@@ -641,9 +641,9 @@ def test_only_data_parallel_ranks_count():
     [
         (
             {"global_batch": 64},
-            r"given {'global_batch': 64} and 4 ranks: expected two of global_batch, micro_batch, acc",
+            r"got {'global_batch': 64} and 4 ranks: expected two of global_batch, micro_batch, acc",
         ),
-        ({}, "given nothing and 4 ranks"),
+        ({}, "got no sizes and 4 ranks"),
         ({"global_batch": 64, "micro_batch": 0}, "micro_batch=0: expected an int, at least 1"),
         ({"global_batch": 64, "micro_batch": 2.0}, r"micro_batch=2\.0: expected an int"),
         (
@@ -652,11 +652,11 @@ def test_only_data_parallel_ranks_count():
         ),
         (
             {"global_batch": 50, "micro_batch": 2},
-            r"global_batch=50, micro_batch=2 and 4 .* no multiple of 8, .* 48 and 56",
+            r"global_batch=50, micro_batch=2 and 4 .* not a multiple of 8, .* 48 and 56",
         ),
         (
             {"global_batch": 3, "accumulation": 2},
-            r"no multiple of 8, so there is no micro_batch; .* batches are 8 and 8",
+            r"not a multiple of 8, so no micro_batch fits; .* batches are 8 and 8",
         ),
     ],
 )
@@ -690,7 +690,7 @@ def test_bad_policies():
         fzero.value_and_grad(torch.sum, precision=torch.bfloat16)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
         optim.master_weights(optim.sgd(0.1), torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="an axis stands twice"):
+    with pytest.raises(ValueError, match="expected each axis once"):
         fzero.data.batch_plan(micro_batch=1, accumulation=1, mesh=fzero.mesh(a=2, b=2), axis=("a", "a"))
     with pytest.raises(ValueError, match="initial=0"):
         optim.static_loss_scale(optim.sgd(0.1), 0)

@@ -1,4 +1,4 @@
-"""Checkpoints: save, load, look into them; folders of Hugging Face (`hf`) and of torch (`dcp`)."""
+"""Checkpoints: saving, loading and inspecting them; the formats of Hugging Face (`hf`) and of torch (`dcp`)."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch's format when it is used: it takes long."""
+    """Import torch's format at its first use, because the import is slow."""
     if name == "dcp":
         return importlib.import_module("fzero.checkpoint.dcp")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

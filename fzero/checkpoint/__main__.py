@@ -26,10 +26,10 @@ DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these words, those of the process if None, and return its exit code."""
-    words = _parser().parse_args(argv)
+    """Run the command with these arguments, by default the process's, and return its exit code."""
+    args = _parser().parse_args(argv)
     try:
-        return words.run(words)
+        return args.run(args)
     except (CheckpointError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -40,35 +40,35 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str, *paths: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=text)
+        subparser = commands.add_parser(name, help=text, description=text)
         for path in paths:
-            found.add_argument(path, metavar=path.upper())
-        found.set_defaults(run=run)
-        return found
+            subparser.add_argument(path, metavar=path.upper())
+        subparser.set_defaults(run=run)
+        return subparser
 
     ls = command("ls", _ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
     ls.add_argument("--limit", type=_count, metavar="N", help="list the first N leaves")
-    command("verify", _verify, "Read a checkpoint, or all of a run's folder, and compare each checksum.", "path")
+    command("verify", _verify, "Read a checkpoint, or all checkpoints of a run, and compare each checksum.", "path")
     command("diff", _diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
-    text = "Write the leaves, whole, to a file of safetensors, to model.safetensors in a folder, or as torch.save does."
+    text = "Write the full leaves to a safetensors file, to model.safetensors in a folder, or as torch.save does."
     out = command("export", _export, text, "path", "out")
-    out.add_argument("--prefix", default="", help="write what lies below this path, such as params, named from there")
+    out.add_argument("--prefix", default="", help="write the leaves below this path, such as params, without the path")
     out.add_argument("--dtype", choices=DTYPES, help="cast floating point leaves")
-    out.add_argument("--torch", action="store_true", help="write a file for torch.load; it takes memory for all leaves")
+    out.add_argument("--torch", action="store_true", help="write a file for torch.load; needs memory for all leaves")
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of leaves: give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of leaves: give 0 or more")
     return int(text)
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
 def _print(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as it is into a file."""
+    """Print a table as wide as the terminal, or in its full width to a file."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=10_000)
@@ -83,59 +83,59 @@ def _table(*columns: str) -> Table:
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, and yield what is called with the bytes that are done and those of all."""
+def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal, and yield the function that updates it with the bytes done and in total."""
     console = Console(stderr=True)
-    columns = [TextColumn(what, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    columns = [TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(label, total=None)
+        yield lambda nbytes, total: bar.update(task, completed=nbytes, total=total)
 
 
 def _mesh(manifest: Manifest) -> str:
-    return ", ".join([f"{name}={size}" for name, size in manifest.cut.mesh])
+    return ", ".join([f"{name}={size}" for name, size in manifest.tree.mesh])
 
 
 def _date(manifest: Manifest) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written))
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.timestamp))
 
 
 # ---------------------------------------------------------------- the commands
 
 
 def _steps(path: str) -> list[int]:
-    """List the steps of a run's folder; none if it is one checkpoint.
+    """List the steps of a run's folder; none if the folder is one checkpoint.
 
     Raises:
-        CheckpointError: if it is neither.
+        CheckpointError: if the folder is neither.
     """
     files = files_at(path)
     if files.size(MANIFEST) is not None:
         return []
     steps = step_numbers(files)
     if not steps:
-        raise CheckpointError(f"{files.path!r} is no checkpoint, and no run's: it has no {MANIFEST}, and no step-*")
+        raise CheckpointError(f"{files.path!r} is neither a checkpoint nor a run: it has no {MANIFEST} and no step-*")
     return steps
 
 
 def _one(path: str) -> str:
-    """Return the path of one checkpoint.
+    """Return the path if it is one checkpoint.
 
     Raises:
-        CheckpointError: if it is a run's.
+        CheckpointError: if it is the folder of a run.
     """
     steps = _steps(path)
     if steps:
-        raise CheckpointError(f"{path!r} has the checkpoints of a run: give one, such as its {step_name(steps[-1])}")
+        raise CheckpointError(f"{path!r} is the folder of a run: give one checkpoint, such as {step_name(steps[-1])}")
     return path
 
 
-def _ls(words: Any) -> int:
-    files, steps = files_at(words.path), _steps(words.path)
+def _ls(args: Any) -> int:
+    files, steps = files_at(args.path), _steps(args.path)
     if not steps:
-        _ls_one(files, words.limit)
+        _ls_one(files, args.limit)
         return 0
     table = _table("step", "date", "size", "ranks", "mesh", "leaves", "state")
     for step in steps:
@@ -144,8 +144,8 @@ def _ls(words: Any) -> int:
         except CheckpointError as error:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
-        cut = manifest.cut
-        row = decimal(manifest.nbytes), str(cut.ranks), _mesh(manifest), str(len(cut.number)), "whole"
+        tree = manifest.tree
+        row = decimal(manifest.nbytes), str(tree.ranks), _mesh(manifest), str(len(tree.number)), "whole"
         table.add_row(str(step), _date(manifest), *row)
     _print(table)
     return 0
@@ -153,45 +153,45 @@ def _ls(words: Any) -> int:
 
 def _ls_one(files: Files, limit: int | None) -> None:
     manifest = read_whole(files)
-    cut = manifest.cut
+    tree = manifest.tree
     table = _table("path", "dtype", "shape", "bytes", "")
     rows = []
-    for path, i in cut.number.items():
-        leaf = cut.leaves[i]
-        note = f"is {cut.ties[path]}" if path in cut.ties else "differs by rank" if leaf.per_rank else ""
+    for path, i in tree.number.items():
+        leaf = tree.leaves[i]
+        note = f"is {tree.ties[path]}" if path in tree.ties else "differs by rank" if leaf.per_rank else ""
         rows.append((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape)), f"{leaf.nbytes:,}", note))
-    rows += [(path, "value", "", "", repr(value)[:80]) for path, value in cut.values.items()]
+    rows += [(path, "value", "", "", repr(value)[:80]) for path, value in tree.values.items()]
     rows.sort()
     for row in rows[:limit]:
         table.add_row(*[Text(x) for x in row])
-    ranks = f"{cut.ranks} ranks ({_mesh(manifest)})" if cut.mesh else "1 process"
-    what = f"{len(cut.number)} leaves and {len(cut.values)} values"
-    print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {what}, whole")
+    ranks = f"{tree.ranks} ranks ({_mesh(manifest)})" if tree.mesh else "1 process"
+    counts = f"{len(tree.number)} leaves and {len(tree.values)} values"
+    print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {counts}, whole")
     _print(table)
     if limit is not None and limit < len(rows):
         print(f"and {len(rows) - limit} more")
 
 
-def _verify(words: Any) -> int:
-    files, steps = files_at(words.path), _steps(words.path)
-    failed = 0
+def _verify(args: Any) -> int:
+    files, steps = files_at(args.path), _steps(args.path)
+    failures = 0
     for step in steps or [None]:
-        here = files if step is None else files.at(step_name(step))
+        folder = files if step is None else files.at(step_name(step))
         try:
-            with _bar(here.path) as progress:
-                done = verify(here.path, progress)
-            print(f"{here.path}: whole, {done:,} bytes")
+            with _bar(folder.path) as progress:
+                nbytes = verify(folder.path, progress)
+            print(f"{folder.path}: whole, {nbytes:,} bytes")
         except CheckpointError as error:
             if step is not None and step not in step_numbers(files):
-                print(f"{here.path}: let go meanwhile")
+                print(f"{folder.path}: removed meanwhile")
                 continue
-            failed += 1
+            failures += 1
             print(" ".join(str(error).split()), file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
-def _diff(words: Any) -> int:
-    one, other = _one(words.a), _one(words.b)
+def _diff(args: Any) -> int:
+    one, other = _one(args.a), _one(args.b)
     table = _table("path", "a", "b", "elements that differ", "largest difference")
     with _bar("diff") as progress:
         for d in differences(one, other, progress):
@@ -205,11 +205,11 @@ def _diff(words: Any) -> int:
     return 1
 
 
-def _export(words: Any) -> int:
-    dtype = DTYPES[words.dtype] if words.dtype else None
+def _export(args: Any) -> int:
+    dtype = DTYPES[args.dtype] if args.dtype else None
     with _bar("export") as progress:
         file, names = export(
-            _one(words.path), words.out, prefix=words.prefix, dtype=dtype, as_torch=words.torch, progress=progress
+            _one(args.path), args.out, prefix=args.prefix, dtype=dtype, as_torch=args.torch, progress=progress
         )
     print(f"{file}: {len(names)} leaves")
     return 0

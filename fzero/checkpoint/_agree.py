@@ -1,7 +1,7 @@
-"""How the ranks of a save or a load agree: one small collective on the caller's thread, and then reports by the store.
+"""Agreement of the ranks of a save or a load: one small collective on the caller's thread, then reports in a store.
 
-Nothing after `agree` is a collective, so a save may go on in a thread beside a step that has collectives of its own.
-A rank that fails says so, and all ranks raise. Keys have a nonce: torchrun's store outlives its processes.
+No collective follows `agree`, so a save may run in a thread beside a step that has collectives of its own. A rank that
+fails reports its error, and all ranks raise. Keys contain a nonce, because torchrun's store outlives its processes.
 """
 
 import json
@@ -29,87 +29,87 @@ def _line(error: BaseException) -> str:
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
-def all_or_none(what: str, run: Callable[[], T], mesh: Mesh | None) -> T:
-    """Run something on all ranks, which raises on all if it does on one.
+def all_or_none(task: str, run: Callable[[], T], mesh: Mesh | None) -> T:
+    """Run a function on all ranks, and raise on all ranks if it raises on one.
 
     Raises:
-        CheckpointError: if it raised on another rank; a `DamagedError` if it did on each rank where it raised. On a
-            rank where it raised, its own error.
+        CheckpointError: if the function raised on another rank; a `DamagedError` if it raised only those. A rank raises
+            its own error instead, unless that is a `DamagedError` and another rank's error is not.
     """
-    result, error = _tried(run)
+    result, error = _try(run)
     if mesh is not None and mesh.distributed:
         kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
         kinds = [kind for (kind,) in numbers_of_all(torch.tensor([kind]), mesh)]
         if any(kinds):
-            _raise_together(what, error, kinds, mesh)
+            _raise_together(task, error, kinds, mesh)
     if error is not None:
         raise error
     return result  # pyright: ignore[reportReturnType]
 
 
-def _raise_together(what: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
-    """Raise an error of one kind on all ranks: what its text says on the first that has it, or the own one."""
+def _raise_together(task: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
+    """Raise the first error of the worst kind on ranks without an error of that kind. A `DamagedError` is milder."""
     texts = texts_of_all("" if error is None else _line(error), mesh)
     first = kinds.index(max(kinds))
     if error is None or kinds[mesh.rank] < max(kinds):
         kind = DamagedError if max(kinds) == 1 else CheckpointError
-        raise kind(f"{what}: rank {first} failed: {texts[first]}") from error
+        raise kind(f"{task}: rank {first} failed: {texts[first]}") from error
 
 
-def check_same(what: str, text: bytes, mesh: Mesh | None) -> None:
-    """Check that all ranks ask for the same.
+def check_same(task: str, text: bytes, mesh: Mesh | None) -> None:
+    """Check that `text` is equal on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if one does not. The message names it.
+        CheckpointError: on all ranks, if it differs. The message names the first rank that differs from rank 0.
     """
     if mesh is None or not mesh.distributed:
         return
     sums = [n for (n,) in numbers_of_all(torch.tensor([zlib.crc32(text)]), mesh)]
-    other = [r for r, n in enumerate(sums) if n != sums[0]]
-    if other:
-        raise CheckpointError(f"{what}: rank {other[0]} gives another tree, or other names, than rank 0")
+    outliers = [r for r, n in enumerate(sums) if n != sums[0]]
+    if outliers:
+        raise CheckpointError(f"{task}: rank {outliers[0]} has another tree, or other names, than rank 0")
 
 
-def _tried(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _try(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return run(), None
     except Exception as error:
         return None, error
 
 
-def agree(what: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "Reports":
-    """Find out whether all ranks do the same, and agree on a nonce: rank 0's.
+def agree(task: str, describe: Callable[[], bytes], nonce: str, mesh: Mesh | None, timeout: float) -> "Reports":
+    """Check that all ranks do the same work, and agree on rank 0's nonce.
 
     Args:
-        what: what they do, for messages.
-        describe: returns what must be the same on all; what it raises is raised, and told to the others.
+        task: the name of the work in messages.
+        describe: returns a text that must be equal on all ranks. If it raises, all ranks raise.
         nonce: 16 hexadecimal digits.
         mesh: the ranks.
         timeout: how long to wait for another rank's report, in seconds.
 
     Raises:
-        CheckpointError: if it differs, or `describe` raised on another rank.
+        CheckpointError: if the texts differ, or `describe` raised on another rank.
     """
-    text = all_or_none(what, describe, mesh)
+    text = all_or_none(task, describe, mesh)
     if mesh is None or not mesh.distributed:
         return Reports(nonce, 0, 1, None, timeout)
-    halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # since there are int64 only
-    everyones = numbers_of_all(torch.tensor([zlib.crc32(text), *halves]), mesh)
-    nonce = "".join([f"{half:08x}" for half in everyones[0][1:]])
+    halves = [int(nonce[:8], 16), int(nonce[8:], 16)]  # because the collective exchanges int64
+    all_numbers = numbers_of_all(torch.tensor([zlib.crc32(text), *halves]), mesh)
+    nonce = "".join([f"{half:08x}" for half in all_numbers[0][1:]])
     reports = Reports(nonce, mesh.rank, mesh.size, default_store(), timeout)
-    other = [r for r, numbers in enumerate(everyones) if numbers[0] != everyones[0][0]]
-    if other:
-        reports.tell("tree", text.decode())
-        one, another = [reports.heard("tree", r) for r in (0, other[0])]
+    outliers = [r for r, numbers in enumerate(all_numbers) if numbers[0] != all_numbers[0][0]]
+    if outliers:
+        reports.publish("tree", text.decode())
+        first, other = [reports.wait_for("tree", r) for r in (0, outliers[0])]
         raise CheckpointError(
-            f"{what}: rank {other[0]} gives another tree, or another folder, than rank 0: "
-            f"{_named(one, another, other[0]) or _difference(one, another)}"
+            f"{task}: rank {outliers[0]} has another tree, or another folder, than rank 0: "
+            f"{_named_difference(first, other, outliers[0]) or _difference(first, other)}"
         )
     return reports
 
 
-def _named(one: str, other: str, rank: int) -> str:
-    """Say which value or leaf differs, if the texts are a folder's name and a manifest each; else nothing."""
+def _named_difference(one: str, other: str, rank: int) -> str:
+    """Name the folder, leaf or value that differs, if each text is a folder and a manifest; else return ""."""
     if not all("\n{" in x for x in (one, other)):
         return ""
     (folder, one), (folder_of_other, other) = [x.split("\n", 1) for x in (one, other)]
@@ -120,13 +120,13 @@ def _named(one: str, other: str, rank: int) -> str:
         a, b = [_by_path(manifest, kind) for manifest in manifests]
         path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
         if path is not None:
-            on = [str(x[path]) if path in x else "missing" for x in (a, b)]
-            return f"{word} {path!r} is {on[0][:80]} on rank 0 and {on[1][:80]} on rank {rank}"
+            texts = [str(x[path]) if path in x else "missing" for x in (a, b)]
+            return f"{word} {path!r} is {texts[0][:80]} on rank 0 and {texts[1][:80]} on rank {rank}"
     return ""
 
 
 def _by_path(manifest: Any, kind: str) -> dict[str, str]:
-    """Return a manifest's leaves, or its values, as text."""
+    """Return a manifest's leaves or values as text, by path."""
     if kind == "values":
         return {path: repr(x) for path, x in manifest["values"].items()}
     return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in manifest["leaves"]}
@@ -140,82 +140,85 @@ def _difference(one: str, other: str) -> str:
 
 
 class Reports:
-    """What the ranks tell one another by the store, under keys that nobody else has.
+    """Messages between the ranks through the store, under keys of their own.
 
     Attributes:
-        nonce: of these ranks' common work.
+        nonce: the nonce of the ranks' common work.
     """
 
     def __init__(self, nonce: str, rank: int, ranks: int, store: Any, timeout: float) -> None:
         self.nonce = nonce
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
-        # a connection of its own: one that waits would keep the process groups from theirs
+        # a connection of its own: a wait on a shared connection would block the process groups
         self._store = store.clone() if hasattr(store, "clone") else store
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0, which commits."""
         return self._rank == 0
 
-    def tell(self, topic: str, text: str) -> None:
-        """Publish something for the others."""
+    def publish(self, topic: str, text: str) -> None:
+        """Publish a text for the other ranks."""
         if self._store is not None:
             self._store.set(self._key(topic, self._rank), text)
 
     def _key(self, topic: str, rank: int) -> str:
         return f"fzero/{self.nonce}/{topic}/{rank}"
 
-    def heard(self, topic: str, rank: int, end: float | None = None) -> str:
-        """Wait for what a rank tells, and return it.
+    def wait_for(self, topic: str, rank: int, end: float | None = None) -> str:
+        """Wait for the text that a rank publishes, and return it.
 
         Raises:
-            CheckpointError: if it tells nothing in time.
+            CheckpointError: if the rank publishes nothing in time.
         """
         key = self._key(topic, rank)
         end = time.monotonic() + self._timeout if end is None else end
         try:
             while not self._store.check([key]):
                 if time.monotonic() > end:
-                    raise CheckpointError(f"rank {rank} was not heard of within {self._timeout:g} s")
+                    raise CheckpointError(f"rank {rank} did not report within {self._timeout:g} s")
                 time.sleep(_POLL)
             return self._store.get(key).decode()
         except DistError as error:
-            raise CheckpointError(f"the world's store is gone: rank 0 ended ({_line(error)[:80]})") from error
+            raise CheckpointError(f"the store is gone, because rank 0 ended ({_line(error)[:80]})") from error
 
     def lead(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
-        """Work, hear from all others, and commit if nobody failed; tell them how it went, and return that."""
-        done, error = _tried(work)
+        """Do rank 0's work, wait for the others, commit if no rank failed, and publish and return the errors."""
+        files, error = _try(work)
         errors = [] if error is None else [f"rank 0: {_line(error)}"]
         end = time.monotonic() + self._timeout
         for r in range(1, self._ranks):
-            told, silent = _tried(lambda r=r: json.loads(self.heard("done", r, end)))
-            errors += [_line(silent)] if silent is not None else []
-            errors += [f"rank {r}: {told['error']}"] if told and told["error"] else []
-            if told and done is not None:
-                done.update({int(k): File(*v) for k, v in told["files"].items()})
-        if done is not None and not errors:
-            _, error = _tried(lambda: commit(done))
+            report, failure = _try(lambda r=r: json.loads(self.wait_for("done", r, end)))
+            errors += [_line(failure)] if failure is not None else []
+            errors += [f"rank {r}: {report['error']}"] if report and report["error"] else []
+            if report and files is not None:
+                files.update({int(k): File(*v) for k, v in report["files"].items()})
+        if files is not None and not errors:
+            _, error = _try(lambda: commit(files))
             errors = [] if error is None else [f"rank 0: {_line(error)}"]
-        self.tell("committed", "; ".join(errors))
-        self._wait_until_heard()
+        self.publish("committed", "; ".join(errors))
+        self._wait_for_readers()
         return "; ".join(errors)
 
-    def _wait_until_heard(self) -> None:
-        """Wait until all others have read how it went: this process may keep the store, and end now."""
+    def _wait_for_readers(self) -> None:
+        """Wait until the other ranks have read the result, because this process may hold the store and end now."""
         keys = [self._key("heard", r) for r in range(1, self._ranks)]
         end = time.monotonic() + min(self._timeout, 10)
         while keys and not self._store.check(keys) and time.monotonic() < end:
             time.sleep(_POLL)
 
     def follow(self, work: Callable[[], dict[int, File]]) -> str:
-        """Work, tell rank 0 what was done, and return how it went.
+        """Do another rank's work, report the result to rank 0, and return the errors of all ranks.
 
         Raises:
-            CheckpointError: if rank 0 does not say.
+            CheckpointError: if rank 0 does not publish the errors in time.
         """
-        done, error = _tried(work)
-        told = {"error": "" if error is None else _line(error), "files": {k: list(v) for k, v in (done or {}).items()}}
-        self.tell("done", json.dumps(told))
-        text = self.heard("committed", 0, time.monotonic() + self._timeout + 30)
-        self.tell("heard", "")
+        files, error = _try(work)
+        report = {
+            "error": "" if error is None else _line(error),
+            "files": {k: list(v) for k, v in (files or {}).items()},
+        }
+        self.publish("done", json.dumps(report))
+        text = self.wait_for("committed", 0, time.monotonic() + self._timeout + 30)
+        self.publish("heard", "")
         return text

@@ -1,4 +1,4 @@
-"""Blocks: flat ranges of parts of a tensor, which of their elements two share, and the memory behind them as bytes."""
+"""Blocks: flat ranges of a tensor's parts, the elements that two ranges share, and a tensor's memory as bytes."""
 
 import ctypes
 import itertools
@@ -19,49 +19,49 @@ __all__ = [
     "CommonRun",
     "bytes_of",
     "chunks",
+    "full_block",
     "is_direct",
-    "made_of",
+    "materialize",
     "overlapping",
     "rectangles",
     "runs",
-    "whole",
-    "whole_or_chunks",
+    "view_or_chunks",
 ]
 
-# Tensors as bytes: views of their memory where it can be read and written directly, else small copies.
+# Tensors as bytes: views of their memory if this process can access it directly, else small copies.
 
 
-CHUNK = 1 << 22  # bytes, of what has to be copied
+CHUNK = 1 << 22  # bytes of a copy
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:
-    """View the memory of a contiguous CPU tensor, which lives as long as the view."""
+    """View the memory of a contiguous CPU tensor as bytes. The view keeps the memory alive."""
     if not x.numel():
         return memoryview(b"")
-    # not by numpy, which need not be installed, and has no bfloat16
+    # not through numpy, which may not be installed and has no bfloat16
     memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     memory.owner = x
     return memoryview(memory).cast("B")
 
 
 def is_direct(x: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is its elements in their order, for this process to read and write."""
+    """Return whether this process can read and write a tensor's elements, in order, directly in its memory."""
     return x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
 def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the bytes of the elements of a tensor from `start` to before `stop`, in row-major order."""
+    """Yield the bytes of a tensor's elements from `start` to before `stop`, in row-major order."""
     if is_direct(x):
         yield bytes_of(x.view(-1)[start:stop])
         return
     step = max(CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
-        for part in whole_or_chunks(x, at, min(at + step, stop)):
+        for part in view_or_chunks(x, at, min(at + step, stop)):
             yield bytes_of(part.cpu())
 
 
-def whole_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor from `start` to before `stop`, contiguous: a view, or small copies one by one."""
+def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements from `start` to before `stop`, contiguous: one view, or small copies in turn."""
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]
         return
@@ -70,81 +70,85 @@ def whole_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Te
         yield elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
 
 
-# Which tensors share memory: two leaves that are read into one place would both be what came last.
+# Tensors that share memory: if two leaves were read into the same memory, both would hold the later one.
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Return the numbers of the tensors that share an element with one before, or whose own elements share memory."""
+    """Return the indices of tensors that share an element with an earlier tensor, or whose own elements overlap."""
     spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
-    found = {i for *_, i in spans if _repeats(tensors[i])}
+    indices = {i for *_, i in spans if _repeats(tensors[i])}
     active: list[tuple[int, int, int, int]] = []
     for span in sorted(spans):
         storage, start, _, i = span
         active = [s for s in active if s[0] == storage and s[2] > start]
-        found.update(max(i, j) for *_, j in active if _meet(tensors[i], tensors[j]))
+        indices.update(max(i, j) for *_, j in active if _share_bytes(tensors[i], tensors[j]))
         active.append(span)
-    return found
+    return indices
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """Return a tensor's first byte in its storage, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return start, start + (last + 1) * x.element_size()
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Return whether a tensor is expanded: several elements lie in one place."""
+    """Return whether a tensor is expanded, so that several elements share memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors, whose spans overlap, have a byte in common: columns of a matrix have none."""
+def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors with overlapping spans share a byte. Two columns of a matrix share none."""
     if x.is_contiguous() and y.is_contiguous():
         return True
     (a, stop), (b, end) = _span(x), _span(y)
     first = min(a, b)
-    taken = torch.zeros(max(stop, end) - first, dtype=torch.bool)
-    _bytes_in(taken, x, a - first).fill_(True)
-    return bool(_bytes_in(taken, y, b - first).any())
+    mask = torch.zeros(max(stop, end) - first, dtype=torch.bool)
+    _bytes_in(mask, x, a - first).fill_(True)
+    return bool(_bytes_in(mask, y, b - first).any())
 
 
-def _bytes_in(taken: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
-    """View the places of a tensor's bytes."""
+def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
+    """View the bytes of a buffer that a tensor's elements occupy."""
     size = x.element_size()
-    return taken.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
+    return buffer.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
 
 
-# Memory to read into: of its own for each leaf.
+# Memory to read into: each leaf gets its own.
 
 
-def made_of(like: Any, mesh: Mesh | None) -> Any:
-    """Give each tensor on the meta device memory, on the mesh's device; shards hold zeros, so their padding does.
+def materialize(like: Any, mesh: Mesh | None) -> Any:
+    """Allocate memory on the mesh's device for each tensor on the meta device. Shards begin as zeros, for the padding.
 
-    So get leaves that share memory with another leaf, as averages that start as the parameters do. Leaves that lie side
-    by side in one buffer will again. All other values are taken over.
+    A leaf that shares memory with another leaf gets new memory too, such as averages that start as the parameters.
+    Leaves that lie side by side in one buffer lie so again. All other values are kept.
     """
     device = mesh.device_mesh.device_type if mesh is not None and mesh.distributed else "cpu"
     entries, structure = tree.flatten(like, is_box)
-    plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # one that is tied is one leaf
-    boxed = [x for entry in entries for x in _boxed(entry)]  # of a box each is one, whatever is tied
+    plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
+    boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
     shared = overlapping([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
-    made = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
+    buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
     fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
-    plain |= {**fresh, **dict(zip(meta, made, strict=True))}
-    places = [place for entry in entries for place in _places(entry, device)]
-    fit = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
-    own = iter([x if fits else _zeros(x, to) for x, to, fits in zip(boxed, places, fit, strict=True)])
+    plain |= {**fresh, **dict(zip(meta, buffers, strict=True))}
+    devices = [device_name for entry in entries for device_name in _devices(entry, device)]
+    usable = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
+    boxed_tensors = iter(
+        [x if is_usable else _zeros(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
+    )
     for i, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
-            parts = [next(own) for _ in x.parts]
+            parts = [next(boxed_tensors) for _ in x.parts]
             entries[i] = x if all(a is b for a, b in zip(parts, x.parts, strict=True)) else box_of(x.uid, parts)
         elif isinstance(x, PerRank):
-            leaves, below = tree.flatten(x.value)
-            entries[i] = PerRank(tree.unflatten(below, [next(own) if _is_tensor(y) else y for y in leaves]), x.axes)
+            leaves, value_structure = tree.flatten(x.value)
+            entries[i] = PerRank(
+                tree.unflatten(value_structure, [next(boxed_tensors) if _is_tensor(y) else y for y in leaves]), x.axes
+            )
     return tree.unflatten(structure, entries)
 
 
@@ -152,30 +156,30 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _boxed(entry: Any) -> list[torch.Tensor]:
+def _box_tensors(entry: Any) -> list[torch.Tensor]:
     """List the tensors in a box."""
     if isinstance(entry, Shard):
         return list(entry.parts)
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
 
 
-def _places(entry: Any, device: str) -> list[str]:
-    """List where the tensors in a box belong: the host's pieces of a shard into its memory."""
+def _devices(entry: Any, device: str) -> list[str]:
+    """List the device of each tensor in a box. A shard's host pieces belong in host memory."""
     if isinstance(entry, Shard):
         return ["cpu" if space == "host" else device for space in spaces(entry)]
-    return [device] * len(_boxed(entry))
+    return [device] * len(_box_tensors(entry))
 
 
 def _zeros(x: torch.Tensor, device: str) -> torch.Tensor:
-    """Make a dense tensor like another; for one on the meta device, on a device."""
+    """Return zeros with the shape and dtype of a tensor, on its device; on `device` if it is a meta tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
 
-# Blocks: flat ranges of parts of a tensor, and the runs of elements that two of them share. Numbers only.
+# Blocks: flat ranges of parts of a tensor, and the runs of elements that two ranges share, all as numbers.
 
 
 Block = tuple[tuple[int, int], ...]
-"""A part of a tensor: its offset and size along each dimension."""
+"""A part of a tensor: the offset and size along each dimension."""
 
 
 class BlockRange(NamedTuple):
@@ -187,7 +191,7 @@ class BlockRange(NamedTuple):
 
 
 class CommonRun(NamedTuple):
-    """Elements that follow one another in two ranges: where they begin in each, from its start, and how many."""
+    """Contiguous elements that two ranges share: where they begin in the first and in the second, and how many."""
 
     at: int
     to: int
@@ -195,20 +199,20 @@ class CommonRun(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A box of elements of a block that lie one after the other; `flat` is where the first one is in the block."""
+    """A rectangle of consecutive elements of a block; `flat` is the position of the first one in the block."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     flat: int
 
 
-def whole(shape: tuple[int, ...]) -> Block:
-    """Return the block that is all of a tensor."""
+def full_block(shape: tuple[int, ...]) -> Block:
+    """Return the block that covers a whole tensor."""
     return tuple([(0, size) for size in shape])
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
-    """Cut a flat range of a tensor of `d` dimensions into at most 2 d - 1 rectangles, in their order.
+    """Split a flat range of a `d`-dimensional tensor into at most 2 d - 1 rectangles, in order.
 
     Example:
         >>> [r.sizes for r in rectangles((3, 4), 2, 11)]
@@ -220,8 +224,8 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
         yield Rectangle((start,) if shape else (), (stop - start,) if shape else (), start)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows: from the first to before the last
-    if first > last:  # all in one row
+    first, last = -(-start // row), stop // row  # full rows: from the first to before the last
+    if first > last:  # the range lies within one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -239,41 +243,46 @@ def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[R
 
 
 def runs(source: BlockRange, target: BlockRange) -> Iterator[CommonRun]:
-    """List the elements of a tensor that two ranges of it have in common, as runs that are contiguous in both.
+    """List the elements that two ranges of a tensor share, as runs that are contiguous in both.
 
-    Of ranges of one block there is at most one run. A block that is cut otherwise gives a run for each row.
+    Two ranges of one block share at most one run. Two ranges of different blocks share one run per row.
     """
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
             yield CommonRun(start - source.start, start - target.start, stop - start)
         return
-    mine, theirs = [tuple([size for _, size in r.block]) for r in (source, target)]
-    for a in rectangles(mine, source.start, source.stop):
-        for b in rectangles(theirs, target.start, target.stop):
-            yield from _common(source, mine, a, target, theirs, b)
+    source_shape, target_shape = [tuple([size for _, size in r.block]) for r in (source, target)]
+    for a in rectangles(source_shape, source.start, source.stop):
+        for b in rectangles(target_shape, target.start, target.stop):
+            yield from _common(source, source_shape, a, target, target_shape, b)
 
 
 def _common(
-    source: BlockRange, mine: tuple[int, ...], a: Rectangle, target: BlockRange, theirs: tuple[int, ...], b: Rectangle
+    source: BlockRange,
+    source_shape: tuple[int, ...],
+    a: Rectangle,
+    target: BlockRange,
+    target_shape: tuple[int, ...],
+    b: Rectangle,
 ) -> Iterator[CommonRun]:
-    """List the runs of the box in which two rectangles meet."""
+    """List the runs in the intersection of two rectangles."""
     box = []
     for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.block, *b[:2], target.block, strict=True):
         box.append((max(i + x, j + y), min(i + n + x, j + m + y)))
     if any(low >= high for low, high in box):
         return
-    d = len(box) - 1  # a run spans the dimensions from d on
-    while d and box[d][1] - box[d][0] == mine[d] == theirs[d]:
+    d = len(box) - 1  # a run spans dimensions d, d + 1, ...
+    while d and box[d][1] - box[d][0] == source_shape[d] == target_shape[d]:
         d -= 1
     numel = math.prod([high - low for low, high in box[d:]])
     for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
         first = (*outer, *[low for low, _ in box[d:]])
-        yield CommonRun(_place(first, source, mine), _place(first, target, theirs), numel)
+        yield CommonRun(_place(first, source, source_shape), _place(first, target, target_shape), numel)
 
 
 def _place(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
-    """Return where an element lies in a range; the element is given by its place along each dimension."""
+    """Return the position in a range of an element, which is given by its index along each dimension."""
     at = 0
     for i, (offset, _), size in zip(element, within.block, shape, strict=True):
         at = at * size + i - offset

@@ -1,7 +1,7 @@
-"""How a tree lies on the ranks of a mesh, in numbers alone: what a manifest says, and what a rank reads and writes.
+"""The layout of a tree on the ranks of a mesh, as numbers. Manifests store it; it says what each rank reads and writes.
 
-A cut tree keeps its structure, so a leaf has one path at every stage and on every mesh. A unit is flat, so what a rank
-holds of a leaf is one range of it. So a cut is a rule: a few numbers for each unit, whatever the number of ranks.
+A sharded tree keeps its structure, so a leaf has the same path at every stage and on every mesh. A unit is flat, so a
+rank holds one range of each leaf. The layout is therefore a rule: a few numbers for each unit, for any number of ranks.
 """
 
 import itertools
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import Block, BlockRange, whole
+from fzero.checkpoint._blocks import Block, BlockRange, full_block
 from fzero.sharding import Split
 
 __all__ = ["ALIGNMENT", "Leaf", "LeafGroup", "LeafPiece", "ShardedTree"]
 
-ALIGNMENT = 64  # bytes; data begins at a multiple of it in a file
+ALIGNMENT = 64  # bytes; the data in a file begins at a multiple of it
 
 
 class Leaf(NamedTuple):
-    """A leaf as the user knows it.
+    """A full leaf, as the user knows it.
 
     Attributes:
         path: its keys, joined by dots.
-        shape: of all of it.
-        dtype: of its elements.
-        per_rank: whether it is a `PerRank` value: row r is that of rank r.
+        shape: the shape of the full leaf.
+        dtype: the dtype of its elements.
+        per_rank: whether the leaf is a `PerRank` value: row r is the value of rank r.
     """
 
     path: str
@@ -38,12 +38,12 @@ class Leaf(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all of it."""
+        """The number of elements of the full leaf."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """The number of bytes of the full leaf."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -51,16 +51,16 @@ class Leaf(NamedTuple):
 
 
 class LeafGroup(NamedTuple):
-    """Leaves that are concatenated, and cut in equal parts.
+    """Leaves that are concatenated and then sharded into equal parts.
 
     Attributes:
-        leaves: their numbers.
-        axes: over whose ranks the parts are; none if each rank holds all.
-        shard: elements of a part, padding included.
-        split: the axes along which ranks have parts of the leaves, before these are concatenated.
-        at: the ranks that hold it, by their place along each of some axes; all, if it is empty. Ranks at other places
-            have groups of their own: those of a pipeline have other blocks.
-        copies: places of leaves that are there for nobody to use. They are loaded as the leaf is, and not written.
+        leaves: the numbers of the leaves.
+        axes: the axes that the group is sharded over; none if each rank holds the whole group.
+        shard: elements of a shard, padding included.
+        split: the axes along which each leaf is split before the leaves are concatenated.
+        at: the ranks that hold the group, as coordinates along some axes; empty if all ranks hold it. Ranks at other
+            coordinates have other groups: each stage of a pipeline has its own blocks.
+        copies: the positions of unused copies of leaves. A load fills a copy like the leaf; a save skips it.
     """
 
     leaves: tuple[int, ...]
@@ -72,13 +72,13 @@ class LeafGroup(NamedTuple):
 
 
 class LeafPiece(NamedTuple):
-    """What a rank holds of a leaf.
+    """The part of a leaf that a rank holds.
 
     Attributes:
-        leaf: its number.
+        leaf: the number of the leaf.
         group: the number of its group.
-        range: of its elements.
-        at: where it begins in the rank's part of the group, in elements.
+        range: the range of the leaf's elements.
+        at: where the piece begins in the rank's part of the group, in elements.
     """
 
     leaf: int
@@ -88,20 +88,20 @@ class LeafPiece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
+        """The number of elements of the piece."""
         return self.range.stop - self.range.start
 
 
 @dataclass(frozen=True)
 class ShardedTree:
-    """How a tree lies on the ranks of a mesh.
+    """The layout of a tree on the ranks of a mesh.
 
     Attributes:
-        mesh: the name and size of each axis, the first the slowest.
-        leaves: the distinct ones.
-        groups: each leaf is in one of them.
-        ties: the path of each further place of a leaf, and the leaf's own.
-        values: the path of what is no tensor, and what it is: JSON.
+        mesh: the name and size of each axis, the slowest first.
+        leaves: the distinct leaves.
+        groups: the groups; each leaf is in one of them.
+        ties: every further path of a tied leaf, with the leaf's first path.
+        values: the JSON value at each path that holds no tensor.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -118,54 +118,54 @@ class ShardedTree:
     @cached_property
     def number(self) -> dict[str, int]:
         """The number of the leaf at each path."""
-        own = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        return {**own, **{path: own[first] for path, first in self.ties.items()}}
+        numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
 
     @cached_property
     def home(self) -> dict[int, tuple[int, int]]:
-        """The group of each leaf, and its place there."""
+        """The group of each leaf, and the leaf's position in the group."""
         return {
-            i: (g, place)
+            i: (g, position)
             for g, group in enumerate(self.groups)
-            for place, i in enumerate(group.leaves)
-            if place not in group.copies
+            for position, i in enumerate(group.leaves)
+            if position not in group.copies
         }
 
-    def part_shape(self, g: int, place: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of the leaf at a place in a group: all of it, but for `split`."""
-        shape = list(self.leaves[self.groups[g].leaves[place]].shape)
+    def part_shape(self, g: int, position: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a leaf in a group, by the leaf's position: it is divided by `split`."""
+        shape = list(self.leaves[self.groups[g].leaves[position]].shape)
         for s in self.groups[g].split:
-            shape[s.dims[place]] //= s.size
+            shape[s.dims[position]] //= s.size
         return tuple(shape)
 
     @cached_property
     def offsets(self) -> list[list[int]]:
-        """Where the parts of each group's leaves begin, in elements; then where the last one ends."""
-        found = []
+        """Where each leaf begins in the concatenated group, in elements, for each group; the last entry is the end."""
+        result = []
         for g, group in enumerate(self.groups):
-            sizes = [math.prod(self.part_shape(g, place)) for place in range(len(group.leaves))]
-            found.append(list(itertools.accumulate(sizes, initial=0)))
-        return found
+            sizes = [math.prod(self.part_shape(g, position)) for position in range(len(group.leaves))]
+            result.append(list(itertools.accumulate(sizes, initial=0)))
+        return result
 
     def index(self, axes: tuple[str, ...], rank: int) -> int:
-        """Return a rank's place along some axes, the first the slowest."""
-        places: dict[str, int] = {}
+        """Return a rank's index along some axes, the slowest axis first."""
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.mesh):
-            rank, places[name] = divmod(rank, size)
+            rank, coordinates[name] = divmod(rank, size)
         at = 0
         for name in axes:
-            at = at * self._sizes[name] + places[name]
+            at = at * self._sizes[name] + coordinates[name]
         return at
 
-    def rank(self, *where: tuple[tuple[str, ...], int]) -> int:
-        """Return the rank at a place along some axes, and along others: the inverse of `index`."""
-        places: dict[str, int] = {}
-        for axes, index in where:
+    def rank(self, *positions: tuple[tuple[str, ...], int]) -> int:
+        """Return the rank at an index along each of several groups of axes: the inverse of `index`."""
+        coordinates: dict[str, int] = {}
+        for axes, index in positions:
             for name in reversed(axes):
-                index, places[name] = divmod(index, self._sizes[name])
+                index, coordinates[name] = divmod(index, self._sizes[name])
         at = 0
         for name, size in self.mesh:
-            at = at * size + places[name]
+            at = at * size + coordinates[name]
         return at
 
     @cached_property
@@ -177,66 +177,66 @@ class ShardedTree:
         return math.prod([self._sizes[name] for name in axes])
 
     def replicas(self, g: int) -> tuple[str, ...]:
-        """Return the axes whose ranks hold the same of a group."""
+        """Return the axes whose ranks hold the same elements of a group."""
         group = self.groups[g]
-        known = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
-        return tuple([name for name, _ in self.mesh if name not in known])
+        group_axes = (*group.axes, *[s.axis for s in group.split], *[name for name, _ in group.at])
+        return tuple([name for name, _ in self.mesh if name not in group_axes])
 
     def held_span(self, g: int, rank: int) -> tuple[int, int]:
-        """Return the elements of a group, concatenated, that a rank holds, without padding."""
+        """Return the range of the concatenated group that a rank holds, without padding."""
         group, end = self.groups[g], self.offsets[g][-1]
-        if any(self.index((name,), rank) != place for name, place in group.at):
+        if any(self.index((name,), rank) != coordinate for name, coordinate in group.at):
             return 0, 0
         start = self.index(group.axes, rank) * group.shard
         return min(start, end), min(start + group.shard, end)
 
     def owned_span(self, g: int, rank: int) -> tuple[int, int]:
-        """Return the elements of a group that a rank writes: of what several hold, each writes an equal part."""
+        """Return the range of a group that a rank writes. Ranks that hold the same elements write equal parts."""
         start, stop = self.held_span(g, rank)
-        others = self.replicas(g)
-        k = -(-(stop - start) // self.size(others))
-        first = min(start + self.index(others, rank) * k, stop)
+        replicas = self.replicas(g)
+        k = -(-(stop - start) // self.size(replicas))
+        first = min(start + self.index(replicas, rank) * k, stop)
         return first, min(first + k, stop)
 
-    def block(self, g: int, place: int, rank: int) -> Block:
-        """Return a rank's part of the leaf at a place in a group."""
-        block = list(whole(self.part_shape(g, place)))
-        for s in self.groups[g].split:  # several axes may cut one dimension, the first the slowest
-            offset, size = block[s.dims[place]]
-            block[s.dims[place]] = (offset * s.size + self.index((s.axis,), rank), size)
+    def block(self, g: int, position: int, rank: int) -> Block:
+        """Return a rank's part of the leaf at a position in a group."""
+        block = list(full_block(self.part_shape(g, position)))
+        for s in self.groups[g].split:  # several axes may split one dimension, the slowest first
+            offset, size = block[s.dims[position]]
+            block[s.dims[position]] = (offset * s.size + self.index((s.axis,), rank), size)
         return tuple([(index * size, size) for index, size in block])
 
-    def held(self, rank: int) -> Iterator[LeafPiece]:
-        """List what a rank holds."""
+    def held_pieces(self, rank: int) -> Iterator[LeafPiece]:
+        """List the pieces that a rank holds."""
         for g in range(len(self.groups)):
-            yield from self._pieces(g, rank, *self.held_span(g, rank), skipped=())
+            yield from self._pieces(g, rank, *self.held_span(g, rank), skip=())
 
-    def owned(self, rank: int) -> Iterator[LeafPiece]:
-        """List what a rank writes, in the order of its file: the larger elements first, so that all are aligned."""
+    def owned_pieces(self, rank: int) -> Iterator[LeafPiece]:
+        """List the pieces that a rank writes, in file order: larger elements first, so that all are aligned."""
         for g in self.order:
-            yield from self._pieces(g, rank, *self.owned_span(g, rank), skipped=self.groups[g].copies)
+            yield from self._pieces(g, rank, *self.owned_span(g, rank), skip=self.groups[g].copies)
 
-    def _pieces(self, g: int, rank: int, start: int, stop: int, skipped: Sequence[int]) -> Iterator[LeafPiece]:
-        """List the parts of leaves that a range of a group has, for a rank, but for the leaves at some places."""
+    def _pieces(self, g: int, rank: int, start: int, stop: int, skip: Sequence[int]) -> Iterator[LeafPiece]:
+        """List a rank's pieces in a range of a group, without the leaves at the positions `skip`."""
         base, _ = self.held_span(g, rank)
         offsets = self.offsets[g]
-        for place, i in enumerate(self.groups[g].leaves):
-            a, b = max(start, offsets[place]), min(stop, offsets[place + 1])
-            if a < b and place not in skipped:
-                here = BlockRange(self.block(g, place, rank), a - offsets[place], b - offsets[place])
-                yield LeafPiece(i, g, here, a - base)
+        for position, i in enumerate(self.groups[g].leaves):
+            a, b = max(start, offsets[position]), min(stop, offsets[position + 1])
+            if a < b and position not in skip:
+                block_range = BlockRange(self.block(g, position, rank), a - offsets[position], b - offsets[position])
+                yield LeafPiece(i, g, block_range, a - base)
 
     @cached_property
     def order(self) -> list[int]:
-        """The groups in the order of a file."""
+        """The groups in file order."""
         return sorted(range(len(self.groups)), key=lambda g: -self.itemsize(g))
 
     def itemsize(self, g: int) -> int:
-        """Return the bytes of an element of a group."""
+        """Return the bytes of one element of a group."""
         return self.leaves[self.groups[g].leaves[0]].dtype.itemsize
 
-    def _written(self, g: int, x: int) -> int:
-        """Count those of a group's first x elements that are written."""
+    def _count_written(self, g: int, x: int) -> int:
+        """Count how many of a group's first `x` elements are written."""
         offsets = self.offsets[g]
         return x - sum([min(x, offsets[p + 1]) - min(x, offsets[p]) for p in self.groups[g].copies])
 
@@ -245,52 +245,52 @@ class ShardedTree:
         return {}
 
     def starts(self, rank: int) -> list[int]:
-        """List where each group begins in the data of a rank's file, in bytes; then where the last one ends."""
+        """List where each group begins in the data of a rank's file, in bytes; the last entry is the end."""
         if rank not in self._starts:
             self._starts[rank] = self._starts_of(rank)
         return self._starts[rank]
 
     def _starts_of(self, rank: int) -> list[int]:
-        found, at = [0] * (len(self.groups) + 1), 0
+        starts, at = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)
-            found[g], at = at, at + (self._written(g, stop) - self._written(g, start)) * self.itemsize(g)
-        found[-1] = at
-        return found
+            starts[g], at = at, at + (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
+        starts[-1] = at
+        return starts
 
-    def writers(self, i: int, wanted: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
-        """Find who writes the elements of a range of a leaf.
+    def writers(self, i: int, target: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
+        """Find the ranks that write the elements of a range of a leaf.
 
         Yields:
-            A rank that writes some, the place in its file's data where they begin in bytes, and their range.
+            A rank, the byte at which its elements begin in its file's data, and the range of the leaf that it writes.
         """
-        g, place = self.home[i]
-        group, others = self.groups[g], self.replicas(g)
-        offset, numel = self.offsets[g][place], self.offsets[g][place + 1] - self.offsets[g][place]
-        splits, here = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
+        g, position = self.home[i]
+        group, replicas = self.groups[g], self.replicas(g)
+        offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
+        splits, group_at = tuple([s.axis for s in group.split]), [((name,), i) for name, i in group.at]
         for part in range(self.size(splits)):
-            block = self.block(g, place, self.rank((splits, part), (group.axes, 0), (others, 0), *here))
-            low, high = (wanted.start, wanted.stop) if block == wanted.block else (0, numel)
-            if not _meet(block, wanted.block):
+            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (replicas, 0), *group_at))
+            low, high = (target.start, target.stop) if block == target.block else (0, numel)
+            if not _intersect(block, target.block):
                 continue
             for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (others, 0), *here)
+                first = self.rank((splits, part), (group.axes, shard), (replicas, 0), *group_at)
                 start, stop = self.held_span(g, first)
-                k = -(-(stop - start) // self.size(others))
+                k = -(-(stop - start) // self.size(replicas))
                 for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (others, j), *here)
+                    rank = self.rank((splits, part), (group.axes, shard), (replicas, j), *group_at)
                     a, b = self.owned_span(g, rank)
-                    low_here, high_here = max(a, offset), min(b, offset + numel)
-                    before = self._written(g, low_here) - self._written(g, a)
+                    begin, end = max(a, offset), min(b, offset + numel)
+                    before = self._count_written(g, begin) - self._count_written(g, a)
                     at = self.starts(rank)[g] + before * self.itemsize(g)
-                    yield rank, at, BlockRange(block, low_here - offset, high_here - offset)
+                    yield rank, at, BlockRange(block, begin - offset, end - offset)
 
 
 def _between(start: int, stop: int, size: int) -> range:
-    """List which of consecutive intervals of one size have elements from `start` to before `stop`."""
+    """List the intervals of length `size` that contain elements from `start` to before `stop`."""
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 
 
-def _meet(one: Block, other: Block) -> bool:
+def _intersect(one: Block, other: Block) -> bool:
     """Return whether two blocks of a tensor have an element in common."""
     return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))

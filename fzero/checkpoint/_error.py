@@ -1,12 +1,12 @@
-"""What goes wrong with a checkpoint."""
+"""The errors of checkpoints."""
 
 __all__ = ["CheckpointError", "DamagedError"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read: the message names the file or the leaf, and says what to do.
+    """A checkpoint could not be written or read. The message names the file or the leaf, and says what to do.
 
-    It is raised on all ranks. What was saved before is untouched.
+    It is raised on all ranks. Earlier checkpoints stay as they were.
 
     Example:
         >>> import fzero
@@ -22,4 +22,4 @@ CheckpointError.__module__ = "fzero"
 
 
 class DamagedError(CheckpointError):
-    """Files of a checkpoint are missing, or do not hold what was written: an older one may be whole."""
+    """Files of a checkpoint are missing or damaged. An older checkpoint may be intact."""

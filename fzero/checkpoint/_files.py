@@ -1,4 +1,4 @@
-"""Where a checkpoint's files lie: what a folder must do, on a local disk or in an object store."""
+"""The folder of a checkpoint's files: the interface, a local folder, and a folder in an object store."""
 
 import contextlib
 import os
@@ -8,65 +8,65 @@ from typing import Any, Protocol
 
 from fzero.checkpoint._error import CheckpointError, DamagedError
 
-__all__ = ["Files", "LocalFolder", "Remote", "files_at", "locked"]
+__all__ = ["Files", "LocalFolder", "Remote", "files_at", "hold_lock"]
 
 
-# A folder of an object store, through fsspec.
+# A folder in an object store, through fsspec.
 
 
 class Remote:
-    """A folder of an object store, through fsspec: one PUT commits."""
+    """A folder in an object store, through fsspec. One PUT commits."""
 
-    sees_all = True
+    is_shared = True
 
     def __init__(self, path: str) -> None:
         import fsspec
 
-        self.path = self.known_as = path.rstrip("/")
+        self.path = self.common_name = path.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.path)
-        except (ImportError, ValueError) as error:  # a store that needs a package, or that nobody knows
+        except (ImportError, ValueError) as error:  # the store needs a package, or is unknown
             raise CheckpointError(f"{self.path!r}: {error}") from error
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def at(self, name: str) -> "Remote":
-        """Return the files of a folder in this one."""
+        """Return the files of a subfolder."""
         return Remote(f"{self.path}/{name}")
 
     def _entries(self, kind: str) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=True)
+            entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
-        return sorted([e["name"].rstrip("/").rsplit("/", 1)[-1] for e in found if e["type"] == kind])
+        return sorted([e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == kind])
 
     def names(self) -> list[str]:
-        """List the files that are there; none if there is no folder."""
+        """List the files in the folder; none if there is no folder."""
         return self._entries("file")
 
     def folders(self) -> list[str]:
-        """List the folders that are there."""
+        """List the subfolders."""
         return self._entries("directory")
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None if it is not there."""
+        """Return the size of a file in bytes; None if there is no such file."""
         try:
             return self._fs.info(self._at(name))["size"]
         except FileNotFoundError:
             return None
 
     def free(self) -> None:
-        """Return None: a store has room."""
+        """Return None: a store is never full."""
 
     def get(self, name: str) -> bytes:
         """Read a small file."""
         return self._fs.cat_file(self._at(name))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file at once."""
+        """Write a small file in one request."""
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(self._at(name), data)
 
@@ -79,7 +79,7 @@ class Remote:
                     f.write(view)
 
     def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill views one after the other with a file's bytes from `at` on."""
+        """Fill the views in turn with the bytes of a file from `at` on."""
         numel = sum(len(v) for v in views)
         try:
             data = self._fs.cat_file(self._at(name), start=at, end=at + numel)
@@ -87,70 +87,70 @@ class Remote:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         if len(data) != numel:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at + numel}")
-        done = 0
+        offset = 0
         for view in views:
-            view[:] = data[done : done + len(view)]
-            done += len(view)
+            view[:] = data[offset : offset + len(view)]
+            offset += len(view)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, if they are there."""
+        """Remove files, if they exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(name))
 
     def remove_all(self, first: str = "") -> None:
-        """Remove the folder, one of its files before all others."""
+        """Remove the folder, the file `first` before all others."""
         self.remove([first] if first else [])
         self.remove(self.names())
-        with contextlib.suppress(OSError, NotImplementedError):  # a store whose folders are files
+        with contextlib.suppress(OSError, NotImplementedError):  # the store may have no folders
             self._fs.rmdir(self._root)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Do nothing: a store has no locks."""
         yield
 
 
-# Where a checkpoint's files lie: what is asked of a folder, and how a local one does it.
+# The interface of a folder, and a local folder.
 
 
-_VECTORS = 1024  # at most in one call of the system
-_AHEAD = 1 << 24  # bytes
+_VECTORS = 1024  # the most buffers of one system call
+_AHEAD = 1 << 24  # bytes written before the system is told to flush them
 
 
 class Files(Protocol):
-    """The files of one folder, by name. Names hold no separator."""
+    """The files in one folder, by name. A name contains no separator."""
 
     path: str
-    known_as: str  # what all ranks call it
-    sees_all: bool  # whether rank 0 sees what the others wrote
+    common_name: str  # the same on all ranks
+    is_shared: bool  # whether rank 0 sees the files that other ranks wrote
 
     def names(self) -> list[str]:
-        """List the files that are there; none if there is no folder."""
+        """List the files in the folder; none if there is no folder."""
         ...
 
     def folders(self) -> list[str]:
-        """List the folders that are there."""
+        """List the subfolders."""
         ...
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None if it is not there."""
+        """Return the size of a file in bytes; None if there is no such file."""
         ...
 
     def free(self) -> int | None:
-        """Return the bytes that there is room for; None if that cannot be told."""
+        """Return the free bytes for new files; None if the number is unknown."""
         ...
 
     def get(self, name: str) -> bytes:
         """Read a small file.
 
         Raises:
-            FileNotFoundError: if it is not there.
+            FileNotFoundError: if there is no such file.
         """
         ...
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file at once: whoever looks finds the old one or the new one. It is durable on return."""
+        """Write a small file atomically: a reader finds the old file or the new one. It is durable on return."""
         ...
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
@@ -158,36 +158,36 @@ class Files(Protocol):
         ...
 
     def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill views one after the other with a file's bytes from `at` on.
+        """Fill the views in turn with the bytes of a file from `at` on.
 
         Raises:
-            CheckpointError: if the file ends before, or is not there.
+            CheckpointError: if the file is missing, or too short.
         """
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, if they are there."""
+        """Remove files, if they exist."""
         ...
 
     def remove_all(self, first: str = "") -> None:
-        """Remove the folder, one of its files before all others. Of a link to a folder remove the link alone."""
+        """Remove the folder, the file `first` before all others. If the folder is a link, remove only the link."""
         ...
 
-    def alone(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep other processes from writing into the folder, where the file system can.
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep other processes from writing into the folder, if the file system has locks.
 
         Raises:
-            CheckpointError: if another one does.
+            CheckpointError: if another process holds the folder.
         """
         ...
 
     def at(self, name: str) -> "Files":
-        """Return the files of a folder in this one."""
+        """Return the files of a subfolder."""
         ...
 
 
 def files_at(path: Any) -> Files:
-    """Return the files of a folder: of a path, or of a URL that fsspec knows, such as `"s3://bucket/run"`."""
+    """Return the files of a folder, given its path or a URL that fsspec supports, such as `"s3://bucket/run"`."""
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise TypeError(f"path={path!r}: expected the path of a folder, or a URL such as 's3://bucket/run'")
@@ -198,46 +198,46 @@ def files_at(path: Any) -> Files:
 
 
 class LocalFolder:
-    """A folder of this machine, or of a file system that all machines of a run mount."""
+    """A folder on this machine, or on a file system that all machines of a run mount."""
 
-    sees_all = True
+    is_shared = True
 
     def __init__(self, path: str) -> None:
-        self.path = self.known_as = os.path.abspath(os.path.expanduser(path))
+        self.path = self.common_name = os.path.abspath(os.path.expanduser(path))
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
 
     def at(self, name: str) -> "LocalFolder":
-        """Return the files of a folder in this one."""
+        """Return the files of a subfolder."""
         return LocalFolder(self._at(name))
 
     def names(self) -> list[str]:
-        """List the files that are there; none if there is no folder."""
+        """List the files in the folder; none if there is no folder."""
         return [e.name for e in self._entries() if e.is_file()]
 
     def folders(self) -> list[str]:
-        """List the folders that are there."""
+        """List the subfolders."""
         return [e.name for e in self._entries() if e.is_dir()]
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self.path) as found:
-                return sorted(found, key=lambda e: e.name)
+            with os.scandir(self.path) as entries:
+                return sorted(entries, key=lambda e: e.name)
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            raise CheckpointError(f"{self.path!r} is a file, expected a folder") from None
+            raise CheckpointError(f"{self.path!r} is a file: expected a folder") from None
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None if it is not there."""
+        """Return the size of a file in bytes; None if there is no such file."""
         try:
             return os.stat(self._at(name)).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def free(self) -> int | None:
-        """Return the bytes that there is room for on the disk of the folder, or of the first above it that is there."""
+        """Return the free bytes on the disk of the folder, or of its nearest existing parent."""
         path = self.path
         while not os.path.exists(path):
             path = os.path.dirname(path)
@@ -249,14 +249,14 @@ class LocalFolder:
             return f.read()
 
     def make(self) -> None:
-        """Make the folder, and those above it."""
+        """Make the folder and its parents."""
         try:
             os.makedirs(self.path, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise CheckpointError(f"{self.path!r} is a file, or lies below one: expected a folder") from None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file at once, by renaming one that is durable."""
+        """Write a small file atomically: write a temporary file, make it durable, and rename it."""
         self.make()
         with open(self._at(f".{name}.tmp"), "wb") as f:
             f.write(data)
@@ -266,16 +266,16 @@ class LocalFolder:
         self.sync()
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
-        """Write a new file, part by part, without a copy."""
+        """Write a new file part by part, without a copy."""
         self.make()
         with open(self._at(name), "xb", buffering=0) as f:
-            fd, at, begun = f.fileno(), 0, 0
+            fd, at, flush_start = f.fileno(), 0, 0
             for part in parts:
-                for views in _several(part):
-                    at += _finish(lambda left, _: os.writev(fd, left), views)
-                if at - begun >= _AHEAD:  # the disk begins now, and not at the end: a fifth of a save's time
-                    _begin_to_write(fd, begun, at - begun)
-                    begun = at
+                for views in _batched(part):
+                    at += _finish(lambda rest, _: os.writev(fd, rest), views)
+                if at - flush_start >= _AHEAD:  # flushing from now on, not at the end, saves a fifth of a save's time
+                    _begin_to_write(fd, flush_start, at - flush_start)
+                    flush_start = at
             os.fsync(fd)
         self.sync()
 
@@ -288,27 +288,27 @@ class LocalFolder:
             os.close(fd)
 
     def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill views one after the other with a file's bytes from `at` on."""
+        """Fill the views in turn with the bytes of a file from `at` on."""
         try:
             fd = os.open(self._at(name), os.O_RDONLY)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
-            for some in _several(views):
-                at += _finish(lambda left, done, start=at: os.preadv(fd, left, start + done), some)
+            for batch in _batched(views):
+                at += _finish(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
         except EOFError:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at}") from None
         finally:
             os.close(fd)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, if they are there."""
+        """Remove files, if they exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(self._at(name))
 
     def remove_all(self, first: str = "") -> None:
-        """Remove the folder, one of its files before all others. Of a link to a folder remove the link alone."""
+        """Remove the folder, the file `first` before all others. If the folder is a link, remove only the link."""
         if os.path.islink(self.path):
             os.unlink(self.path)
             return
@@ -316,59 +316,59 @@ class LocalFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other processes from writing into the folder, where the file system has locks."""
+    def exclusive(self) -> Iterator[None]:
+        """Keep other processes from writing into the folder, if the file system has locks."""
         self.make()
-        with open(self._at(".lock"), "wb") as f, locked(f.fileno(), self.path):
+        with open(self._at(".lock"), "wb") as f, hold_lock(f.fileno(), self.path):
             yield
 
 
 @contextlib.contextmanager
-def locked(fd: int, path: str) -> Iterator[None]:
-    """Hold the lock of an open file or folder, where the file system has locks.
+def hold_lock(fd: int, path: str) -> Iterator[None]:
+    """Hold the lock of an open file or folder, if the file system has locks.
 
     Raises:
-        CheckpointError: if another process holds it.
+        CheckpointError: if another process holds the lock.
     """
     import fcntl
 
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = "another process saves here; give each a folder, or mesh= if they are ranks of one run"
+        text = "another process saves here: give each process its own folder, or mesh= if they are ranks of one run"
         raise CheckpointError(f"{path!r}: {text}") from None
     except OSError:
         pass
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # a process that was forked meanwhile has the file, too, and keeps it open
+        with contextlib.suppress(OSError):  # a process forked meanwhile also has the file open, and would keep the lock
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _begin_to_write(fd: int, start: int, numel: int) -> None:
-    """Let the system write what it has of a file to the disk, without waiting for it."""
+    """Ask the system to write a range of a file to the disk, without waiting."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, numel, os.POSIX_FADV_DONTNEED)
 
 
-def _several(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Split views into as many as one call of the system takes."""
-    full = [v for v in views if len(v)]
-    for i in range(0, len(full), _VECTORS):
-        yield full[i : i + _VECTORS]
+def _batched(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Split views into batches, each small enough for one system call."""
+    nonempty = [v for v in views if len(v)]
+    for i in range(0, len(nonempty), _VECTORS):
+        yield nonempty[i : i + _VECTORS]
 
 
 def _finish(call: Any, views: list[memoryview]) -> int:
-    """Call the system until all bytes are moved, which it may do in parts: 2 GiB at most at once on Linux."""
-    done = 0
+    """Repeat a system call until all bytes are moved. One call may move fewer: at most 2 GiB on Linux."""
+    total = 0
     while views:
-        moved = call(views, done)
-        if not moved:
+        count = call(views, total)
+        if not count:
             raise EOFError
-        done += moved
-        while views and moved >= len(views[0]):
-            moved -= len(views.pop(0))
-        if moved:
-            views[0] = views[0][moved:]
-    return done
+        total += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+    return total

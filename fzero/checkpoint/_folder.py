@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which is the newest whole one, which are kept, and saves that go on beside the training."""
+"""The checkpoints of a run in one folder: background saves, the removal of old ones, and a restore of the newest."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Checkpoints", "checkpoints", "read_whole", "step_name", "step_numbers"]
 
-_DIGITS = 15  # of a step's number
+_DIGITS = 15  # the most digits of a step's number
 
 
 @api_boundary
@@ -34,14 +34,14 @@ def checkpoints(
     memory: str | None = None,
     timeout: float = TIMEOUT,
 ) -> "Checkpoints":
-    """Keep a run's checkpoints in a folder, one for each step that is saved: `root/step-00000100` and so on.
+    """Keep a run's checkpoints in a folder, one for each saved step: `root/step-00000100` and so on.
 
     Args:
-        root: the folder; or a URL that fsspec knows. It is made by the first save.
+        root: the folder, or a URL that fsspec supports. The first save makes it.
         mesh: the ranks; None for trees without boxes in one process.
-        keep: how many of the newest to keep.
-        every: keep those of steps that it divides for ever, too.
-        memory: a folder of shared memory, such as `"/dev/shm"`, for `remember`. All ranks call this function then.
+        keep: how many of the newest checkpoints to keep.
+        every: also keep each checkpoint whose step is a multiple of this number.
+        memory: a folder of shared memory, such as `"/dev/shm"`, for `remember`. All ranks must then call this function.
         timeout: how long a save waits for another rank, in seconds.
 
     Returns:
@@ -72,22 +72,22 @@ def checkpoints(
 
 
 def _run_of(files: Files, mesh: Mesh | None) -> str:
-    """Return what tells this run from others, also from one whose folder was removed: it stands in the folder."""
+    """Return an id of this run, from a random text in its folder. A new folder of the same name gets another id."""
 
-    def known() -> str:
+    def run_id() -> str:
         if mesh is not None and mesh.rank:
             return ""
         if files.size("run") is None:
             files.put("run", secrets.token_hex(8).encode())
-        # a copy of the folder is another run
+        # a copy of the folder is a different run, so the path is hashed too
         return hashlib.sha256(files.get("run") + files.path.encode()).hexdigest()[:16]
 
-    run = all_or_none(f"looking into {files.path!r}", known, mesh)
+    run = all_or_none(f"looking into {files.path!r}", run_id, mesh)
     return texts_of_all(run, mesh)[0] if mesh is not None and mesh.distributed else run
 
 
 class Checkpoints:
-    """The checkpoints of a run, made by `fzero.checkpoint.checkpoints`; a `with` statement waits at its end."""
+    """The checkpoints of a run, made by `fzero.checkpoint.checkpoints`. A `with` statement waits for the last save."""
 
     def __init__(
         self,
@@ -113,35 +113,35 @@ class Checkpoints:
 
     @api_boundary
     def save(self, step: int, values: Any, *, background: bool = True) -> Saving:
-        """Save a tree as that of a step, and let go of the checkpoints that need not be kept.
+        """Save a tree as the checkpoint of a step, and remove the checkpoints that need not be kept.
 
-        It returns when the tree is copied, and may be changed or donated. The next save waits for this one.
+        It returns when the tree is copied; the tree may then be changed or donated. The next save waits for this one.
 
         Args:
-            step: the number of steps that were done.
+            step: the number of steps done.
             values: the tree, as `fzero.save` takes it.
-            background: whether to return before it is committed.
+            background: whether to return before the save is committed.
 
         Raises:
-            CheckpointError: if this save or the one before failed.
-            ValueError: if the step is no number from 0 on.
+            CheckpointError: if this save or the previous one failed.
+            ValueError: if the step is not an int of 0 or more.
         """
-        return self._start(self._files, step, values, background, lambda: self._let_go(step))
+        return self._start(self._files, step, values, background, lambda: self._remove_old(step))
 
     def remember(self, step: int, values: Any, *, background: bool = True) -> Saving:
-        """Save a tree as that of a step in memory, which outlives the processes, until the next such save.
+        """Save a tree as the checkpoint of a step in shared memory, which outlives the processes. It replaces the last.
 
-        Each rank writes on its own machine, and a rank of another machine gets a copy, if there are several. It takes
-        the memory of what a rank writes, twice with a copy, and twice that while a save is under way.
+        Each rank writes on its own machine. If there are several machines, a rank on another machine receives a copy.
+        This needs the memory of what a rank writes, twice with the copy, and twice that during a save.
 
         Args:
-            step: the number of steps that were done.
+            step: the number of steps done.
             values: the tree, as `fzero.save` takes it.
-            background: whether to return before it is committed.
+            background: whether to return before the save is committed.
 
         Raises:
-            CheckpointError: if this save or the one before failed.
-            ValueError: if the step is no number from 0 on, or no `memory` was given.
+            CheckpointError: if this save or the previous one failed.
+            ValueError: if the step is not an int of 0 or more, or `checkpoints` was called without `memory`.
         """
         shared = self._shared
         if shared is None:
@@ -149,124 +149,125 @@ class Checkpoints:
                 'remember needs a folder of shared memory: fzero.checkpoint.checkpoints(..., memory="/dev/shm")'
             )
 
-        def then() -> None:
+        def remove_old() -> None:
             for old in step_numbers(shared):
                 if old != step:
                     shared.at(step_name(old)).remove_all()
 
-        return self._start(shared, step, values, background, then)
+        return self._start(shared, step, values, background, remove_old)
 
-    def _start(self, files: Files, step: int, values: Any, background: bool, then: Callable[[], None]) -> Saving:
+    def _start(self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]) -> Saving:
         if type(step) is not int or not 0 <= step < 10**_DIGITS:
             raise ValueError(f"step={step!r}: expected a whole number, 0 or more, of at most {_DIGITS} digits")
         self.wait()
         if files is self._files:
-            self._look_ahead(step)
-        place = files.at(step_name(step))
-        self._saving = start_save(place, values, self._mesh, background, self._timeout, self._staging, then)
+            self._warn_of_newer(step)
+        folder = files.at(step_name(step))
+        self._saving = start_save(folder, values, self._mesh, background, self._timeout, self._staging, on_commit)
         return self._saving
 
-    def _look_ahead(self, step: int) -> None:
-        """Say so if there are newer steps: those of a run that went on from an older one by hand."""
-        leads = self._mesh is None or self._mesh.rank == 0
-        if leads and (newer := [n for n in step_numbers(self._files) if n > step]):
+    def _warn_of_newer(self, step: int) -> None:
+        """Print a notice if there are newer steps: the user resumed the run from an older step by hand."""
+        is_leader = self._mesh is None or self._mesh.rank == 0
+        if is_leader and (newer := [n for n in step_numbers(self._files) if n > step]):
             notice(
                 f"fzero: {self._files.path!r} holds step {newer[-1]}, and saves step {step}: restore takes the newest. "
-                "Remove what the run does not go on from, or give it a folder of its own"
+                "Remove the steps that this run did not resume from, or give it a folder of its own"
             )
 
     def wait(self) -> None:
-        """Return when the last save is committed.
+        """Wait until the last save is committed.
 
         Raises:
-            CheckpointError: if it failed.
+            CheckpointError: if the save failed.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
 
     def steps(self) -> list[int]:
-        """List the steps of which there is a manifest, oldest first."""
+        """List the steps that have a manifest, oldest first."""
         return [n for n in step_numbers(self._files) if self._files.at(step_name(n)).size(MANIFEST) is not None]
 
     @api_boundary
     def restore(self, like: Any, *, partial: bool = False) -> Any:
-        """Read the newest whole checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
+        """Read the newest complete checkpoint, whatever ranks and stage wrote it; return `like` if there is none.
 
-        What was remembered is looked at first. One that was not committed, or is damaged, is passed over with a notice,
-        and the one before is read.
+        A remembered checkpoint comes before one on disk of the same step. A checkpoint that is not committed, or is
+        damaged, is skipped with a notice, and the previous one is read.
 
         Args:
-            like: what to read it into, as `fzero.load` takes it.
-            partial: whether the checkpoint may have leaves that `like` has not.
+            like: the tree to read into, as `fzero.load` takes it.
+            partial: whether the checkpoint may have leaves that `like` lacks.
 
         Raises:
-            CheckpointError: on all ranks, if it is of another tree, or all that are there are damaged.
+            CheckpointError: on all ranks, if the checkpoint holds another tree, or all checkpoints are damaged.
         """
         damaged: dict[int, str] = {}
-        unread = ""
-        remembered = self._remembered()
+        failure = ""
+        memory_step = self._newest_in_memory()
         while True:
             step = self._newest(damaged)
-            if remembered is not None and (step is None or remembered >= step):
-                place, step, remembered = self._shared, remembered, None
+            if memory_step is not None and (step is None or memory_step >= step):
+                files, step, memory_step = self._shared, memory_step, None
             elif step is None:
                 break
             else:
-                place = self._files
+                files = self._files
             try:
-                return load_files(place.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
+                return load_files(files.at(step_name(step)), like, self._mesh, partial)  # pyright: ignore
             except DamagedError as error:
-                damaged |= {step: str(error)} if place is self._files else {}
-                unread = unread or str(error)
-                notice(f"fzero: passed over: {error}")
-        if unread:  # and `like` may hold parts of it
-            raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {unread}")
+                damaged |= {step: str(error)} if files is self._files else {}
+                failure = failure or str(error)
+                notice(f"fzero: skipped: {error}")
+        if failure:  # so `like` may be partly overwritten
+            raise CheckpointError(f"{self._files.path!r}: no checkpoint is whole: {failure}")
         return like
 
-    def _remembered(self) -> int | None:
-        """Return the newest step that is whole in memory."""
+    def _newest_in_memory(self) -> int | None:
+        """Return the newest step that is complete in memory."""
         return None if self._shared is None else self._shared.newest(step_numbers(self._shared), step_name)
 
     def _newest(self, damaged: Container[int]) -> int | None:
-        """Return the newest step that is whole: rank 0 finds it, for all."""
-        found = all_or_none(f"looking into {self._files.path!r}", lambda: self._find(damaged), self._mesh)
+        """Return the newest step that is complete on disk. Rank 0 looks for it, and all ranks get its answer."""
+        step = all_or_none(f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged), self._mesh)
         if self._mesh is not None and self._mesh.distributed:
-            found = numbers_of_all(torch.tensor([found]), self._mesh)[0][0]
-        return None if found < 0 else found
+            step = numbers_of_all(torch.tensor([step]), self._mesh)[0][0]
+        return None if step < 0 else step
 
     def newest(self) -> int | None:
-        """Return the newest step whose files are there with their sizes, in memory, too; else None. All ranks call it.
+        """Return the newest step whose files all exist with the right sizes, on disk or in memory; else None.
 
-        A state to `restore` into may then be one without memory, as `step.init` of a module on the meta device gives.
+        All ranks call it. If there is such a step, `restore` can read into a state without memory, such as `step.init`
+        of a meta module returns.
 
         Raises:
-            CheckpointError: if rank 0 cannot look into the folder.
+            CheckpointError: if rank 0 cannot read the folder.
         """
-        return max([n for n in (self._newest(()), self._remembered()) if n is not None], default=None)
+        return max([n for n in (self._newest(()), self._newest_in_memory()) if n is not None], default=None)
 
-    def _find(self, damaged: Container[int]) -> int:
+    def _newest_on_disk(self, damaged: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
             try:
                 read_whole(self._files.at(step_name(step)))
             except CheckpointError as error:
-                notice(f"fzero: passed over: {error}")
+                notice(f"fzero: skipped: {error}")
                 continue
             if step not in damaged:
                 return step
         return -1
 
-    def _let_go(self, newest: int) -> None:
-        """Remove what need not be kept, once a newer one is committed."""
-        whole = self.steps()
-        kept = {*whole[-self._keep :], *[n for n in whole if self._every and n % self._every == 0]}
+    def _remove_old(self, newest: int) -> None:
+        """Remove the checkpoints that need not be kept, after a newer one is committed."""
+        steps = self.steps()
+        keep = {*steps[-self._keep :], *[n for n in steps if self._every and n % self._every == 0]}
         for step in step_numbers(self._files):
-            if step < newest and step not in kept:
-                self._files.at(step_name(step)).remove_all(first=MANIFEST)  # half removed is no checkpoint
+            if step < newest and step not in keep:
+                self._files.at(step_name(step)).remove_all(first=MANIFEST)  # so that a partial removal is no checkpoint
 
 
 def step_numbers(files: Files) -> list[int]:
-    """List the steps that a run's folder has folders of, oldest first, whole or not."""
+    """List the steps that have a folder, oldest first, complete or not."""
     return sorted([int(m[1]) for name in files.folders() if (m := re.fullmatch(rf"step-(\d{{8,{_DIGITS}}})", name))])
 
 
@@ -276,15 +277,15 @@ def step_name(step: int) -> str:
 
 
 def read_whole(files: Files) -> Manifest:
-    """Read a manifest, and check that its files are there with their sizes.
+    """Read a manifest, and check that its files exist with the right sizes.
 
     Raises:
-        CheckpointError: if not.
+        CheckpointError: if there is no manifest, or a file is missing or has another size.
     """
     manifest, _ = read_manifest(files)
     for name, file in zip(manifest.names, manifest.files, strict=True):
         size = files.size(name)
         if size != file.size:
-            what = "is missing" if size is None else f"has {size:,} bytes of {file.size:,}"
-            raise DamagedError(f"{files.path!r}: {name} {what}")
+            problem = "is missing" if size is None else f"has {size:,} bytes of {file.size:,}"
+            raise DamagedError(f"{files.path!r}: {name} {problem}")
     return manifest

@@ -1,4 +1,4 @@
-"""What this process holds of a tree: how the tree is cut, and in whose memory each part of a leaf lies."""
+"""The part of a tree that this process holds: the tree's layout, and the tensor that each piece of a leaf lies in."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +14,18 @@ from fzero.checkpoint._manifest import NAMES, is_json
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Spec, Split, check_cut_for, cut_units, is_box, item_of, prefix_of, stacked_of
 
-__all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_whole", "parts_of"]
+__all__ = ["Holdings", "LeafSource", "Member", "Plain", "UnitPart", "holdings", "in_order", "is_entry", "parts_of"]
 
-# What a checkpoint calls the leaves of a unit: those of all ranks, and those that each has of a stacked list.
+# The leaves of a unit in a checkpoint. All ranks hold the same leaves, or each rank its own items of a stacked list.
 
 
 class LeafSource(NamedTuple):
-    """Where a leaf of a checkpoint comes from in a tree.
+    """The place in a tree that a leaf of a checkpoint comes from.
 
     Attributes:
-        path: in the tree: not the leaf's own if it is a row of a stacked leaf.
-        list: the path of the stacked list, if it is of one.
-        number: of the item, in the whole list, that the leaf is of.
+        path: the path in the tree. It differs from the leaf's path if the leaf is a row of a stacked leaf.
+        list: the path of the stacked list, if the leaf is an item of one.
+        number: the number of the leaf's item in the full list.
     """
 
     path: str
@@ -34,13 +34,13 @@ class LeafSource(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A place of a leaf of a unit.
+    """One occurrence of a leaf of a unit.
 
     Attributes:
-        index: of the leaf in the unit.
-        path: in the checkpoint.
-        origin: in the tree.
-        is_copy: whether nobody uses what is there. The path is then that of a leaf of the same shape.
+        index: the index of the leaf in the unit.
+        path: its path in the checkpoint.
+        origin: its place in the tree.
+        is_copy: whether the occurrence is an unused copy. `path` is then the path of a leaf of the same shape.
     """
 
     index: int
@@ -50,13 +50,13 @@ class Member(NamedTuple):
 
 
 class UnitPart(NamedTuple):
-    """The leaves that some ranks, nearly always all, have of a unit.
+    """The leaves of a unit that some ranks hold; nearly always all ranks hold all leaves.
 
     Attributes:
-        members: their places; tied leaves have several.
-        shapes: by leaf, of all of it.
-        split: the axes along which ranks have parts of each.
-        at: which ranks, by their place along an axis; all, if it is empty.
+        members: the occurrences of the leaves; tied leaves have several.
+        shapes: the full shape of each leaf.
+        split: the axes along which each leaf is split.
+        at: the ranks that hold the part, as coordinates along an axis; empty if all ranks hold it.
     """
 
     members: list[Member]
@@ -65,49 +65,49 @@ class UnitPart(NamedTuple):
     at: tuple[tuple[str, int], ...] = ()
 
 
-def parts_of(what: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
-    """List what ranks have of a unit: all the same leaves, or of a stacked list each those of its own items.
+def parts_of(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[UnitPart]:
+    """List the parts of a unit: one that all ranks hold, or each rank's own items of a stacked list.
 
     Args:
-        what: what the tree is called in messages.
-        spec: of the unit.
-        members: the path of each place of a leaf in the tree, and the leaf's index in the unit; the unit's first leaf
-            comes first.
+        label: the name of the tree in messages.
+        spec: the spec of the unit.
+        members: the path of each occurrence of a leaf in the tree, and the leaf's index in the unit. The unit's first
+            leaf comes first.
 
     Raises:
-        ValueError: if leaves of a stacked list do not lie in it. Names the first.
+        ValueError: if a leaf of a stacked list does not lie in the list. The message names the first such leaf.
     """
-    stacks = stacked_of(spec)
-    if stacks is None:
+    stack_info = stacked_of(spec)
+    if stack_info is None:
         return [UnitPart([Member(i, path, LeafSource(path)) for path, i in members], spec.whole_shapes, spec.split)]
-    along, stacked = stacks
+    along, stacked = stack_info
     path, index = members[0]
     prefix = prefix_of(path, spec.paths[index])
     items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.whole_shapes])
-    others = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [UnitPart([], shapes, tuple(others), ((along.axis, place),)) for place in range(along.size)]
+    splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
+    parts = [UnitPart([], shapes, tuple(splits), ((along.axis, place),)) for place in range(along.size)]
     for (path, index), item in zip(members, items, strict=True):
         if item is None:
             raise ValueError(
-                f"{what} leaf {path!r} is {spec.paths[index]!r} among the parameters, where the list {stacked.key!r} "
-                "is stacked by rank: give a tree that holds this list, under its own key"
+                f"{label} leaf {path!r} is the parameter {spec.paths[index]!r} of the list {stacked.key!r}, which is "
+                f"stacked by rank: expected a tree that holds this list under the key {stacked.key!r}"
             )
-        some = next(number for number in item.numbers if number is not None)
+        any_number = next(number for number in item.numbers if number is not None)
         for part, number in zip(parts, item.numbers, strict=True):
-            known, is_copy = (some, True) if number is None else (number, False)
-            if not (is_copy and any(m.index == index for m in part.members)):  # a copy of a tied leaf has one place
-                origin = LeafSource(path, item.list, known)
-                part.members.append(Member(index, item.path(known), origin, is_copy))
+            item_number, is_copy = (any_number, True) if number is None else (number, False)
+            if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
+                origin = LeafSource(path, item.list, item_number)
+                part.members.append(Member(index, item.path(item_number), origin, is_copy))
     return parts
 
 
 def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
-    """Put leaves in the order of their tree, and those of a stacked list in the order of the whole list.
+    """Sort leaves by their order in the tree, and leaves of a stacked list by their order in the full list.
 
     Args:
-        origins: by the path of a leaf.
-        paths: of the tree, in its order.
+        origins: the source of each leaf, by the leaf's path.
+        paths: the paths of the tree, in order.
     """
     position = {path: i for i, path in enumerate(paths)}
     first: dict[str, int] = {}
@@ -122,13 +122,13 @@ def in_order(origins: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[st
     return dict(sorted(origins.items(), key=place))
 
 
-class Lying(NamedTuple):
-    """What a rank holds of a leaf, and where.
+class LocalPiece(NamedTuple):
+    """A piece of a leaf that a rank holds, and where it lies in memory.
 
     Attributes:
-        piece: what it is.
-        memory: the tensor that it lies in.
-        at: where it begins there, in elements.
+        piece: the piece.
+        memory: the tensor that holds it.
+        at: where it begins in `memory`, in elements.
     """
 
     piece: LeafPiece
@@ -138,138 +138,138 @@ class Lying(NamedTuple):
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds of a tree.
+    """The part of a tree that this process holds.
 
     Attributes:
-        cut: how the tree is cut.
-        ranks: those that live in this process: one, or all of a simulation.
-        memory: of each group the memory of its parts: of a box `[rows, k]`, a row for each place along `rows`, of plain
-            leaves the leaves themselves.
-        origins: by the path of each leaf, and value, where it comes from in the tree. Its order is that of the whole
-            tree, which no layout changes.
+        tree: the layout of the tree.
+        ranks: the ranks that run in this process: one, or all ranks of a simulation.
+        memory: the memory of each group. A box has `[rows, k]`, with one row per rank along its axes; plain leaves are
+            their own memory.
+        origins: the source in the tree of each leaf and value, by path. The order is that of the full tree, which does
+            not depend on the layout.
     """
 
-    cut: ShardedTree
+    tree: ShardedTree
     ranks: range
     memory: tuple["Boxed | Plain", ...]
     origins: dict[str, LeafSource]
 
-    def held(self, rank: int) -> Iterator[Lying]:
-        """List what a rank holds, and where it lies."""
-        return self._lying(self.cut.held(rank), rank)
+    def held_pieces(self, rank: int) -> Iterator[LocalPiece]:
+        """List the pieces that a rank holds, each with its memory."""
+        return self._locate(self.tree.held_pieces(rank), rank)
 
-    def owned(self, rank: int) -> Iterator[Lying]:
-        """List what a rank writes, in the order of its file, and where it lies."""
-        return self._lying(self.cut.owned(rank), rank)
+    def owned_pieces(self, rank: int) -> Iterator[LocalPiece]:
+        """List the pieces that a rank writes, in file order, each with its memory."""
+        return self._locate(self.tree.owned_pieces(rank), rank)
 
-    def _lying(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[Lying]:
+    def _locate(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[LocalPiece]:
         for piece in pieces:
-            yield from self.memory[piece.group].lying(self.cut, piece, rank)
+            yield from self.memory[piece.group].locate(self.tree, piece, rank)
 
 
 @dataclass(frozen=True)
 class Boxed:
-    """A shard; in a simulation all ranks'.
+    """A value in a box: one rank's, or all ranks' in a simulation.
 
     Attributes:
-        parts: `[rows, k]`, or of `PerRank` values `[rows, ...]`; of a shard in two pieces one after the other.
-        axes: along which the rows differ, in the mesh's order; none on processes.
+        parts: tensors `[rows, k]`, or `[rows, ...]` of a `PerRank` value. A shard in two pieces has two, in order.
+        axes: the axes along which the rows differ, in mesh order; empty if the rank is a process.
     """
 
     parts: tuple[torch.Tensor, ...]
     axes: tuple[str, ...]
 
-    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
-        """Find where a rank's piece lies: in one tensor, or where a shard is in two maybe in both."""
-        row = cut.index(self.axes, rank)
+    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
+        """Yield where a rank's piece lies: in one tensor, or perhaps in both tensors of a shard in two pieces."""
+        row = sharded_tree.index(self.axes, rank)
         if len(self.parts) == 1:
-            yield Lying(piece, self.parts[0][row], piece.at)
+            yield LocalPiece(piece, self.parts[0][row], piece.at)
             return
         first, (block, start, _) = 0, piece.range
         for x in self.parts:
             a, b = max(piece.at, first), min(piece.at + piece.numel, first + x.shape[-1])
             if a < b:
-                own = BlockRange(block, start + a - piece.at, start + b - piece.at)
-                yield Lying(piece._replace(range=own, at=a), x[row], a - first)
+                block_range = BlockRange(block, start + a - piece.at, start + b - piece.at)
+                yield LocalPiece(piece._replace(range=block_range, at=a), x[row], a - first)
             first += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:
-        """List its tensors."""
+        """List the tensors of the box."""
         return list(self.parts)
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Leaves that are whole on each rank."""
+    """Leaves that each rank holds in full."""
 
     leaves: dict[int, torch.Tensor]
 
-    def lying(self, cut: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[Lying]:
-        """Find where a rank's piece lies."""
-        yield Lying(piece, self.leaves[piece.leaf], piece.range.start)
+    def locate(self, sharded_tree: ShardedTree, piece: LeafPiece, rank: int) -> Iterator[LocalPiece]:
+        """Yield where a rank's piece lies."""
+        yield LocalPiece(piece, self.leaves[piece.leaf], piece.range.start)
 
     def tensors(self) -> list[torch.Tensor]:
-        """List its tensors."""
+        """List the leaves."""
         return list(self.leaves.values())
 
 
-def is_whole(x: Any) -> bool:
-    """Return whether a checkpoint takes a node of a tree whole: a box, or a value that is JSON."""
+def is_entry(x: Any) -> bool:
+    """Return whether a checkpoint treats a node of a tree as a leaf: a box, or a dict or list of JSON."""
     return is_box(x) or (type(x) in (dict, list) and is_json(x))
 
 
-def holdings(what: str, values: Any, mesh: Mesh | None) -> Holdings:
-    """List what this process holds of a tree.
+def holdings(label: str, values: Any, mesh: Mesh | None) -> Holdings:
+    """Return the part of a tree that this process holds.
 
     Args:
-        what: what the tree is called in messages.
+        label: the name of the tree in messages.
         values: the tree, in any layout.
         mesh: the ranks; None for a tree without boxes, in one process.
 
     Raises:
-        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
-        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
+        ValueError: if two leaves have one path, or a box was sharded for another mesh. The message names the path.
+        TypeError: if a checkpoint cannot hold a leaf. The message names its path.
     """
     shape = () if mesh is None else mesh.shape
-    found = _Found(what, shape, mesh is None or mesh.simulated)
-    paths, entries, _ = tree.flatten_with_paths(values, is_whole)
+    builder = _HoldingsBuilder(label, shape, mesh is None or mesh.simulated)
+    paths, entries, _ = tree.flatten_with_paths(values, is_entry)
     for unit in cut_units(paths, entries):
-        _check_mesh(what, paths[unit.members[0][0]], unit.uid, shape)
-        found.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
+        _check_mesh(label, paths[unit.members[0][0]], unit.uid, shape)
+        builder.add_unit([(paths[position], index) for position, index in unit.members], unit.shard)
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, PerRank):
-            found.add_per_rank(path, x)
+            builder.add_per_rank(path, x)
         elif isinstance(x, torch.Tensor):
-            found.add_plain(path, x)
+            builder.add_plain(path, x)
         elif not is_box(x):
             if not is_json(x):
                 raise TypeError(
-                    f"{what} leaf {path!r} is {str(x)[:80]!r} of {type(x).__name__}, which no checkpoint holds: "
-                    "expected a tensor, or a value of JSON (a number, text, None, dicts and lists of these)"
+                    f"{label} leaf {path!r} is {str(x)[:80]!r} of type {type(x).__name__}, which a checkpoint cannot "
+                    "hold: expected a tensor, or a JSON value (a number, text, None, dicts and lists of these)"
                 )
-            found.add_value(path, x)
-    ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(found.size)
-    return found.holdings(ranks, paths)
+            builder.add_value(path, x)
+    ranks = range(mesh.rank, mesh.rank + 1) if mesh is not None and not mesh.simulated else range(builder.size)
+    return builder.holdings(ranks, paths)
 
 
-def _check_mesh(what: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
+def _check_mesh(label: str, path: str, uid: int, shape: tuple[tuple[str, int], ...]) -> None:
     if not shape:
-        raise ValueError(f"{what} leaf {path!r} is in a box: give the mesh that it was cut for, mesh=step.mesh")
-    check_cut_for(uid, f"{what} leaf {path!r}", shape)
+        raise ValueError(f"{label} leaf {path!r} is in a box: give the mesh that it was sharded for, mesh=step.mesh")
+    check_cut_for(uid, f"{label} leaf {path!r}", shape)
 
 
-class _Found:
-    """Leaves and groups as they are found."""
+class _HoldingsBuilder:
+    """Collects the leaves and groups of a tree."""
 
-    def __init__(self, what: str, mesh: tuple[tuple[str, int], ...], together: bool) -> None:
-        self.what, self.mesh, self.together = what, mesh, together
+    def __init__(self, label: str, mesh: tuple[tuple[str, int], ...], is_simulated: bool) -> None:
+        self.label, self.mesh, self.is_simulated = label, mesh, is_simulated
         self.leaves: list[Leaf] = []
         self.groups: list[LeafGroup] = []
         self.memory: list[Boxed | Plain] = []
         self.ties: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.origins: dict[str, LeafSource] = {}
-        self.own: dict[int, str] = {}  # id of a plain leaf -> its first path
+        self.first_paths: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         self.size = ShardedTree(mesh, (), (), {}, {}).ranks
 
@@ -282,7 +282,7 @@ class _Found:
         origin: LeafSource | None = None,
     ) -> int:
         if dtype not in NAMES:
-            raise TypeError(f"{self.what} leaf {path!r} is of {dtype}, which no checkpoint holds")
+            raise TypeError(f"{self.label} leaf {path!r} has dtype {dtype}, which a checkpoint cannot hold")
         self._take(path, origin)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))
         return len(self.leaves) - 1
@@ -290,8 +290,8 @@ class _Found:
     def _take(self, path: str, origin: LeafSource | None = None) -> None:
         if path in self.origins:
             raise ValueError(
-                f"{self.what} has two leaves of the path {path!r}: a key with a dot in it looks like a path; name it "
-                "without"
+                f"{self.label} has two leaves of the path {path!r}: a dot in a key separates parts of a path; rename "
+                "the key"
             )
         self.origins[path] = origin or LeafSource(path)
 
@@ -301,39 +301,39 @@ class _Found:
 
     def add_value(self, path: str, value: Any) -> None:
         self._take(path)
-        self.values[path] = copy.deepcopy(value)  # it may change while a save is under way
+        self.values[path] = copy.deepcopy(value)  # the user may change it while a save is under way
 
     def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
         spec: Spec = shard.spec
-        given = {index for _, index in members}
-        missing = [path for index, path in enumerate(spec.paths) if index not in given]
+        indices = {index for _, index in members}
+        missing = [path for index, path in enumerate(spec.paths) if index not in indices]
         if missing:
             raise ValueError(
-                f"{self.what} has a part of unit {spec.unit!r}, without leaf {missing[0]!r}: give whole units"
+                f"{self.label} has only part of unit {spec.unit!r}, without leaf {missing[0]!r}: give the whole unit"
             )
-        axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.together else ()
+        axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = Boxed(tuple([x if axes else x[None] for x in shard.parts]), axes)
-        parts = parts_of(self.what, spec, members)
+        parts = parts_of(self.label, spec, members)
         numbers = [self._add_members(part, shard.dtype) for part in parts]
-        known = {self.leaves[i].path: i for own in numbers for i in own.values()}
-        for part, own in zip(parts, numbers, strict=True):
-            copied = {m.index: known[m.path] for m in part.members if m.is_copy}
-            leaves = tuple([own[i] if i in own else copied[i] for i in range(len(spec.paths))])
-            copies = tuple(sorted(copied))
+        numbers_by_path = {self.leaves[i].path: i for leaf_numbers in numbers for i in leaf_numbers.values()}
+        for part, leaf_numbers in zip(parts, numbers, strict=True):
+            copy_paths = {m.index: numbers_by_path[m.path] for m in part.members if m.is_copy}
+            leaves = tuple([leaf_numbers[i] if i in leaf_numbers else copy_paths[i] for i in range(len(spec.paths))])
+            copies = tuple(sorted(copy_paths))
             self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.at, copies))
             self.memory.append(memory)
 
     def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
-        """Add the leaves of a part of a unit, and return the number of each by its place in the unit."""
-        at: dict[int, int] = {}
+        """Add the leaves of a part of a unit, and return the number of each leaf by its index in the unit."""
+        numbers: dict[int, int] = {}
         for m in part.members:
             if m.is_copy:
                 continue
-            if m.index in at:
-                self._tie(m.path, self.leaves[at[m.index]].path, m.origin)
+            if m.index in numbers:
+                self._tie(m.path, self.leaves[numbers[m.index]].path, m.origin)
             else:
-                at[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
-        return at
+                numbers[m.index] = self._add(m.path, part.shapes[m.index], dtype, origin=m.origin)
+        return numbers
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
@@ -343,27 +343,27 @@ class _Found:
         for sub, x in zip(paths, values, strict=True):
             name = f"{path}.{sub}" if sub else path
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{self.what} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
-            shape = x.shape if self.together else (n, *x.shape)
-            numel = x.numel() // n if self.together else x.numel()
+                raise TypeError(f"{self.label} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
+            shape = x.shape if self.is_simulated else (n, *x.shape)
+            numel = x.numel() // n if self.is_simulated else x.numel()
             i = self._add(name, shape, x.dtype, per_rank=True, origin=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
-            self.memory.append(Boxed((x,), axes) if self.together else Boxed((x[None],), ()))
+            self.memory.append(Boxed((x,), axes) if self.is_simulated else Boxed((x[None],), ()))
 
     def add_plain(self, path: str, x: torch.Tensor) -> None:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
-            raise TypeError(f"{self.what} leaf {path!r} is a {type(x).__name__}, expected a dense tensor")
-        if id(x) in self.own:
-            self._tie(path, self.own[id(x)])
+            raise TypeError(f"{self.label} leaf {path!r} is a {type(x).__name__}: expected a dense tensor")
+        if id(x) in self.first_paths:
+            self._tie(path, self.first_paths[id(x)])
             return
-        self.own[id(x)] = path
+        self.first_paths[id(x)] = path
         i = self._add(path, x.shape, x.dtype)
         self.plain.setdefault(x.dtype, {})[i] = x
 
     def holdings(self, ranks: range, paths: Sequence[str]) -> Holdings:
-        for leaves in self.plain.values():  # one after the other, so that each rank writes one long range of them
+        for leaves in self.plain.values():  # concatenated, so that each rank writes one long range of them
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(Plain(leaves))
-        cut = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
-        return Holdings(cut, ranks, tuple(self.memory), in_order(self.origins, paths))
+        sharded_tree = ShardedTree(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        return Holdings(sharded_tree, ranks, tuple(self.memory), in_order(self.origins, paths))

@@ -1,4 +1,4 @@
-"""Looking into a checkpoint, without a mesh: what is in it, whether it is whole, and single leaves."""
+"""Reading a checkpoint without a mesh: its leaves, its integrity, single leaves, differences, and exports."""
 
 import contextlib
 import difflib
@@ -9,12 +9,12 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import BlockRange, bytes_of, whole
+from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block
 from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_whole
-from fzero.checkpoint._load import Wanted, read_blocks, wanted_of
+from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
 from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
 
 __all__ = ["Difference", "differences", "export", "fill_leaf", "leaves", "read", "verify"]
@@ -23,10 +23,10 @@ ABSENT = object()
 
 
 def leaves(path: Any) -> dict[str, Leaf]:
-    """List the leaves of a checkpoint: path, shape, dtype. Tied leaves are there once for each place.
+    """List the leaves of a checkpoint, with shapes and dtypes. A tied leaf is listed at each of its paths.
 
     Raises:
-        CheckpointError: if the folder is no whole checkpoint.
+        CheckpointError: if the folder is no complete checkpoint.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -35,19 +35,19 @@ def leaves(path: Any) -> dict[str, Leaf]:
         >>> [(path, leaf.shape) for path, leaf in fzero.checkpoint.leaves(folder).items()]
         [('w', (2, 3))]
     """
-    cut = read_whole(files_at(path)).cut
-    return {path: cut.leaves[i] for path, i in sorted(cut.number.items())}
+    tree = read_whole(files_at(path)).tree
+    return {path: tree.leaves[i] for path, i in sorted(tree.number.items())}
 
 
 def read(path: Any, name: str) -> Any:
-    """Read one leaf of a checkpoint whole, or one value that is no tensor, whatever ranks and stage wrote it.
+    """Read one full leaf, or one value that is not a tensor, whatever ranks and stage wrote the checkpoint.
 
     Args:
-        path: the folder, or URL.
-        name: the leaf's path, such as `"params.blocks.0.w"`; or that of a key within a value, `"loader.position"`.
+        path: the folder or URL of the checkpoint.
+        name: the path of the leaf, such as `"params.blocks.0.w"`, or of a key within a value, `"loader.position"`.
 
     Raises:
-        CheckpointError: if the folder is no whole checkpoint, it has no such leaf, or the leaf is damaged.
+        CheckpointError: if the folder is no complete checkpoint, has no such leaf, or the leaf is damaged.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -58,22 +58,22 @@ def read(path: Any, name: str) -> Any:
     """
     files = files_at(path)
     manifest = read_whole(files)
-    cut = manifest.cut
+    tree = manifest.tree
     for path in _above(name):
         inside = name.removeprefix(path).lstrip(".")
-        found = _within(cut.values[path], inside) if path in cut.values else ABSENT
-        if found is not ABSENT:
-            return found
-    if name not in cut.number:
-        known = [*cut.number, *cut.values]
-        some = ", ".join([repr(p) for p in (difflib.get_close_matches(name, known) or known)[:3]])
-        raise CheckpointError(f"{files.path!r} has no leaf {name!r}; of its {len(known)}, look at {some}")
-    leaf = cut.leaves[cut.number[name]]
-    return fill_leaf(files, manifest, cut.number[name], torch.empty(leaf.shape, dtype=leaf.dtype))
+        value = _within(tree.values[path], inside) if path in tree.values else ABSENT
+        if value is not ABSENT:
+            return value
+    if name not in tree.number:
+        paths = [*tree.number, *tree.values]
+        examples = ", ".join([repr(p) for p in (difflib.get_close_matches(name, paths) or paths)[:3]])
+        raise CheckpointError(f"{files.path!r} has no leaf {name!r}: it has {len(paths)} leaves, such as {examples}")
+    leaf = tree.leaves[tree.number[name]]
+    return fill_leaf(files, manifest, tree.number[name], torch.empty(leaf.shape, dtype=leaf.dtype))
 
 
 def _above(path: str) -> Iterator[str]:
-    """Yield a path, and those of what it lies in, up to the whole tree's."""
+    """Yield a path and each path above it, up to the root."""
     yield path
     while path:
         path = path.rpartition(".")[0]
@@ -81,7 +81,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _within(value: Any, path: str) -> Any:
-    """Return what lies at a path within a JSON value."""
+    """Return the part of a JSON value at a path, or `ABSENT`."""
     if not path:
         return value
     if not isinstance(value, dict):
@@ -91,27 +91,28 @@ def _within(value: Any, path: str) -> Any:
 
 
 def fill_leaf(files: Files, manifest: Manifest, number: int, x: torch.Tensor) -> torch.Tensor:
-    """Read all of a leaf into a contiguous tensor of its shape and dtype, and return that."""
-    by_file: dict[int, list[Wanted]] = {}
-    for writer, part in wanted_of(manifest, number, BlockRange(whole(tuple(x.shape)), 0, x.numel()), x, 0):
-        by_file.setdefault(writer, []).append(part)
-    for writer, wanted in sorted(by_file.items()):
-        read_blocks(files, manifest, writer, wanted)
+    """Read a full leaf into a contiguous tensor of its shape and dtype, and return the tensor."""
+    by_file: dict[int, list[ReadRequest]] = {}
+    for writer, request in read_requests(manifest, number, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
+        by_file.setdefault(writer, []).append(request)
+    for writer, requests in sorted(by_file.items()):
+        read_blocks(files, manifest, writer, requests)
     return x
 
 
-def verify(path: Any, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-    """Read all files of a checkpoint, and check each block's sum.
+def verify(path: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
+    """Read all files of a checkpoint, and check each block's checksum.
 
     Args:
-        path: the folder, or URL.
-        progress: called after each block with the bytes that were read and those of all files.
+        path: the folder or URL of the checkpoint.
+        progress: called after each block with the bytes read so far and the bytes of all files.
 
     Returns:
-        The bytes that were read.
+        The number of bytes read.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, or damaged. Names the first file, and leaves that it holds.
+        CheckpointError: if the folder is no checkpoint, or is damaged. The message names the first damaged file and
+            leaves in it.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -121,38 +122,38 @@ def verify(path: Any, progress: Callable[[int, int], None] = lambda done, total:
         4128
     """
     files = files_at(path)
-    manifest, done = read_whole(files), 0
-    for rank, at, size in _blocks(manifest.cut, manifest):
+    manifest, nbytes = read_whole(files), 0
+    for rank, at, size in _blocks(manifest.tree, manifest):
         block = torch.empty(size, dtype=torch.uint8)
-        read_blocks(files, manifest, rank, [Wanted(at, size, block, 0)])
-        done += size
-        progress(done, manifest.nbytes)
-    return done
+        read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
+        nbytes += size
+        progress(nbytes, manifest.nbytes)
+    return nbytes
 
 
-def _blocks(cut: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank, and where a block of its file begins and how large it is, in bytes."""
-    for rank in range(cut.ranks):
+def _blocks(tree: ShardedTree, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+    """Yield each block of each rank's file: the rank, and the block's first byte and size."""
+    for rank in range(tree.ranks):
         size = manifest.files[rank].size
         for at in range(0, size, BLOCK):
             yield rank, at, min(BLOCK, size - at)
 
 
-# What differs between two checkpoints, whatever ranks and stages wrote them: read one leaf of each at a time.
+# Differences between two checkpoints, whatever ranks and stages wrote them. One leaf of each is in memory at a time.
 
 
-_AT_ONCE = 1 << 20  # elements that are compared at a time
+_AT_ONCE = 1 << 20  # elements compared at a time
 
 
 class Difference(NamedTuple):
-    """A leaf or value that differs.
+    """A leaf or value that differs between two checkpoints.
 
     Attributes:
-        path: of it.
-        one: what it is in the first checkpoint; empty if it is not there.
-        other: what it is in the second.
-        count: elements whose bits differ; None if there is nothing to compare element by element.
-        largest: absolute difference of two elements; NaN if one of them is.
+        path: its path.
+        one: its description in the first checkpoint; empty if it is missing there.
+        other: its description in the second checkpoint.
+        count: elements whose bits differ; None if the two cannot be compared element by element.
+        largest: the largest absolute difference of two elements; NaN if one of them is NaN.
     """
 
     path: str
@@ -163,50 +164,52 @@ class Difference(NamedTuple):
 
 
 def differences(
-    one: Any, other: Any, progress: Callable[[int, int], None] = lambda done, total: None
+    one: Any, other: Any, progress: Callable[[int, int], None] = lambda nbytes, total: None
 ) -> Iterator[Difference]:
-    """Yield what differs between two checkpoints, in the order of paths.
+    """Yield the differences between two checkpoints, sorted by path.
 
     Args:
-        one: the folder, or URL, of the first.
-        other: that of the second.
-        progress: called after each leaf with the bytes of it and of those before, and those of all.
+        one: the folder or URL of the first checkpoint.
+        other: the folder or URL of the second checkpoint.
+        progress: called after each leaf with the bytes compared so far and the bytes of all leaves.
 
     Raises:
-        CheckpointError: if one of them is no whole checkpoint, or a leaf of it is damaged.
+        CheckpointError: if one of them is no complete checkpoint, or one of its leaves is damaged.
     """
     files = files_at(one), files_at(other)
     manifests = read_whole(files[0]), read_whole(files[1])
-    texts = _texts(manifests[0].cut), _texts(manifests[1].cut)
-    known: dict[tuple[int, int], tuple[int, float]] = {}
-    done, total = 0, sum(x.nbytes for x in manifests[0].cut.leaves)
+    texts = _texts(manifests[0].tree), _texts(manifests[1].tree)
+    results: dict[tuple[int, int], tuple[int, float]] = {}
+    nbytes, total = 0, sum(x.nbytes for x in manifests[0].tree.leaves)
     for path in sorted({*texts[0], *texts[1]}):
         a, b = texts[0].get(path, ""), texts[1].get(path, "")
-        numbers = manifests[0].cut.number.get(path), manifests[1].cut.number.get(path)
+        numbers = manifests[0].tree.number.get(path), manifests[1].tree.number.get(path)
         if a != b or numbers[0] is None or numbers[1] is None:
             if a != b:
                 yield Difference(path, a, b)
             continue
         pair = (numbers[0], numbers[1])
-        if pair not in known:  # tied leaves are read once
-            known[pair] = _compared(files, manifests, pair)
-            done += manifests[0].cut.leaves[pair[0]].nbytes
-            progress(min(done, total), total)
-        count, largest = known[pair]
+        if pair not in results:  # tied leaves are read once
+            results[pair] = _compare(files, manifests, pair)
+            nbytes += manifests[0].tree.leaves[pair[0]].nbytes
+            progress(min(nbytes, total), total)
+        count, largest = results[pair]
         if count:
             yield Difference(path, a, b, count, largest)
 
 
-def _texts(cut: ShardedTree) -> dict[str, str]:
-    """Describe each leaf and value by its path; a value by all of it."""
-    leaves = {path: f"{cut.leaves[i]}{' per rank' if cut.leaves[i].per_rank else ''}" for path, i in cut.number.items()}
-    return {**leaves, **{path: f"the value {value!r}" for path, value in cut.values.items()}}
+def _texts(tree: ShardedTree) -> dict[str, str]:
+    """Describe each leaf by its dtype and shape and each value in full, by path."""
+    leaves = {
+        path: f"{tree.leaves[i]}{' per rank' if tree.leaves[i].per_rank else ''}" for path, i in tree.number.items()
+    }
+    return {**leaves, **{path: f"the value {value!r}" for path, value in tree.values.items()}}
 
 
-def _compared(
+def _compare(
     files: tuple[Files, Files], manifests: tuple[Manifest, Manifest], numbers: tuple[int, int]
 ) -> tuple[int, float]:
-    """Return how many elements of two leaves differ in their bits, and the largest difference of two."""
+    """Return how many elements of two leaves differ in their bits, and the largest difference."""
     a, b = [_leaf(f, m, i) for f, m, i in zip(files, manifests, numbers, strict=True)]
     count, largest = 0, 0.0
     for at in range(0, a.numel(), _AT_ONCE):
@@ -219,7 +222,7 @@ def _compared(
 
 
 def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the largest difference of two elements; of integers it is exact as far as a float is."""
+    """Return the largest difference of two elements. For integers it is exact up to the rounding to a float."""
     if not (x.is_floating_point() or x.is_complex()):
         return float(max(abs(a - b) for a, b in zip(x.tolist(), y.tolist(), strict=True)))
     wide = torch.complex128 if x.is_complex() else torch.float64
@@ -227,7 +230,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _leaf(files: Files, manifest: Manifest, number: int) -> torch.Tensor:
-    leaf = manifest.cut.leaves[number]
+    leaf = manifest.tree.leaves[number]
     return fill_leaf(files, manifest, number, torch.empty(leaf.shape, dtype=leaf.dtype)).view(-1)
 
 
@@ -235,7 +238,7 @@ def _nan_last(x: float) -> tuple[bool, float]:
     return x != x, x
 
 
-# Exporting: a checkpoint's leaves, whole, as one file of safetensors, or of torch.save.
+# Exporting: a checkpoint's full leaves as one file, of safetensors or of torch.save.
 
 
 Progress = Callable[[int, int], None]
@@ -248,84 +251,85 @@ def export(
     prefix: str = "",
     dtype: torch.dtype | None = None,
     as_torch: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda nbytes, total: None,
 ) -> tuple[str, list[str]]:
-    """Write a checkpoint's leaves, whole, to one file; tied ones at each of their places.
+    """Write the full leaves of a checkpoint to one file; a tied leaf at each of its paths.
 
-    A safetensors file is written leaf by leaf, so that one leaf is in memory. One of torch.save needs memory for all,
-    and holds the values that are no tensors, too. A file that was there is replaced at the end.
+    A safetensors file is written leaf by leaf, with one leaf in memory at a time. A file of torch.save needs memory for
+    all leaves, and also holds the values that are not tensors. An existing file is replaced at the end.
 
     Args:
-        path: the folder, or URL, of the checkpoint.
-        out: the file; without `as_torch`, what does not end with `.safetensors` is a folder for `model.safetensors`.
-        prefix: of the paths to write, such as `"params"`; it is not part of the names.
-        dtype: what floating point leaves are cast to; None to leave them.
-        as_torch: whether to write what `torch.load` reads.
-        progress: called after each leaf with the bytes that were written, and those of all.
+        path: the folder or URL of the checkpoint.
+        out: the file. Without `as_torch`, a name that does not end with `.safetensors` is a folder, and the file in it
+            is `model.safetensors`.
+        prefix: the path whose leaves are written, such as `"params"`. The names in the file leave it out.
+        dtype: the dtype that floating point leaves are cast to; None to keep their dtypes.
+        as_torch: whether to write a file for `torch.load`.
+        progress: called after each leaf with the bytes written so far and the bytes of all leaves.
 
     Returns:
         The file, and the names of its leaves.
 
     Raises:
-        CheckpointError: if the folder is no whole checkpoint, has nothing of this prefix, or a leaf is damaged. Also
-            if `out` is named as a file of another kind.
+        CheckpointError: if the folder is no complete checkpoint, has no leaf below the prefix, or a leaf is damaged.
+            Also if the name of `out` is that of another kind of file.
     """
     files, target = files_at(path), os.fspath(out)
     manifest = read_whole(files)
     _check_kind(target, as_torch)
-    names = _below(prefix, manifest.cut.number)
+    names = _below(prefix, manifest.tree.number)
     if not names:
-        some = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.cut.number})[:3])
-        raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}; its first keys are {some}")
+        examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.tree.number})[:3])
+        raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}: its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
         _check_apart(files, target)
     if as_torch:
-        values = _below(prefix, manifest.cut.values)
-        with _replaced(target) as f:
+        values = _below(prefix, manifest.tree.values)
+        with _atomic_file(target) as f:
             _write_torch(f, files, manifest, names, values, dtype, progress)
         return target, sorted([*names, *values])
     if not target.endswith(".safetensors"):
         target = os.path.join(target, "model.safetensors")
-    head = _header(files, manifest.cut, names, dtype)
-    with _replaced(target) as f:
+    head = _header(files, manifest.tree, names, dtype)
+    with _atomic_file(target) as f:
         f.write(head)
-        _write_leaves(f, files, manifest, _order(manifest.cut, names, dtype), dtype, progress)
+        _write_leaves(f, files, manifest, _order(manifest.tree, names, dtype), dtype, progress)
     return target, sorted(names)
 
 
 def _check_kind(target: str, as_torch: bool) -> None:
-    """Check that a file is of the kind that is asked for.
+    """Check that a file's name fits its kind.
 
     Raises:
-        CheckpointError: if its name says that it is of another.
+        CheckpointError: if the name is that of another kind of file.
     """
     kind = os.path.splitext(target)[1]
     if not as_torch and kind in (".bin", ".pt", ".pth", ".ckpt", ".safetensor"):
-        raise CheckpointError(f"{target!r} is no .safetensors file, and no folder: use --torch for a file of torch")
+        raise CheckpointError(f"{target!r} is no .safetensors file and no folder: use --torch for a file of torch.save")
     if as_torch and kind == ".safetensors":
-        raise CheckpointError(f"{target!r}: torch.save writes no safetensors; leave out --torch, or name it .pt")
+        raise CheckpointError(f"{target!r}: torch.save writes no safetensors; omit --torch, or name the file .pt")
 
 
 def _check_apart(files: Files, target: str) -> None:
-    """Check that a file is none of the checkpoint's folder, whose own it could replace.
+    """Check that a file lies outside the checkpoint's folder, where it could replace one of the checkpoint's files.
 
     Raises:
-        CheckpointError: if it is.
+        CheckpointError: if the file lies in the folder.
     """
     if os.path.realpath(os.path.dirname(os.path.abspath(target))) == os.path.realpath(files.path):
         raise CheckpointError(f"{target!r} lies in the checkpoint's own folder: write it elsewhere")
 
 
-def _below(prefix: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what lies below a path, by its path from there; a leaf by its own name."""
+def _below(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries below a path, by their paths relative to it. A leaf at the path has its last key as name."""
     start = f"{prefix}." if prefix else ""
-    below = {path[len(start) :]: x for path, x in found.items() if path.startswith(start)}
-    return below or ({prefix.rpartition(".")[2]: found[prefix]} if prefix in found else {})
+    below = {path[len(start) :]: x for path, x in entries.items() if path.startswith(start)}
+    return below or ({prefix.rpartition(".")[2]: entries[prefix]} if prefix in entries else {})
 
 
 @contextlib.contextmanager
-def _replaced(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file, which takes a file's place when all of it is on the disk."""
+def _atomic_file(target: str) -> Iterator[IO[bytes]]:
+    """Open a new file that replaces `target` once it is durable."""
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     part = f"{target}.{os.getpid()}.tmp"
     try:
@@ -343,24 +347,24 @@ def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
 
 
-def _order(cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
-    """List names and leaves as a file has them: the larger elements first, so that all are aligned."""
-    return sorted(names.items(), key=lambda item: (-_dtype(cut.leaves[item[1]], dtype).itemsize, item[0]))
+def _order(tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
+    """List names and leaf numbers in file order: larger elements first, so that all are aligned."""
+    return sorted(names.items(), key=lambda item: (-_dtype(tree.leaves[item[1]], dtype).itemsize, item[0]))
 
 
-def _header(files: Files, cut: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
-    """Make the header of a safetensors file; its metadata is what `from_pretrained` asks for.
+def _header(files: Files, tree: ShardedTree, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
+    """Return the header of a safetensors file, with the metadata that `from_pretrained` requires.
 
     Raises:
-        CheckpointError: if safetensors has no such dtype.
+        CheckpointError: if safetensors does not have a leaf's dtype.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, i in _order(cut, names, dtype):
-        leaf, kind = cut.leaves[i], _dtype(cut.leaves[i], dtype)
+    for name, i in _order(tree, names, dtype):
+        leaf, kind = tree.leaves[i], _dtype(tree.leaves[i], dtype)
         if kind == torch.complex128:
             raise CheckpointError(
-                f"{files.path!r}: leaf {leaf.path!r} is {leaf}, which safetensors has not: use --torch"
+                f"{files.path!r}: leaf {leaf.path!r} is {leaf}, a dtype that safetensors does not have: use --torch"
             )
         end = at + leaf.numel * kind.itemsize
         entries[name] = {"dtype": NAMES[kind], "shape": list(leaf.shape), "data_offsets": [at, end]}
@@ -373,14 +377,14 @@ def _header(files: Files, cut: ShardedTree, names: dict[str, int], dtype: torch.
 def _leaves(
     files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each name with its leaf, read and cast."""
-    leaves = [manifest.cut.leaves[i] for _, i in names]
-    done, total = 0, sum(x.nbytes for x in leaves)
+    """Yield each name with its leaf, read and cast to `dtype`."""
+    leaves = [manifest.tree.leaves[i] for _, i in names]
+    nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
         x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype))
         yield name, x.to(_dtype(leaf, dtype))
-        done += leaf.nbytes
-        progress(done, total)
+        nbytes += leaf.nbytes
+        progress(nbytes, total)
 
 
 def _write_leaves(
@@ -404,7 +408,7 @@ def _write_torch(
     dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
-    """Write names, leaves and values as torch.save does; tied leaves are one tensor."""
-    own = {i: name for name, i in reversed(names.items())}
-    read = dict(_leaves(files, manifest, [(name, i) for i, name in own.items()], dtype, progress))
-    torch.save({**{name: read[own[i]] for name, i in names.items()}, **values}, f)
+    """Write leaves and values by name with torch.save; tied leaves are one tensor."""
+    first_names = {i: name for name, i in reversed(names.items())}
+    tensors = dict(_leaves(files, manifest, [(name, i) for i, name in first_names.items()], dtype, progress))
+    torch.save({**{name: tensors[first_names[i]] for name, i in names.items()}, **values}, f)

@@ -1,7 +1,7 @@
-"""The manifest: the file that makes a folder a checkpoint. It says how the tree was cut, and what each file sums up to.
+"""The manifest: the file that makes a folder a checkpoint. It holds the layout of the tree and the files' checksums.
 
-The cut is a rule, a line for each unit, so the manifest does not grow with the number of ranks. Nothing is believed:
-a name that leads out of the folder, a size that no file has, another kind of JSON are errors.
+The layout is a rule, one line per unit, so the manifest does not grow with the number of ranks. A manifest is not
+trusted: a name that leads out of the folder, an impossible size, or unexpected JSON is an error.
 """
 
 import json
@@ -30,43 +30,43 @@ __all__ = [
     "Manifest",
     "data_name",
     "header",
+    "is_empty",
     "is_json",
     "is_none",
-    "is_nothing",
-    "parsed",
+    "parse",
     "paths_of",
     "read_manifest",
     "sum_of",
     "values_like",
 ]
 
-# Values: what of a tree is no tensor, and JSON: numbers, text, None, dicts and lists of these.
+# Values: the leaves of a tree that are not tensors, but JSON: numbers, text, None, dicts and lists of these.
 
 
 def is_json(x: Any) -> bool:
-    """Return whether a value comes back from JSON as it is: dicts with keys of text, lists, numbers, text, None."""
+    """Return whether JSON preserves a value: a dict with string keys, a list, a number, text or None."""
     if type(x) is dict:
         return all(type(k) is str for k in x) and all(map(is_json, x.values()))
     return all(map(is_json, x)) if type(x) is list else x is None or type(x) in (bool, int, float, str)
 
 
-def is_nothing(x: Any) -> bool:
-    """Return whether a value is None, or a dict or list of nothing else."""
-    return all(map(is_nothing, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
+def is_empty(x: Any) -> bool:
+    """Return whether a value is None, or a dict or list of such values only."""
+    return all(map(is_empty, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
 
 
 def is_none(x: Any) -> bool:
-    """Return whether a value is None, or holds some and nothing else."""
-    return is_nothing(x) and x not in ([], {})
+    """Return whether a value is None, or a dict or list that holds None and nothing else, and is not empty."""
+    return is_empty(x) and x not in ([], {})
 
 
-def values_like(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved value of each path of a tree. Of a dict that was not saved as one, its keys' values.
+def values_like(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved value at each path of a tree. A dict that was not saved as one value is read key by key.
 
-    Where both have nothing but None, such as the masters of parameters that need none, the tree's own is returned.
-    On other ranks of a pipeline there are as many as these have blocks.
+    If the tree and the checkpoint both hold only None, such as master weights that no parameter needs, the tree's value
+    is returned. The number of None differs between the ranks of a pipeline: a rank has one per block.
     """
-    return {path: _value_like(path, value, saved) for path, value in mine.items()}
+    return {path: _value_like(path, value, saved) for path, value in like.items()}
 
 
 def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
@@ -74,27 +74,27 @@ def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
         return value
     if path in saved or type(value) is not dict:
         return saved.get(path)
-    return {key: _value_like(_below(path, key), x, saved) for key, x in value.items()}
+    return {key: _value_like(_join_path(path, key), x, saved) for key, x in value.items()}
 
 
 def paths_of(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
-    """List the paths under which a value, or its parts, are looked for."""
+    """List the paths at which the checkpoint may hold a value or its parts."""
     if path in saved or type(value) is not dict or not value:
         return [path]
-    return [p for key, x in value.items() for p in paths_of(_below(path, key), x, saved)]
+    return [p for key, x in value.items() for p in paths_of(_join_path(path, key), x, saved)]
 
 
-def _below(path: str, key: str) -> str:
-    """Return the path of a key of what is at a path."""
+def _join_path(path: str, key: str) -> str:
+    """Return the path of a key below another path."""
     return f"{path}.{key}" if path else key
 
 
 MANIFEST = "manifest.json"
-BLOCK = 1 << 22  # bytes of a file that one checksum is of
-FORMAT, VERSION = "fzero checkpoint", 2  # version 1 has no groups that only some ranks hold
-_MOST = 1 << 48  # elements, bytes, ranks: no number of a manifest is larger
+BLOCK = 1 << 22  # bytes of a file that one checksum covers
+FORMAT, VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
+_LIMIT = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
 
-NAMES = {  # safetensors' own
+NAMES = {  # safetensors' names
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -111,7 +111,7 @@ NAMES = {  # safetensors' own
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
-    torch.complex128: "C128",  # which safetensors has not: written as pairs of F64
+    torch.complex128: "C128",  # safetensors has no such dtype: files hold pairs of F64
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -120,8 +120,8 @@ class File(NamedTuple):
     """A file of a checkpoint.
 
     Attributes:
-        size: in bytes.
-        sums: the XXH3 of each block of it, 16 hexadecimal digits each.
+        size: its size in bytes.
+        sums: the XXH3 checksum of each of its blocks, 16 hexadecimal digits each.
     """
 
     size: int
@@ -134,45 +134,45 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The content of a manifest.
 
     Attributes:
-        nonce: 16 hexadecimal digits that the names of its files begin with.
-        cut: how the tree was cut on the ranks that wrote it.
-        files: one of each rank.
-        written: when, in seconds since 1970.
+        nonce: 16 hexadecimal digits at the beginning of the files' names.
+        tree: the layout of the tree on the ranks that wrote it.
+        files: one file of each rank.
+        timestamp: the time of the save, in seconds since 1970.
     """
 
     nonce: str
-    cut: ShardedTree
+    tree: ShardedTree
     files: tuple[File, ...]
-    written: float
+    timestamp: float
 
     @classmethod
-    def of(cls, nonce: str, cut: ShardedTree, files: Sequence[File]) -> "Manifest":
-        """Make the manifest of files that were written now."""
-        return cls(nonce, cut, tuple(files), time.time())
+    def of(cls, nonce: str, tree: ShardedTree, files: Sequence[File]) -> "Manifest":
+        """Make the manifest of files that have just been written."""
+        return cls(nonce, tree, tuple(files), time.time())
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of its files."""
-        return tuple([data_name(self.nonce, r, self.cut.ranks) for r in range(self.cut.ranks)])
+        """The names of the files."""
+        return tuple([data_name(self.nonce, r, self.tree.ranks) for r in range(self.tree.ranks)])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files together."""
         return sum(f.size for f in self.files)
 
     def base(self, rank: int) -> int:
         """Return where the data begins in a rank's file, in bytes.
 
         Raises:
-            DamagedError: if the file cannot be as large as it is.
+            DamagedError: if the file's size does not match its leaves.
         """
         if rank not in self._bases:
-            base = len(header(self.cut, rank))
-            if base + self.cut.starts(rank)[-1] != self.files[rank].size:
-                raise DamagedError(f"{MANIFEST} is damaged: {self.names[rank]} is not as large as its leaves")
+            base = len(header(self.tree, rank))
+            if base + self.tree.starts(rank)[-1] != self.files[rank].size:
+                raise DamagedError(f"{MANIFEST} is damaged: the size of {self.names[rank]} does not match its leaves")
             self._bases[rank] = base
         return self._bases[rank]
 
@@ -180,29 +180,29 @@ class Manifest:
     def _bases(self) -> dict[int, int]:
         return {}
 
-    def encoded(self) -> bytes:
-        """Write it down, with a checksum of all that follows."""
+    def encode(self) -> bytes:
+        """Return the bytes of the manifest file: the JSON text and its checksum."""
         text = self.text()
         return b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
 
     def text(self) -> bytes:
-        """Write it down as JSON."""
-        cut = self.cut
+        """Return the manifest as JSON."""
+        tree = self.tree
         groups = []
-        for g in cut.groups:
+        for g in tree.groups:
             split = [[s.axis, s.size, list(s.dims)] for s in g.split]
             rest = [split, [list(x) for x in g.at], list(g.copies)]
             groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.at else rest[: bool(split)])])
         body = {
             "format": FORMAT,
-            "version": VERSION if any(g.at for g in cut.groups) else 1,
-            "written": self.written,
+            "version": VERSION if any(g.at for g in tree.groups) else 1,
+            "written": self.timestamp,
             "nonce": self.nonce,
-            "mesh": [list(axis) for axis in cut.mesh],
-            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in cut.leaves],
+            "mesh": [list(axis) for axis in tree.mesh],
+            "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in tree.leaves],
             "groups": groups,
-            "ties": cut.ties,
-            "values": cut.values,
+            "ties": tree.ties,
+            "values": tree.values,
             "block": BLOCK,
             "files": [list(f) for f in self.files],
         }
@@ -213,9 +213,9 @@ _FRAME = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":(.*)\}\n', re.DOTA
 
 
 def sum_of(views: Iterable[memoryview]) -> str:
-    """Return the checksum of bytes, 16 hexadecimal digits: XXH3, which reads as fast as memory does.
+    """Return the XXH3 checksum of bytes, as 16 hexadecimal digits. It runs at the speed of memory.
 
-    Against accidents, not against forgers: https://github.com/Cyan4973/xxHash
+    It protects against accidents, not against forgery: https://github.com/Cyan4973/xxHash
     """
     total = xxhash.xxh3_64()
     for view in views:
@@ -228,12 +228,12 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
     return f"{nonce}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def header(cut: ShardedTree, rank: int) -> bytes:
-    """Make the header of a rank's file: safetensors', so that any reader of these reads the ranges of leaves."""
+def header(tree: ShardedTree, rank: int) -> bytes:
+    """Return the header of a rank's file, in safetensors' format, so that any safetensors reader reads the ranges."""
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
     at = 0
-    for piece in cut.owned(rank):
-        leaf = cut.leaves[piece.leaf]
+    for piece in tree.owned_pieces(rank):
+        leaf = tree.leaves[piece.leaf]
         end = at + piece.numel * leaf.dtype.itemsize
         pairs = leaf.dtype == torch.complex128
         name, numel = ("F64", 2 * piece.numel) if pairs else (NAMES[leaf.dtype], piece.numel)
@@ -248,18 +248,18 @@ def header(cut: ShardedTree, rank: int) -> bytes:
 
 
 def read_manifest(files: Files) -> tuple[Manifest, int]:
-    """Read the manifest of a folder, and return it with the checksum of its file.
+    """Read the manifest of a folder; return it and the checksum of its file.
 
     Raises:
-        CheckpointError: if there is none, or it is of a later version.
-        DamagedError: if it is not what was written.
+        CheckpointError: if there is no manifest, or it has a later version.
+        DamagedError: if the manifest is damaged.
     """
     try:
         data = files.get(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"{files.path!r} is no checkpoint: it has no file {MANIFEST}") from None
     try:
-        return parsed(data), zlib.crc32(data)
+        return parse(data), zlib.crc32(data)
     except FormatError as error:
         raise DamagedError(f"{files.path!r}: {MANIFEST} is damaged: {error}") from None
     except CheckpointError as error:
@@ -267,15 +267,15 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
 
 
 class FormatError(CheckpointError):
-    """What a manifest says cannot be."""
+    """A manifest is malformed."""
 
 
-def parsed(data: bytes) -> Manifest:
-    """Read a manifest from its file's bytes.
+def parse(data: bytes) -> Manifest:
+    """Parse the bytes of a manifest.
 
     Raises:
-        CheckpointError: if it is of a later version.
-        FormatError: if it is not what was written.
+        CheckpointError: if the manifest has a later version.
+        FormatError: if the manifest is damaged.
     """
     frame = _FRAME.fullmatch(data)
     if not frame or int(frame[1], 16) != zlib.crc32(frame[2]):
@@ -285,10 +285,10 @@ def parsed(data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise FormatError(str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise FormatError(f"it does not say {FORMAT!r}")
+        raise FormatError(f"its format is not {FORMAT!r}")
     if body.get("version") not in range(1, VERSION + 1) or body.get("block") != BLOCK:
         raise CheckpointError(
-            f"version {body.get('version')!r} is not known to this fzero, which reads up to {VERSION}"
+            f"it has version {body.get('version')!r}: this fzero reads versions up to {VERSION}; install a newer one"
         )
     try:
         return _manifest(body)
@@ -296,49 +296,49 @@ def parsed(data: bytes) -> Manifest:
         raise FormatError(f"{type(error).__name__}: {error}") from None
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, reason: str) -> None:
     if not holds:
-        raise FormatError(what)
+        raise FormatError(reason)
 
 
 def _int(x: Any) -> int:
-    _check(type(x) is int and 0 <= x < _MOST, f"{str(x)[:40]!r} is no size")
+    _check(type(x) is int and 0 <= x < _LIMIT, f"{str(x)[:40]!r} is not a size")
     return x
 
 
 def _text(x: Any) -> str:
-    _check(type(x) is str, f"{str(x)[:40]!r} is no text")
+    _check(type(x) is str, f"{str(x)[:40]!r} is not a string")
     return x
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
     nonce = _text(body["nonce"])
-    _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is no nonce")
+    _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")
     mesh = tuple([(_text(name), _int(size)) for name, size in body["mesh"]])
-    _check(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is none")
+    _check(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is invalid")
     leaves = tuple([_leaf(*x) for x in body["leaves"]])
     ties = {_text(path): _text(first) for path, first in body["ties"].items()}
     values = {_text(path): value for path, value in body["values"].items()}
     paths = [x.path for x in leaves]
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
-    _check(set(ties.values()) <= set(paths), "a leaf is tied to none")
-    cut = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
-    written = [i for g in cut.groups for place, i in enumerate(g.leaves) if place not in g.copies]
-    _check(sorted(written) == [*range(len(leaves))], "leaves are in no group, or two")
+    _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
+    tree = ShardedTree(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    numbers = [i for g in tree.groups for place, i in enumerate(g.leaves) if place not in g.copies]
+    _check(sorted(numbers) == [*range(len(leaves))], "a leaf is in no group, or in several")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
-    _check(len(files) == cut.ranks, f"it has {len(files)} files of {cut.ranks}")
+    _check(len(files) == tree.ranks, f"it has {len(files)} files for {tree.ranks} ranks")
     for r, f in enumerate(files):
         _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
         _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
-    # so that no leaf is larger than what is on the disk; each file is compared when it is read
+    # so that no leaf is larger than the files on disk; each file's size is checked when it is read
     _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
     date = body["written"]
     _check(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
-    return Manifest(nonce, cut, files, float(date))
+    return Manifest(nonce, tree, files, float(date))
 
 
 def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
-    _check(_text(dtype) in DTYPES, f"{dtype[:40]!r} is no dtype")
+    _check(_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
     leaf = Leaf(_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
     _int(leaf.nbytes)
     return leaf
@@ -355,13 +355,13 @@ def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any
         tuple(map(_int, copies)),
     )
     names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.at]]
-    _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is cut along axes that are none")
-    _check(all(place < mesh[axis] for axis, place in group.at), "a group is held by ranks that are none")
-    _check(set(group.copies) <= set(range(len(group.leaves))), "a group has copies of no leaf")
-    _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no dtype")
+    _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")
+    _check(all(place < mesh[axis] for axis, place in group.at), "a group is held by ranks that do not exist")
+    _check(set(group.copies) <= set(range(len(group.leaves))), "a group has a copy of a leaf that does not exist")
+    _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no single dtype")
     numel = sum(leaves[i].numel for i in group.leaves)
     for s in group.split:
-        _check(s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split is none")
+        _check(s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split does not match its axis or leaves")
         numel //= s.size
     for place, i in enumerate(group.leaves):
         shape = list(leaves[i].shape)

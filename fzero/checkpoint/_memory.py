@@ -1,7 +1,7 @@
-"""A tier in memory: a folder of each machine's shared memory, which outlives the processes, and a neighbour's copy.
+"""Checkpoints in memory: each machine has a folder in shared memory, which outlives the processes, and a copy.
 
-The format is that of the disk. A rank writes its file on its own machine, and hands it to a rank of another one. So the
-death of all processes loses nothing, nor does that of one machine.
+The files have the same format as on disk. A rank writes its file on its own machine, and sends it to a rank on another
+machine. So nothing is lost if all processes die, or if one machine does.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fzero.checkpoint._blocks import bytes_of
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parsed
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
 from fzero.ranks import Mesh, numbers_of_all, texts_of_all
 
 __all__ = ["Machines", "SharedMemory"]
@@ -29,23 +29,23 @@ def host() -> str:
 
 
 class Machines:
-    """Which rank is on which machine, and a process group of their own: a save sends beside a step's collectives."""
+    """The machine of each rank, and a process group for saves, which send while a step runs its own collectives."""
 
     def __init__(self, mesh: Mesh | None, timeout: float) -> None:
         self.mesh, self.rank, self.hosts = mesh, 0, [host()]
         self.group: Any = None
         if mesh is not None and mesh.distributed:
             self.rank, self.hosts = mesh.rank, texts_of_all(host(), mesh)
-        if len(set(self.hosts)) > 1:  # alike on all ranks
+        if len(set(self.hosts)) > 1:  # true on all ranks or on none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def neighbour(self, rank: int) -> int | None:
-        """Return the next rank that is on another machine; None if there is one machine."""
+        """Return the next rank on another machine; None if there is only one machine."""
         n = len(self.hosts)
         return next((r % n for r in range(rank + 1, rank + n) if self.hosts[r % n] != self.hosts[rank]), None)
 
-    def givers(self) -> list[int]:
-        """List the ranks whose neighbour this one is."""
+    def senders(self) -> list[int]:
+        """List the ranks whose neighbour is this rank."""
         return [r for r in range(len(self.hosts)) if self.neighbour(r) == self.rank]
 
     def leader(self, name: str) -> int:
@@ -53,24 +53,24 @@ class Machines:
         return self.hosts.index(name)
 
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
-        """Exchange numbers, as many on all ranks: each rank's, in rank order."""
+        """All-gather numbers, equally many on all ranks; return each rank's numbers, in rank order."""
         return [list(mine)] if len(self.hosts) == 1 else numbers_of_all(torch.tensor(list(mine)), self._mesh())
 
     def _mesh(self) -> Mesh:
         assert self.mesh is not None
         return self.mesh
 
-    def shared(self, data: bytes, source: int) -> bytes:
-        """Return what a rank has, on all."""
+    def broadcast(self, data: bytes, source: int) -> bytes:
+        """Return one rank's bytes, on all ranks."""
         if self.group is None:
             if len(self.hosts) == 1:
                 return data
             (size,) = self.numbers([len(data)])[source]
             words = [int.from_bytes(data[i : i + 4], "big") for i in range(0, size, 4)] if self.rank == source else []
             words += [0] * (-(-size // 4) - len(words))
-            theirs = self.numbers(words)[source]
+            received = self.numbers(words)[source]
             tail = size % 4 or 4
-            return b"".join([n.to_bytes(4, "big") for n in theirs[:-1]]) + theirs[-1].to_bytes(tail, "big")
+            return b"".join([n.to_bytes(4, "big") for n in received[:-1]]) + received[-1].to_bytes(tail, "big")
         (size,) = self.numbers([len(data)])[source]
         x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else torch.empty(size).byte()
         dist.broadcast(x, source, group=self.group)
@@ -80,16 +80,16 @@ class Machines:
 class SharedMemory(LocalFolder):
     """A folder of each machine's shared memory: `memory/fzero/MACHINE/RUN/...`."""
 
-    sees_all = False
+    is_shared = False
 
     def __init__(self, path: str, machines: Machines) -> None:
         super().__init__(path)
         self.machines = machines
-        self.known_as = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
+        self.common_name = self.path.replace(f"/{machines.hosts[machines.rank]}/", "/*/")
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of its machine, and writes the manifest there."""
+    def is_leader(self) -> bool:
+        """Whether this rank is the first on its machine, which writes the manifest there."""
         return self.machines.leader(self.machines.hosts[self.machines.rank]) == self.machines.rank
 
     @classmethod
@@ -101,33 +101,33 @@ class SharedMemory(LocalFolder):
         """Return the files of a folder in this one."""
         return SharedMemory(self._at(name), self.machines)
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: nobody else knows the folder."""
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: no other process knows the folder."""
         return contextlib.nullcontext()
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
-        """Write a new file, hand it to the neighbour, and take what is handed here."""
+        """Write a new file, send it to the neighbour, and receive the files of the ranks whose neighbour this is."""
         error: Exception | None = None
         try:
             super().write(name, parts)
-        except Exception as e:  # the neighbour waits for it
+        except Exception as e:  # raised later, because the neighbour waits for a message
             error = e
         if self.machines.group is not None:
-            self._hand_on(name, whole=error is None)
+            self._replicate(name, is_complete=error is None)
         if error is not None:
             raise error
 
-    def _hand_on(self, name: str, whole: bool) -> None:
+    def _replicate(self, name: str, is_complete: bool) -> None:
         rank, nonce, ranks = self.machines.rank, name.split("-")[0], len(self.machines.hosts)
         neighbour = self.machines.neighbour(rank)
-        sending = [] if neighbour is None else self._send(name if whole else None, neighbour)
-        for giver in self.machines.givers():
-            self._receive(data_name(nonce, giver, ranks), giver)
-        for work, _ in sending:
+        sends = [] if neighbour is None else self._send(name if is_complete else None, neighbour)
+        for sender in self.machines.senders():
+            self._receive(data_name(nonce, sender, ranks), sender)
+        for work, _ in sends:
             work.wait()
 
     def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
-        """Send a file to a rank, its size first; None sends nothing but that."""
+        """Send a file to a rank: its size, and then its blocks. For None send the size 0 alone."""
         size = 0 if name is None else os.path.getsize(self._at(name))
         messages = [torch.tensor([size])]
         if size and name is not None:
@@ -135,7 +135,7 @@ class SharedMemory(LocalFolder):
         return [(dist.isend(x, to, group=self.machines.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
-        """Take a file from a rank."""
+        """Receive a file from a rank."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, source, group=self.machines.group)
         self.make()
@@ -147,63 +147,63 @@ class SharedMemory(LocalFolder):
         if int(size):
             os.rename(self._at(f".{name}.tmp"), self._at(name))
 
-    # ------------------------------------------------------------ looking for what is left
+    # ------------------------------------------------------------ finding files after a restart
 
     def newest(self, steps: Sequence[int], name: Any) -> int | None:
-        """Return the newest step of which all files are on some machine. All ranks call it.
+        """Return the newest step whose files are all on some machine. All ranks call it.
 
         Args:
-            steps: those of which this machine has a folder.
+            steps: the steps that have a folder on this machine.
             name: returns the name of a step's folder.
         """
         latest = sorted(steps)[-4:]
-        everyones = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
-        known = sorted({n for numbers in everyones for n in numbers if n >= 0}, reverse=True)
-        return next((n for n in known if self.at(name(n)).manifest() is not None), None)
+        all_numbers = self.machines.numbers([*latest, *[-1] * (4 - len(latest))])
+        candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
+        return next((n for n in candidates if self.at(name(n)).manifest() is not None), None)
 
     def manifest(self) -> bytes | None:
-        """Return the manifest that some machine has of this folder, if all its files are on some. All ranks call it."""
+        """Return this folder's manifest if each of its files is on some machine; else None. All ranks call it."""
         try:
             data = super().get(MANIFEST)
-            parsed(data)
+            parse(data)
         except (OSError, CheckpointError):
             data = b""
-        have = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
-        if not have:
+        holders = [r for r, (n,) in enumerate(self.machines.numbers([len(data)])) if n]
+        if not holders:
             return None
-        data = self.machines.shared(data, have[0])
-        there = [any(x) for x in zip(*self._present(parsed(data)), strict=True)]
-        return data if all(there) else None
+        data = self.machines.broadcast(data, holders[0])
+        is_present = [any(x) for x in zip(*self._present(parse(data)), strict=True)]
+        return data if all(is_present) else None
 
     def _present(self, manifest: Manifest) -> list[list[int]]:
-        """Return of each rank which files its machine has."""
+        """Return, for each rank, which files its machine has."""
         pairs = zip(manifest.names, manifest.files, strict=True)
         return self.machines.numbers([int(self.size(name) == file.size) for name, file in pairs])
 
     def get(self, name: str) -> bytes:
-        """Read a small file; the manifest from whichever machine has it. All ranks call it."""
+        """Read a small file; the manifest is read from any machine that has it. All ranks call it."""
         data = self.manifest() if name == MANIFEST else super().get(name)
         if data is None:
-            raise DamagedError(f"{self.path!r}: no machine has {name}, or files of it are on none")
+            raise DamagedError(f"{self.path!r}: no machine has {name}, or a file that it names is on no machine")
         return data
 
-    def fetch(self, manifest: Manifest, wanted: Iterable[int]) -> None:
-        """Bring the files that this machine's ranks read to it, from machines that have them. All ranks call it."""
+    def fetch(self, manifest: Manifest, writers: Iterable[int]) -> None:
+        """Copy the files that this machine's ranks read from machines that have them. All ranks call it."""
         if self.machines.group is None:
             return
-        mine = set(wanted)
-        wants = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
+        mine = set(writers)
+        needs = self.machines.numbers([int(r in mine) for r in range(len(manifest.files))])
         present = self._present(manifest)
         for i, name in enumerate(manifest.names):
-            source = next(r for r, there in enumerate(present) if there[i])
-            for place in dict.fromkeys(self.machines.hosts):
-                leader = self.machines.leader(place)
-                ranks = [r for r, h in enumerate(self.machines.hosts) if h == place]
-                if present[leader][i] or not any(wants[r][i] for r in ranks):
+            source = next(r for r, is_there in enumerate(present) if is_there[i])
+            for machine in dict.fromkeys(self.machines.hosts):
+                leader = self.machines.leader(machine)
+                ranks = [r for r, h in enumerate(self.machines.hosts) if h == machine]
+                if present[leader][i] or not any(needs[r][i] for r in ranks):
                     continue
                 if self.machines.rank == source:
                     for work, _ in self._send(name, leader):
                         work.wait()
                 if self.machines.rank == leader:
                     self._receive(name, source)
-        self.machines.numbers([0])  # all are there
+        self.machines.numbers([0])  # a barrier: all files have arrived

@@ -1,4 +1,4 @@
-"""Saving: each rank writes one file of what it owns, and rank 0 commits them all by a manifest, which comes last."""
+"""Saving: each rank writes one file, and rank 0 then commits all files by writing the manifest."""
 
 import contextlib
 import functools
@@ -13,58 +13,58 @@ import torch
 from fzero._notice import notice
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import Reports, agree, all_or_none
-from fzero.checkpoint._blocks import chunks, whole_or_chunks
+from fzero.checkpoint._blocks import chunks, view_or_chunks
 from fzero.checkpoint._cut import ShardedTree
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, Plain, holdings
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parsed, sum_of
+from fzero.checkpoint._manifest import BLOCK, MANIFEST, File, Manifest, data_name, header, parse, sum_of
 from fzero.checkpoint._memory import SharedMemory
 from fzero.ranks import Mesh, checksum, numbers_of_all
 
 __all__ = ["Saving", "Staging", "save", "start_save"]
 
 TIMEOUT = 300.0
-COMPARED = 1 << 16  # bytes; plain leaves up to this size are compared between the ranks: a generator's state, counters
+MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters
 
 
 class Saving:
-    """A save under way, or done.
+    """A save that is under way or has ended.
 
     Attributes:
-        path: of the folder.
+        path: the path of the folder.
     """
 
     def __init__(self, path: str, run: Callable[[], None], background: bool) -> None:
         self.path = path
         self._error: BaseException | None = None
-        guarded = functools.partial(self._guarded, run)
-        self._thread = threading.Thread(target=guarded, name=f"fzero.save {path}") if background else None
+        target = functools.partial(self._run_guarded, run)
+        self._thread = threading.Thread(target=target, name=f"fzero.save {path}") if background else None
         if self._thread is None:
             run()
         else:
-            self._thread.start()  # no daemon: the interpreter waits for it at its end
+            self._thread.start()  # not a daemon, so that the interpreter waits for it at exit
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "committed" if self._error is None else "failed"
         return f"Saving({self.path!r}, {state})"
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _run_guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except BaseException as error:  # raised again where it is waited for, if it is
+        except BaseException as error:  # `wait` raises it again
             self._error = error
             notice(f"fzero: {error}")
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is committed.
+        """Wait until the save is committed.
 
         Raises:
-            CheckpointError: if it failed, on any rank: nothing was saved, and what was there is there.
+            CheckpointError: if the save failed on any rank. Nothing was saved, and earlier checkpoints are intact.
         """
         if self._thread is not None:
             self._thread.join()
@@ -73,15 +73,15 @@ class Saving:
 
 
 class Staging:
-    """Memory into which what is saved is copied, so that a step may overwrite it; kept from save to save."""
+    """A buffer that a save copies the tree into, so that a step may overwrite the tree. It is reused between saves."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer `[nbytes]`, the same memory each time if it is large enough."""
+        """Return a buffer `[nbytes]`. It reuses the previous memory if that is large enough."""
         if len(self._buffer) < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return self._buffer[:nbytes]
 
@@ -92,28 +92,28 @@ def save(
 ) -> Saving:
     """Save a tree, in any layout, to a folder. All ranks of the mesh call it.
 
-    Each rank writes what it holds, straight from memory, and what several hold each writes a part of. The folder is
-    a checkpoint if and only if its manifest is there, and that is written last. So if anything dies, what the folder
-    held before is there. Nothing is pickled.
+    Each rank writes its own part straight from memory. If several ranks hold the same elements, each writes a part of
+    them. The manifest is written last, and makes the folder a checkpoint. So if any process dies, the folder keeps its
+    earlier checkpoint. Nothing is pickled.
 
     Args:
-        path: the folder; or a URL that fsspec knows, such as `"s3://bucket/run/step-100"`.
-        values: the tree: parameters, optimizer state, keys, `PerRank` values. Leaves that are no tensors are values of
-            JSON: numbers, text, None, dicts and lists of these.
+        path: the folder, or a URL that fsspec supports, such as `"s3://bucket/run/step-100"`.
+        values: the tree: parameters, optimizer state, keys, `PerRank` values. Leaves that are not tensors are JSON
+            values: numbers, text, None, dicts and lists of these.
         mesh: the ranks; None for a tree without boxes in one process.
-        background: whether to return as soon as the tree is copied. Then it may be changed, or donated to a
-            jitted step. The copy takes the memory of what this rank writes.
+        background: whether to return as soon as the tree is copied. The tree may then be changed, or donated to a
+            jitted step. The copy needs as much memory as this rank writes.
         timeout: how long to wait for the other ranks, in seconds.
 
     Returns:
-        A `Saving`: its `wait()` returns when the save is committed.
+        A `Saving`. Its `wait()` returns when the save is committed.
 
     Raises:
-        CheckpointError: on all ranks, if any fails or is late, the ranks' trees differ, another process saves to the
-            folder, or there is no room. With `background`, also by `wait()`.
-        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path. Also if a leaf is on
-            the meta device, or a plain one of up to 64 KiB differs by rank.
-        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
+        CheckpointError: on all ranks, if a rank fails or is late, the ranks' trees differ, another process saves to the
+            folder, or the disk is too full. With `background`, `wait()` may raise it too.
+        ValueError: if two leaves have one path, or a box was sharded for another mesh. The message names the path. Also
+            if a leaf is on the meta device, or a plain leaf of up to 64 KiB differs between ranks.
+        TypeError: if a checkpoint cannot hold a leaf. The message names its path.
         DonatedError: if a leaf was donated.
 
     Example:
@@ -134,152 +134,152 @@ def start_save(
     background: bool,
     timeout: float,
     staging: Staging,
-    then: Callable[[], None] = lambda: None,
+    on_commit: Callable[[], None] = lambda: None,
 ) -> Saving:
-    """Save a tree as `save` does, with memory to copy it into, and what rank 0 does when it is committed."""
+    """Save a tree as `save` does, with a buffer for copies and a function that runs after the commit."""
     nonce = secrets.token_hex(8)
-    held: list[Holdings] = []
+    results: list[Holdings] = []
 
     def prepare() -> bytes:
-        held.append(holdings("the tree", values, mesh))
-        _check_values(held[0])
+        results.append(holdings("the tree", values, mesh))
+        _check_values(results[0])
         if mesh is None or mesh.rank == 0:
-            _check_room(files, held[0])
-        return f"{files.known_as}\n".encode() + Manifest("", held[0].cut, (), 0.0).text()
+            _check_room(files, results[0])
+        return f"{files.common_name}\n".encode() + Manifest("", results[0].tree, (), 0.0).text()
 
     reports = agree("save", prepare, nonce, mesh, timeout)
-    mine = held.pop()
+    mine = results.pop()
     _check_equal(mine, mesh)
     pieces = {rank: _memory(mine, rank) for rank in mine.ranks}
-    if background:  # a rank that has no memory left must not leave the others waiting
-        pieces = all_or_none("save", lambda: _staged(pieces, staging), mesh)
-    # a step that donates what was saved must find nobody who holds it: of `mine` only numbers are kept
-    return Saving(files.path, functools.partial(_write_all, files, mine.cut, pieces, reports, then), background)
+    if background:  # a rank without enough memory must not leave the others waiting
+        pieces = all_or_none("save", lambda: _stage(pieces, staging), mesh)
+    # only numbers are kept of `mine`: a step may donate the saved tensors, so nothing may hold a reference to them
+    return Saving(files.path, functools.partial(_write_all, files, mine.tree, pieces, reports, on_commit), background)
 
 
 def _check_values(mine: Holdings) -> None:
-    """Check that there is something to write.
+    """Check that every leaf has values to write.
 
     Raises:
-        ValueError: if a leaf is on the meta device. The message names it.
+        ValueError: if a leaf is on the meta device. The message names the leaf.
     """
     for rank in mine.ranks:
-        for piece, x, _ in mine.owned(rank):
+        for piece, x, _ in mine.owned_pieces(rank):
             if x.is_meta:
-                path = mine.cut.leaves[piece.leaf].path
+                path = mine.tree.leaves[piece.leaf].path
                 raise ValueError(f"the tree leaf {path!r} is on the meta device, and has no values to save")
 
 
 def _check_equal(mine: Holdings, mesh: Mesh | None) -> None:
-    """Check that small plain leaves, of which each rank writes a part, are the same on all processes.
+    """Check that small plain leaves are equal on all processes, since each rank writes a part of them.
 
     Raises:
-        ValueError: on all ranks, if one is not. The message names it.
+        ValueError: on all ranks, if a leaf differs. The message names the leaf.
     """
     if mesh is None or not mesh.distributed:
         return
     plain = {i: x for memory in mine.memory if isinstance(memory, Plain) for i, x in memory.leaves.items()}
-    small = [i for i, x in plain.items() if x.nbytes <= COMPARED]
+    small = [i for i, x in plain.items() if x.nbytes <= MAX_COMPARED]
     sums = torch.stack([torch.zeros((), dtype=torch.int64), *[checksum(plain[i]).cpu() for i in small]])
-    everyones = numbers_of_all(sums, mesh)
+    all_numbers = numbers_of_all(sums, mesh)
     for n, i in enumerate(small, 1):
-        rank = next((r for r, numbers in enumerate(everyones) if numbers[n] != everyones[0][n]), None)
+        rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:
             raise ValueError(
-                f"the tree leaf {mine.cut.leaves[i].path!r} is a plain tensor, so the same on all ranks, and differs "
-                f"between ranks 0 and {rank}: give what differs by rank as mesh.local(x)"
+                f"the tree leaf {mine.tree.leaves[i].path!r} is a plain tensor, which must be equal on all ranks, and "
+                f"differs between ranks 0 and {rank}: box a value that differs by rank, as mesh.local(x)"
             )
 
 
 def _check_room(files: Files, mine: Holdings) -> None:
-    """Check before the first byte that the disk has room for what all ranks write."""
-    free, needed = files.free(), sum(mine.cut.starts(r)[-1] for r in range(mine.cut.ranks))
-    if free is not None and free < needed:
-        raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
+    """Check before the first write that the disk has room for the files of all ranks."""
+    free, nbytes = files.free(), sum(mine.tree.starts(r)[-1] for r in range(mine.tree.ranks))
+    if free is not None and free < nbytes:
+        raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
 
 
-_Part = tuple[torch.Tensor, int, int]  # elements of a tensor, from one to before another
+_Part = tuple[torch.Tensor, int, int]  # a tensor, and the range of its elements
 
 
 def _memory(mine: Holdings, rank: int) -> list[_Part]:
-    """List what a rank writes, in the order of its file."""
-    # of what is held, a piece begins where `owned` says
-    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned(rank)]
+    """List the parts that a rank writes, in file order."""
+    # `owned_pieces` gives where each piece begins in its tensor
+    return [(x.detach(), at, at + piece.numel) for piece, x, at in mine.owned_pieces(rank)]
 
 
-def _staged(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
-    """Copy what is written into memory of its own."""
+def _stage(pieces: dict[int, list[_Part]], staging: Staging) -> dict[int, list[_Part]]:
+    """Copy the parts into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for parts in pieces.values() for x, start, stop in parts]
     buffer, at = staging.room(sum(sizes)), 0
-    found: dict[int, list[_Part]] = {}
+    copies: dict[int, list[_Part]] = {}
     for rank, parts in pieces.items():
-        found[rank] = []
+        copies[rank] = []
         for x, start, stop in parts:
             first = at
-            for part in whole_or_chunks(x, start, stop):
+            for part in view_or_chunks(x, start, stop):
                 buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
                 at += part.nbytes
-            found[rank].append((buffer, first, at))
+            copies[rank].append((buffer, first, at))
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # copies from a GPU are under way
-    return found
+        torch.cuda.synchronize()  # waits for the copies from the GPU
+    return copies
 
 
 def _write_all(
-    files: Files, cut: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, then: Callable[[], None]
+    files: Files, tree: ShardedTree, pieces: dict[int, list[_Part]], reports: Reports, on_commit: Callable[[], None]
 ) -> None:
-    """Write this process's files, and let rank 0 commit all of them."""
-    names = {rank: data_name(reports.nonce, rank, cut.ranks) for rank in pieces}
+    """Write this process's files. Rank 0 then commits the files of all ranks."""
+    names = {rank: data_name(reports.nonce, rank, tree.ranks) for rank in pieces}
 
     def write() -> dict[int, File]:
-        return {rank: _write(files, names[rank], header(cut, rank), parts) for rank, parts in pieces.items()}
+        return {rank: _write(files, names[rank], header(tree, rank), parts) for rank, parts in pieces.items()}
 
     def commit(written: dict[int, File]) -> None:
-        manifest = Manifest.of(reports.nonce, cut, [written[r] for r in range(cut.ranks)])
+        manifest = Manifest.of(reports.nonce, tree, [written[r] for r in range(tree.ranks)])
         for name, file in zip(manifest.names, manifest.files, strict=True):
-            if files.sees_all and files.size(name) != file.size:
-                raise CheckpointError(f"{name} is not there whole: does another process save to this folder?")
-        files.put(MANIFEST, manifest.encoded())
-        if not files.sees_all:
-            reports.tell("manifest", manifest.encoded().decode())
+            if files.is_shared and files.size(name) != file.size:
+                raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")
+        files.put(MANIFEST, manifest.encode())
+        if not files.is_shared:
+            reports.publish("manifest", manifest.encode().decode())
         tidy(manifest)
 
     def tidy(manifest: Manifest) -> None:
         try:
-            files.remove([n for n in files.names() if n not in manifest.names and _is_ours(n)])
-            then()
+            files.remove([n for n in files.names() if n not in manifest.names and _is_data_file(n)])
+            on_commit()
         except OSError as error:
-            notice(f"fzero: {files.path!r} is saved, and older files could not be removed: {error}")
+            notice(f"fzero: {files.path!r} is saved, but older files could not be removed: {error}")
 
     try:
-        if reports.leads:
-            with contextlib.ExitStack() as stack:  # what keeps rank 0 from it is told to the others
+        if reports.is_leader:
+            with contextlib.ExitStack() as stack:  # `lead` reports to the other ranks if the lock fails
 
-                def write_alone() -> dict[int, File]:
-                    stack.enter_context(files.alone())
+                def write_locked() -> dict[int, File]:
+                    stack.enter_context(files.exclusive())
                     return write()
 
-                failed = reports.lead(write_alone, commit)
+                errors = reports.lead(write_locked, commit)
         else:
-            failed = reports.follow(write)
-            if not failed and isinstance(files, SharedMemory) and files.leads:
-                data = reports.heard("manifest", 0).encode()
+            errors = reports.follow(write)
+            if not errors and isinstance(files, SharedMemory) and files.is_leader:
+                data = reports.wait_for("manifest", 0).encode()
                 files.put(MANIFEST, data)
-                tidy(parsed(data))
-    except CheckpointError as error:  # whether it is committed is not known here, so the file stays
+                tidy(parse(data))
+    except CheckpointError as error:  # rank 0 may have committed, so the file stays
         raise CheckpointError(f"the save to {files.path!r} was not committed: {error}") from error
-    if failed:
+    if errors:
         files.remove(names.values())
-        raise CheckpointError(f"nothing was saved to {files.path!r}: {failed}")
+        raise CheckpointError(f"nothing was saved to {files.path!r}: {errors}")
 
 
-def _is_ours(name: str) -> bool:
-    """Return whether a file is a leftover of another save of the folder."""
+def _is_data_file(name: str) -> bool:
+    """Return whether a file's name is that of a rank's file, of this save or another."""
     return re.fullmatch(r"[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
 def _write(files: Files, name: str, head: bytes, parts: Sequence[_Part]) -> File:
-    """Write a file, and sum up its blocks."""
+    """Write a file, and compute the checksum of each block."""
     size, sums = 0, list[str]()
 
     def blocks() -> Iterator[list[memoryview]]:
@@ -294,8 +294,8 @@ def _write(files: Files, name: str, head: bytes, parts: Sequence[_Part]) -> File
 
 
 def _in_blocks(head: bytes, parts: Sequence[_Part]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of a file, `BLOCK` of them at a time but for the last."""
-    block, left = list[memoryview](), BLOCK
+    """Yield the bytes of a file in blocks of `BLOCK` bytes; the last one may be shorter."""
+    block, space = list[memoryview](), BLOCK
 
     def views() -> Iterator[memoryview]:
         yield memoryview(head)
@@ -305,11 +305,11 @@ def _in_blocks(head: bytes, parts: Sequence[_Part]) -> Iterator[list[memoryview]
     for view in views():
         rest = view
         while len(rest):
-            block.append(rest[:left])
-            left -= len(block[-1])
+            block.append(rest[:space])
+            space -= len(block[-1])
             rest = rest[len(block[-1]) :]
-            if not left:
+            if not space:
                 yield block
-                block, left = [], BLOCK
+                block, space = [], BLOCK
     if block:
         yield block

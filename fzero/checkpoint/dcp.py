@@ -1,4 +1,4 @@
-"""Saving and loading through torch.distributed.checkpoint: what is checked before, and what its errors become."""
+"""Saving and loading in the format of torch.distributed.checkpoint (DCP), with checks before and clear errors after."""
 
 import os
 import pickle
@@ -35,10 +35,10 @@ from fzero import tree
 from fzero._torch import pytree, unpickled_metadata
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same
-from fzero.checkpoint._blocks import made_of, rectangles
+from fzero.checkpoint._blocks import materialize, rectangles
 from fzero.checkpoint._cut import Leaf, ShardedTree
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._holdings import Holdings, LeafSource, Lying, holdings, is_whole
+from fzero.checkpoint._holdings import Holdings, LeafSource, LocalPiece, holdings, is_entry
 from fzero.checkpoint._manifest import MANIFEST, Manifest
 from fzero.checkpoint._save import TIMEOUT
 from fzero.ranks import Mesh
@@ -46,7 +46,7 @@ from fzero.sharding import elements
 
 __all__ = ["load", "save"]
 
-# Names: what torch.distributed.checkpoint calls the leaves of a tree, and the parts of its other values.
+# Names: the names in DCP of a tree's leaves, and of the parts of its other values.
 
 
 Name = Callable[[str], str]
@@ -54,18 +54,18 @@ Keys = tuple[str | int, ...]
 
 
 def keys_of(values: Any, origins: Mapping[str, LeafSource]) -> dict[str, Keys]:
-    """Return the keys that lead to each leaf of a tree, by its path: what DCP needs to build the tree again."""
+    """Return the keys that lead to each leaf of a tree, by its path. DCP rebuilds the tree from them."""
     try:
-        pairs, _ = pytree.tree_flatten_with_path(values, is_whole)
-    except ValueError:  # a node registered without names for its children
+        pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
+    except ValueError:  # the user registered a pytree node without names for its children
         return {}
-    paths, _, _ = tree.flatten_with_paths(values, is_whole)
-    found = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
-    return {path: _of_item(found[origin.path], origin) for path, origin in origins.items()}
+    paths, _, _ = tree.flatten_with_paths(values, is_entry)
+    keys_by_path = {path: tuple(map(_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    return {path: _of_item(keys_by_path[origin.path], origin) for path, origin in origins.items()}
 
 
 def _of_item(keys: Keys, origin: LeafSource) -> Keys:
-    """Return the keys that lead to a leaf in the whole list, given those in a stacked one."""
+    """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
     at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == origin.list), None)
     return keys if at is None else (*keys[:at], origin.number, *keys[at + 1 :])
 
@@ -76,25 +76,25 @@ def _key(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(cut: ShardedTree, name: Name | None) -> dict[str, str]:
-    """Return the name of each leaf and value, by its path.
+def names_of(sharded_tree: ShardedTree, name: Name | None) -> dict[str, str]:
+    """Return the name of each leaf and value, by path.
 
     Raises:
-        ValueError: if two have one name.
+        ValueError: if two of them have one name.
     """
-    names = {path: path if name is None else name(path) for path in [*cut.number, *cut.values]}
-    used = [(names[path], path) for path in cut.number]
-    used += [(part, path) for path, value in cut.values.items() for part, _, _ in flat(names[path], (), value)]
+    names = {path: path if name is None else name(path) for path in [*sharded_tree.number, *sharded_tree.values]}
+    used = [(names[path], path) for path in sharded_tree.number]
+    used += [(part, path) for path, value in sharded_tree.values.items() for part, _, _ in flat(names[path], (), value)]
     first: dict[str, str] = {}
     for n, path in used:
         if n in first:
-            raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected one for each")
+            raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected a name for each")
         first[n] = path
     return names
 
 
 def flat(name: str, keys: Keys, value: Any) -> Iterator[tuple[str, Keys, Any]]:
-    """List the parts of a JSON value that DCP gives names to: dicts are opened, and lists that hold dicts."""
+    """List the parts of a JSON value that DCP names: the items of dicts, and of lists that hold dicts."""
     parts: Sequence[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         parts = list(value.items())
@@ -111,44 +111,44 @@ def _holds_dicts(value: Any) -> bool:
 
 
 def nested(parts: dict[Keys, Any]) -> Any:
-    """Build a value of its parts: the inverse of `flat`."""
+    """Build a value from its parts: the inverse of `flat`."""
     if () in parts:
         return parts[()]
     below: dict[str | int, dict[Keys, Any]] = {}
     for keys, x in parts.items():
         below.setdefault(keys[0], {})[keys[1:]] = x
-    built = {key: nested(below[key]) for key in below}
-    return [built[i] for i in sorted(built, key=int)] if all(isinstance(key, int) for key in built) else built
+    values = {key: nested(below[key]) for key in below}
+    return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
 
 
 def parts_of(name: str, metadata: Metadata) -> dict[str, Keys]:
-    """List the names under which a checkpoint has a value, or its parts, with the keys that lead to each part."""
-    there = metadata.state_dict_metadata
-    if name in there:
+    """List the names under which a checkpoint stores a value or its parts, with the keys that lead to each part."""
+    entries = metadata.state_dict_metadata
+    if name in entries:
         return {name: ()}
-    found: dict[str, Keys] = {}
+    parts: dict[str, Keys] = {}
     start = f"{name}." if name else ""
-    for part in there:
+    for part in entries:
         if part.startswith(start):
             keys = tuple((metadata.planner_data or {}).get(part, ()))
-            known = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
-            found[part] = keys[known[0] :] if known else tuple(part[len(start) :].split("."))
-    return found
+            depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
+            parts[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
+    return parts
 
 
 def place_of(path: str, name: str, keys: dict[str, Keys]) -> Keys:
-    """Return the keys that lead to a leaf in the nested dict that DCP builds, whose first one is a text."""
+    """Return the keys that lead to a leaf in the nested dict that DCP builds. The first key is a string."""
     if name != path:
         return (name,)
     first, *rest = keys.get(path) or (path,)
     return (str(first), *rest)
 
 
-# Planners: they give torch.distributed.checkpoint each flat range of a leaf as at most 2 d - 1 n-d chunks.
+# Planners: they give DCP each flat range of a leaf as at most 2 d - 1 n-dimensional chunks.
 
 
 class _Chunk(NamedTuple):
-    """A box of elements of a leaf, and the memory of this process that it lies in, from `at` on."""
+    """A rectangle of elements of a leaf, and the tensor that holds them from `at` on."""
 
     offsets: torch.Size
     sizes: torch.Size
@@ -160,42 +160,42 @@ class _Chunk(NamedTuple):
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
-def _chunks(mine: Holdings, lying: Callable[[int], Iterator[Lying]]) -> dict[int, list[_Chunk]]:
-    """List what this process has of each leaf: of pieces of all its ranks, each memory once."""
-    found: dict[int, dict[Any, _Chunk]] = {}
+def _chunks(mine: Holdings, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
+    """List the chunks of each leaf that this process holds. Memory that several ranks share counts once."""
+    by_leaf: dict[int, dict[Any, _Chunk]] = {}
     for rank in mine.ranks:
-        for piece, x, at in lying(rank):
+        for piece, x, at in pieces_of(rank):
             block, start, stop = piece.range
             for r in rectangles(tuple([size for _, size in block]), start, stop):
                 offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
                 chunk = _Chunk(offsets, torch.Size(r.sizes), x.detach(), at + r.flat - start)
                 key = (offsets, chunk.sizes, x.data_ptr(), chunk.at)
-                found.setdefault(piece.leaf, {}).setdefault(key, chunk)
-    return {leaf: list(chunks.values()) for leaf, chunks in found.items()}
+                by_leaf.setdefault(piece.leaf, {}).setdefault(key, chunk)
+    return {leaf: list(chunks.values()) for leaf, chunks in by_leaf.items()}
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Gives DCP what this process writes."""
+    """Plans the chunks that this process writes."""
 
     def __init__(self, mine: Holdings, names: dict[str, str], keys: dict[str, Keys]) -> None:
         super().__init__()
-        cut = mine.cut
+        sharded_tree = mine.tree
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, Keys] = {}
-        chunks = _chunks(mine, mine.owned)
-        for path, i in cut.number.items():
-            leaf, where = cut.leaves[i], chunks.get(i, [])
-            if not leaf.numel and 0 in mine.ranks:  # nobody has elements of it, and it has a name
-                nothing = torch.empty(leaf.shape, dtype=leaf.dtype)
-                where = [_Chunk(torch.Size([0] * len(leaf.shape)), nothing.shape, nothing, 0)]
-            for chunk in where:
+        chunks = _chunks(mine, mine.owned_pieces)
+        for path, i in sharded_tree.number.items():
+            leaf, leaf_chunks = sharded_tree.leaves[i], chunks.get(i, [])
+            if not leaf.numel and 0 in mine.ranks:  # the leaf has no elements to write, but needs its name
+                empty = torch.empty(leaf.shape, dtype=leaf.dtype)
+                leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
+            for chunk in leaf_chunks:
                 data = TensorWriteData(chunk.metadata, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
                 self._add(
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
             self._tree[names[path]] = place_of(path, names[path], keys)
-        for path, value in cut.values.items():
+        for path, value in sharded_tree.values.items():
             for name, place, part in flat(names[path], place_of(path, names[path], keys), value):
                 self._tree[name] = place
                 if 0 in mine.ranks:
@@ -218,7 +218,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class Reader(FileSystemReader):
-    """Reads the files of a checkpoint whose metadata is known."""
+    """Reads the files of a checkpoint whose metadata has been read."""
 
     def __init__(self, folder: str, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -229,39 +229,39 @@ class Reader(FileSystemReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Lets DCP write into what this process holds."""
+    """Plans the reads into the memory of this process."""
 
     def __init__(self, folder: str, mine: Holdings, names: dict[str, str], metadata: Metadata, partial: bool) -> None:
         super().__init__()
         self.metadata: Metadata = metadata
-        there = metadata.state_dict_metadata
+        entries = metadata.state_dict_metadata
         self._mine, self._names = mine, names
-        self._first = {i: names[path] for path, i in reversed(mine.cut.number.items())}
-        self._parts = {path: parts_of(names[path], metadata) for path in mine.cut.values}
+        self._first = {i: names[path] for path, i in reversed(mine.tree.number.items())}
+        self._parts = {path: parts_of(names[path], metadata) for path in mine.tree.values}
         self._read: dict[str, Any] = {}
-        theirs = {name: _described(name, x) for name, x in there.items()}
-        ours = {names[path]: str(mine.cut.leaves[i]) for path, i in mine.cut.number.items()}
-        ours |= {part: "a value" for path in mine.cut.values for part in self._parts[path] or [names[path]]}
+        theirs = {name: _describe(name, x) for name, x in entries.items()}
+        ours = {names[path]: str(mine.tree.leaves[i]) for path, i in mine.tree.number.items()}
+        ours |= {part: "a value" for path in mine.tree.values for part in self._parts[path] or [names[path]]}
         _check_alike(folder, theirs, ours, partial)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the constructor has set the planner up."""
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        for i, chunks in _chunks(self._mine, self._mine.held).items():
+        for i, chunks in _chunks(self._mine, self._mine.held_pieces).items():
             name = self._first[i]
             self._chunks[name] = chunks
-            there: Any = self.metadata.state_dict_metadata[name]
-            found = create_read_items_for_chunk_list(name, there, [c.metadata for c in chunks])
-            if sum(x.lengths.numel() for x in found) != sum(c.sizes.numel() for c in chunks):
-                raise CheckpointError(f"the checkpoint has not all of leaf {name!r}, or some of it twice")
-            items += found
-        nowhere = torch.Size((0,))
+            entry: Any = self.metadata.state_dict_metadata[name]
+            read_items = create_read_items_for_chunk_list(name, entry, [c.metadata for c in chunks])
+            if sum(x.lengths.numel() for x in read_items) != sum(c.sizes.numel() for c in chunks):
+                raise CheckpointError(f"the checkpoint lacks a part of leaf {name!r}, or has a part twice")
+            items += read_items
+        empty = torch.Size((0,))
         for name in [name for parts in self._parts.values() for name in parts]:
             index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty))
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
@@ -269,60 +269,62 @@ class LoadPlanner(DefaultLoadPlanner):
         try:
             self._read[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"value {name!r} is no plain data: {str(error)[:200]}") from None
+            raise CheckpointError(f"value {name!r} is not plain data: {str(error)[:200]}") from None
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).memory, chunk.sizes.numel()
-        if x.ndim != 1 and x.numel() != numel:  # a part of a tensor; what is not contiguous is held whole
+        if x.ndim != 1 and x.numel() != numel:  # the chunk is part of x; a tensor that is not contiguous is one chunk
             x = x.view(-1)
         return (x[chunk.at : chunk.at + numel] if x.ndim == 1 else x).view(chunk.sizes)
 
     def values(self) -> dict[str, Any]:
-        """Return what is no tensor, by its path in the tree."""
+        """Return the values that are not tensors, by path in the tree."""
         return {
             path: nested({keys: self._read[name] for name, keys in parts.items()})
             for path, parts in self._parts.items()
         }
 
 
-def _described(name: str, x: Any) -> str:
+def _describe(name: str, x: Any) -> str:
     return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
 
 
 def _check_alike(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
-    found = []
-    for name, what in ours.items():
+    problems = []
+    for name, text in ours.items():
         if name not in theirs:
-            found.append(f"it has no leaf {name!r} ({what})")
-        elif theirs[name] != what:
-            found.append(f"leaf {name!r} is {theirs[name]} there, and {what} here")
-    found += [] if partial else [f"the tree has no leaf {n!r} ({what})" for n, what in theirs.items() if n not in ours]
-    if found:
-        more = f"; and {len(found) - 3} more" if found[3:] else ""
-        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in found) else ""
-        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(found[:3]) + more + hint)
+            problems.append(f"it has no leaf {name!r} ({text})")
+        elif theirs[name] != text:
+            problems.append(f"leaf {name!r} is {theirs[name]} there, and {text} here")
+    problems += (
+        [] if partial else [f"the tree has no leaf {n!r} ({text})" for n, text in theirs.items() if n not in ours]
+    )
+    if problems:
+        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
+        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
-_METADATA = ".metadata"  # DCP's, which it writes last
+_METADATA = ".metadata"  # the file that DCP writes last
 
 
 @api_boundary
 def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None = None) -> None:
-    """Save a tree, in any layout, as torch.distributed.checkpoint does. All ranks of the mesh call it.
+    """Save a tree, in any layout, in the format of torch.distributed.checkpoint (DCP). All ranks of the mesh call it.
 
     Any program that uses DCP reads the leaves by their paths: `{"model": params}` as `{"model": module.state_dict()}`.
-    Tied leaves are written once for each place. For fzero alone take `fzero.save`, which checks sums.
+    A tied leaf is written at each of its paths. If only fzero reads it, prefer `fzero.save`, which writes checksums.
 
     Args:
-        path: a folder of a file system, in which there is no checkpoint yet.
+        path: a folder on a file system, without a checkpoint in it.
         values: the tree, as `fzero.save` takes it.
         mesh: the ranks; None for a tree without boxes in one process.
-        name: returns the name that a leaf has there, given its path; the path itself if it is None.
+        name: maps a leaf's path to its name in the checkpoint; None to use the path.
 
     Raises:
-        CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is a checkpoint in the folder.
-        ValueError: if two leaves have one name, or a box was cut for another mesh. Names the path.
-        TypeError: if a leaf can be no part of a checkpoint. The message names its path.
+        CheckpointError: on all ranks, if a rank fails, the ranks' trees differ, or the folder holds a checkpoint.
+        ValueError: if two leaves have one name, or a box was sharded for another mesh. The message names the path.
+        TypeError: if a checkpoint cannot hold a leaf. The message names its path.
         DonatedError: if a leaf was donated.
 
     Example:
@@ -337,13 +339,13 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
     def prepare() -> bytes:
         mine = holdings("the tree", values, mesh)
-        planners.append(SavePlanner(mine, names_of(mine.cut, name), keys_of(values, mine.origins)))
-        there = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
-        if there:  # DCP would overwrite it file by file, and a kill between two leaves a mixture of both
+        planners.append(SavePlanner(mine, names_of(mine.tree, name), keys_of(values, mine.origins)))
+        existing = [file for file in (_METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
+        if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
-                f"{folder!r} holds a checkpoint ({there[0]}): save to a folder of its own, or remove it"
+                f"{folder!r} holds a checkpoint ({existing[0]}): save to a folder of its own, or remove it"
             )
-        return f"{folder}\n".encode() + Manifest("", mine.cut, (), 0.0).text()
+        return f"{folder}\n".encode() + Manifest("", mine.tree, (), 0.0).text()
 
     agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
@@ -352,53 +354,53 @@ def save(path: Any, values: Any, mesh: Mesh | None = None, *, name: Name | None 
 
 @api_boundary
 def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = False, name: Name | None = None) -> Any:
-    """Read what torch.distributed.checkpoint saved into a tree, in any layout. All ranks of the mesh call it.
+    """Read a checkpoint of torch.distributed.checkpoint (DCP) into a tree, in any layout. All ranks call it.
 
-    Of pickles only DCP's own classes and values of torch.load(weights_only=True) are read: no code of the files runs.
+    Only DCP's own classes and values that `torch.load(weights_only=True)` accepts are unpickled: no code in files runs.
 
     Args:
         path: the folder.
-        like: a tree with the names, shapes and dtypes of what was saved, in the layout that the result is to have.
-            Its tensors are overwritten, and become the result's. Of tensors on the meta device memory is made.
+        like: a tree with the names, shapes and dtypes of the saved tree, in the layout that the result should have.
+            Its tensors are overwritten and become the result's. Tensors on the meta device get new memory.
         mesh: the ranks that `like` lies on; None for a tree without boxes in one process.
-        partial: whether the checkpoint may have leaves that `like` has not, such as the optimizer's.
-        name: returns the name that a leaf has there, given its path; the path itself if it is None.
+        partial: whether the checkpoint may have leaves that `like` lacks, such as the optimizer's.
+        name: maps a leaf's path to its name in the checkpoint; None to use the path.
 
     Returns:
-        The tree. Values that are no tensors are the checkpoint's. Tied leaves are read from the first of their names.
+        The tree. Its values that are not tensors come from the checkpoint. A tied leaf is read by its first name.
 
     Raises:
-        CheckpointError: on all ranks, if there is no checkpoint, or it has other leaves; names the first three. Also
-            if its files cannot be read; then `like` may hold parts of it.
-        ValueError: if two leaves have one name, or a box was cut for another mesh. Names the path.
+        CheckpointError: on all ranks, if there is no checkpoint, or it has other leaves. The message names the first
+            three. Also if its files cannot be read; `like` may then be partly overwritten.
+        ValueError: if two leaves have one name, or a box was sharded for another mesh. The message names the path.
         DonatedError: if a leaf of `like` was donated.
 
     Example:
         >>> import fzero, tempfile, torch
         >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=2)
         >>> fzero.checkpoint.dcp.save(folder, {"model": {"w": torch.arange(3.0)}, "step": 7})  # or an FSDP2 program
-        >>> cut = mesh.spmd(fzero.partition)({"weights": torch.empty(3)})
-        >>> renamed = lambda path: path.replace("weights", "model.w")
-        >>> fzero.checkpoint.dcp.load(folder, like=cut, mesh=mesh, partial=True, name=renamed)["weights"].data
+        >>> like = mesh.spmd(fzero.partition)({"weights": torch.empty(3)})
+        >>> name = lambda path: path.replace("weights", "model.w")
+        >>> fzero.checkpoint.dcp.load(folder, like=like, mesh=mesh, partial=True, name=name)["weights"].data
         tensor([[0., 1.],
                 [2., 0.]])
     """
     folder = _folder(path)
-    prepared: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
+    results: list[tuple[Any, LoadPlanner, dict[str, str]]] = []
 
     def prepare() -> None:
         metadata = _read_metadata(folder)
-        made = made_of(like, mesh)
-        mine = holdings("like", made, mesh)
-        names = names_of(mine.cut, name)
-        prepared.append((made, LoadPlanner(folder, mine, names, metadata, partial), names))
+        result = materialize(like, mesh)
+        mine = holdings("like", result, mesh)
+        names = names_of(mine.tree, name)
+        results.append((result, LoadPlanner(folder, mine, names, metadata, partial), names))
 
     all_or_none(f"loading {folder!r}", prepare, mesh)
-    made, planner, names = prepared[0]
+    result, planner, names = results[0]
     check_same(f"loading {folder!r}", repr(names).encode(), mesh)
     reader = Reader(folder, planner.metadata)
     _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
-    paths, entries, structure = tree.flatten_with_paths(made, is_whole)
+    paths, entries, structure = tree.flatten_with_paths(result, is_entry)
     values = planner.values()
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
@@ -406,12 +408,12 @@ def load(path: Any, like: Any, mesh: Mesh | None = None, *, partial: bool = Fals
 def _folder(path: Any) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "://" in text:
-        raise TypeError(f"path={path!r}: expected the path of a folder of a file system")
+        raise TypeError(f"path={path!r}: expected the path of a folder on a file system")
     return os.path.abspath(text)
 
 
-def _run(what: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
-    """Call a function of DCP, on all ranks of a mesh or in this process alone.
+def _run(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
+    """Call one of DCP's functions, on all ranks of a mesh or in this process alone.
 
     Raises:
         CheckpointError: if it fails on any rank.
@@ -424,7 +426,7 @@ def _run(what: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) ->
         rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
         text = " ".join(str(first).split())
         text = text if isinstance(first, CheckpointError) else f"{type(first).__name__}: {text}"
-        raise CheckpointError(f"{what}: rank {rank}: {text}") from error
+        raise CheckpointError(f"{problem}: rank {rank}: {text}") from error
 
 
 def _read_metadata(folder: str) -> Metadata:
@@ -432,6 +434,6 @@ def _read_metadata(folder: str) -> Metadata:
         with open(os.path.join(folder, _METADATA), "rb") as f:
             return unpickled_metadata(f.read())
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder!r} is no checkpoint of DCP: it has no file {_METADATA}") from None
+        raise CheckpointError(f"{folder!r} is not a checkpoint of DCP: it has no file {_METADATA}") from None
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{folder!r}: {_METADATA} is damaged, or not of DCP: {error}") from None
+        raise CheckpointError(f"{folder!r}: {_METADATA} is damaged, or not DCP's: {error}") from None

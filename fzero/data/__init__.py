@@ -1,4 +1,4 @@
-"""Batches by number: what a step sees is a function of its number, on any mesh."""
+"""Numbered batches: a step's batch is a function of its number, on any mesh."""
 
 from fzero.data._batch_plan import BatchPlan, batch_plan
 from fzero.data._batches import Batches, batches

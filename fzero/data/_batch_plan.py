@@ -14,9 +14,9 @@ class BatchPlan(NamedTuple):
 
     Attributes:
         global_batch: samples of one step, over all ranks.
-        micro_batch: samples that a rank differentiates at once.
+        micro_batch: samples in one forward and backward pass of a rank.
         accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of a pipeline.
-        ranks: data-parallel ranks: those that have batches of their own.
+        ranks: data-parallel ranks, each of which has its own batch.
     """
 
     global_batch: int
@@ -26,7 +26,7 @@ class BatchPlan(NamedTuple):
 
     @property
     def local_batch(self) -> int:
-        """Samples of one step that a rank has: what it loads for `mesh.local`."""
+        """Samples of one step on one rank, as it loads them for `mesh.local`."""
         return self.micro_batch * self.accumulation
 
 
@@ -39,26 +39,27 @@ def batch_plan(
     axis: AxisName = None,
     apart: AxisName = None,
 ) -> BatchPlan:
-    """Derive the third of global batch, micro-batch and accumulation from the other two.
+    """Derive global batch, micro-batch or accumulation from the other two.
 
-    Ranks along an axis of tensor parallelism, or of a pipeline, share a batch. So the batch grows with the
-    data-parallel ranks, and not with the world.
+    Ranks along an axis of tensor parallelism, or of a pipeline, share a batch. So the batch grows with the number of
+    data-parallel ranks, not with the world.
 
     Args:
         global_batch: samples of one step, over all ranks.
-        micro_batch: samples that a rank differentiates at once.
+        micro_batch: samples in one forward and backward pass of a rank.
         accumulation: micro-batches of a rank in one step.
         mesh: the ranks.
-        axis: the data-parallel axes, as `fzero.shard` takes them, with a pipeline's or without. Needed if the mesh has
-            several besides those of `apart`.
+        axis: the data-parallel axes, as `fzero.shard` takes them, with or without a pipeline's axis. Needed if the mesh
+            has several axes besides those in `apart`.
         apart: the axes whose ranks share a batch; by default "pp", and "tp" unless `axis` names it.
 
     Returns:
         A `BatchPlan`.
 
     Raises:
-        ValueError: if fewer than two are given, one is not a positive int, they contradict one another, or nothing
-            divides. Names all the numbers. Also if it is not clear which axes are data-parallel.
+        ValueError: if fewer than two sizes are given, a size is not a positive int, the sizes contradict one another,
+            or the division leaves a remainder. The message names all sizes. Also if the mesh has several candidates
+            for the data-parallel axis.
 
     Example:
         >>> import fzero
@@ -67,49 +68,50 @@ def batch_plan(
         >>> fzero.data.batch_plan(global_batch=512, micro_batch=4, mesh=fzero.mesh(dp=8, pp=4, tp=2)).accumulation
         16
     """
-    given = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
+    args = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
     sizes = dict(mesh.shape)
     ranks = math.prod([sizes[name] for name in _data_axes(mesh, axis, apart)])
-    for name, value in given.items():
+    for name, value in args.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: expected an int, at least 1")
-    known = {name: value for name, value in given.items() if value is not None}
-    if len(known) < 2:
-        raise ValueError(f"given {known or 'nothing'} and {ranks} ranks: expected two of {', '.join(given)}")
-    return _solved(known, ranks)
+    settings = {name: value for name, value in args.items() if value is not None}
+    if len(settings) < 2:
+        raise ValueError(f"got {settings or 'no sizes'} and {ranks} ranks: expected two of {', '.join(args)}")
+    return _solve(settings, ranks)
 
 
 def _data_axes(mesh: Mesh, axis: AxisName, apart: AxisName) -> list[str]:
-    """List the axes whose ranks have batches of their own."""
+    """List the axes whose ranks have different batches."""
     names, shared = mesh.names(axis), ["pp", *(["tp"] if axis is None else [])]
     shared = shared if apart is None else [] if apart == () else list(mesh.names(apart))
     if len(set(names)) != len(names):
-        raise ValueError(f"axis={axis!r}: an axis stands twice")
-    found = [name for name in names if name not in shared]
-    if axis is None and len(found) > 1:
+        raise ValueError(f"axis={axis!r}: expected each axis once")
+    data_axes = [name for name in names if name not in shared]
+    if axis is None and len(data_axes) > 1:
         raise ValueError(
-            f"the mesh has the axes {tuple(found)}: say which are data-parallel, axis={found[0]!r} or {tuple(found)}"
+            f"the mesh has the axes {tuple(data_axes)}: name the data-parallel ones, "
+            f"axis={data_axes[0]!r} or {tuple(data_axes)}"
         )
-    return found
+    return data_axes
 
 
-def _solved(known: dict[str, Any], ranks: int) -> BatchPlan:
-    shown = ", ".join([f"{name}={value}" for name, value in known.items()])
-    if "global_batch" not in known:
-        m, k = known["micro_batch"], known["accumulation"]
+def _solve(settings: dict[str, Any], ranks: int) -> BatchPlan:
+    text = ", ".join([f"{name}={value}" for name, value in settings.items()])
+    if "global_batch" not in settings:
+        m, k = settings["micro_batch"], settings["accumulation"]
         return BatchPlan(m * k * ranks, m, k, ranks)
-    total = known["global_batch"]
-    rest = known.get("micro_batch", 1) * known.get("accumulation", 1) * ranks
-    if len(known) == 3 and total != rest:
+    total = settings["global_batch"]
+    rest = settings.get("micro_batch", 1) * settings.get("accumulation", 1) * ranks
+    if len(settings) == 3 and total != rest:
         raise ValueError(
-            f"{shown} and {ranks} data-parallel ranks contradict one another: {known['micro_batch']} x "
-            f"{known['accumulation']} x {ranks} = {rest}, not {total}; leave one out to have it derived"
+            f"{text} and {ranks} data-parallel ranks contradict one another: {settings['micro_batch']} x "
+            f"{settings['accumulation']} x {ranks} = {rest}, not {total}; omit one to have it derived"
         )
     if total % rest:
-        missing = "accumulation" if "micro_batch" in known else "micro_batch"
+        missing = "accumulation" if "micro_batch" in settings else "micro_batch"
         raise ValueError(
-            f"{shown} and {ranks} data-parallel ranks: {total} is no multiple of {rest}, so there is no {missing}; the "
+            f"{text} and {ranks} data-parallel ranks: {total} is not a multiple of {rest}, so no {missing} fits; the "
             f"nearest global batches are {total // rest * rest or rest} and {(total // rest + 1) * rest}"
         )
-    derived = total // rest
-    return BatchPlan(total, known.get("micro_batch", derived), known.get("accumulation", derived), ranks)
+    quotient = total // rest
+    return BatchPlan(total, settings.get("micro_batch", quotient), settings.get("accumulation", quotient), ranks)

@@ -1,4 +1,4 @@
-"""Batches that are numbered: the i-th one is a function of the data set, the seed and i."""
+"""Numbered batches: the i-th batch is a function of the data set, the seed and i."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,29 +16,29 @@ from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
 
-__all__ = ["BatchTarget", "Batches", "batches", "check_global_batch", "check_padding", "check_sized", "loaded"]
+__all__ = ["BatchTarget", "Batches", "batches", "check_global_batch", "check_padding", "check_sized", "load_batches"]
 
-# How the examples of a batch come to a rank: torch's DataLoader loads them, and a box holds them.
+# Loading: torch's DataLoader loads each rank's examples of a batch, and a box holds them.
 
 
-OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
 
 
 class BatchTarget(NamedTuple):
-    """Where batches go.
+    """The ranks and the device that batches are loaded for.
 
     Attributes:
         mesh: the ranks.
-        axis: the axes along which they get examples of their own; None for all.
-        device: "cuda" or "cpu"; None for the mesh's.
+        axis: the axes along which ranks get different examples; None for all.
+        device: "cuda" or "cpu"; None for the mesh's device.
     """
 
     mesh: Mesh
     axis: AxisName
     device: str | None
 
-    def own(self, indices: list[int]) -> list[int]:
-        """Return those of a global batch's examples that this process loads: in a simulation all."""
+    def local_indices(self, indices: list[int]) -> list[int]:
+        """Return the indices of a global batch that this process loads; all of them in a simulation."""
         if self.mesh.simulated:
             return indices
         names = self.mesh.names(self.axis)
@@ -47,92 +47,92 @@ class BatchTarget(NamedTuple):
         return indices[first : first + rows]
 
     def box(self, batch: Any) -> PerRank:
-        """Put what was loaded on the device, and into a box."""
+        """Move a loaded batch to the device, and put it into a box."""
         device = self.device or ("cpu" if self.mesh.simulated else self.mesh.device_mesh.device_type)
 
-        def moved(x: Any) -> Any:
+        def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
-        batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding is no dict
-        batch = tree.map(moved, batch)
+        batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding is not a dict
+        batch = tree.map(move, batch)
         return self.mesh.split(batch, self.axis) if self.mesh.simulated else self.mesh.local(batch, self.axis)
 
 
 def ranks_along(mesh: Mesh, axis: AxisName) -> int:
-    """Count the ranks that get examples of their own."""
+    """Return the number of ranks that get different examples."""
     sizes = dict(mesh.shape)
     return math.prod([sizes[name] for name in mesh.names(axis)])
 
 
-class _Padded(NamedTuple):
-    """A data set that is asked for an example and its length."""
+class _PaddedDataset(NamedTuple):
+    """A data set that is indexed by an example's index and the length to pad it to."""
 
     dataset: Any
     pad: Padding
 
-    def __getitem__(self, asked: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        index, length = asked
+    def __getitem__(self, key: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        index, length = key
         return self.pad.example(self.dataset[index], length)
 
 
-def loaded(
+def load_batches(
     dataset: Any,
     indices: Iterable[list[int]],
-    place: BatchTarget,
+    target: BatchTarget,
     collate: Callable[[list[Any]], Any] | None,
     pad: Padding | None,
     options: Mapping[str, Any],
 ) -> Iterator[PerRank]:
-    """Load batch after batch, of which the examples are given by their indices, over all ranks."""
+    """Load one batch after another. Each global batch is a list of the examples' indices."""
 
-    def own(indices: list[int]) -> list[Any]:
+    def local_examples(indices: list[int]) -> list[Any]:
         if pad is None:
-            return place.own(indices)
-        length = pad.length_of(indices)  # of the global batch: all ranks have one length
-        return [(i, length) for i in place.own(indices)]
+            return target.local_indices(indices)
+        length = pad.length_of(indices)  # the global batch decides, so that all ranks pad to one length
+        return [(i, length) for i in target.local_indices(indices)]
 
     loader = DataLoader(
-        dataset if pad is None else _Padded(dataset, pad),  # pyright: ignore
-        batch_sampler=map(own, indices),  # pyright: ignore  an iterator will do: it is asked once
+        dataset if pad is None else _PaddedDataset(dataset, pad),  # pyright: ignore
+        batch_sampler=map(local_examples, indices),  # pyright: ignore  DataLoader iterates over it only once
         collate_fn=collate,
-        generator=torch.Generator(),  # else it draws from the global one, which is the user's
+        generator=torch.Generator(),  # the default would draw from the user's global generator
         **options,
     )
-    return map(place.box, loader)
+    return map(target.box, loader)
 
 
 def check_sized(dataset: Any) -> None:
-    """Raise a TypeError for a stream of examples, which have no numbers."""
+    """Check that a data set has a length and an index: a stream of examples raises a TypeError."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}, which has no length or no examples by index: load a stream with "
-            "torch's own DataLoader, a part for each rank, and box what it gives: mesh.local(batch)"
+            "torch's own DataLoader, a different part on each rank, and box each batch: mesh.local(batch)"
         )
 
 
 def check_padding(pad: Padding | None, dataset: Any, global_batch: int) -> None:
-    """Raise a ValueError for a padding that was made for another data set or batch."""
+    """Check that a padding was made for this data set and batch. If not, raise a ValueError."""
     if pad is not None and len(pad.lengths) != len(dataset):
-        raise ValueError(f"pad has the lengths of {len(pad.lengths):,} examples, and the data set {len(dataset):,}")
+        raise ValueError(f"pad has the lengths of {len(pad.lengths):,} examples, but the data set has {len(dataset):,}")
     if pad is not None and pad.global_batch != global_batch:
-        raise ValueError(f"pad was made for batches of {pad.global_batch}, and global_batch={global_batch}")
+        raise ValueError(f"pad was made for global_batch={pad.global_batch}, not for global_batch={global_batch}")
 
 
 def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: Mapping[str, Any]) -> None:
-    """Raise an error for a batch that the ranks cannot share, or an option that is not the user's."""
+    """Check that the ranks can share a batch, and that no option is reserved. If not, raise an error."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}: expected what fzero.mesh returns")
+        raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, such as fzero.mesh returns")
     if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
         raise ValueError(f"global_batch={global_batch!r}: expected a number of examples, 1 or more")
     n = ranks_along(mesh, axis)
     if global_batch % n:
         raise ValueError(
-            f"global_batch={global_batch} does not divide by the {n} ranks of {mesh!r}: take "
+            f"global_batch={global_batch} is not a multiple of the {n} ranks of {mesh!r}: use "
             f"{global_batch // n * n or n}"
         )
-    if ours := [name for name in options if name in OURS]:
+    if reserved := [name for name in options if name in RESERVED]:
         raise TypeError(
-            f"{ours[0]}= is not given to torch's DataLoader here: say global_batch, shuffle, seed or collate"
+            f"{reserved[0]}= cannot be passed to torch's DataLoader here: use global_batch, shuffle, seed or collate"
         )
 
 
@@ -151,31 +151,32 @@ def batches(
 ) -> "Batches":
     """Number the batches of a data set, epoch after epoch.
 
-    Batch i is a function of the data set, `seed` and i: no state has to be saved, and on any number of ranks the global
-    batch is the same. So a run that goes on at step i, on another mesh too, sees what it would have seen. Each process
-    loads its own rows alone. The examples that are left at the end of an epoch, too few for a batch, are left out; each
-    epoch leaves out others.
+    Batch i is a function of the data set, `seed` and i. So there is no state to save, and the global batch is the same
+    on any number of ranks. A run that resumes at step i, even on another mesh, sees the same batches. Each process
+    loads only its own rows. An epoch drops the examples that do not fill a batch. With `shuffle`, each epoch drops
+    different ones.
 
     Args:
-        dataset: what has a length, and an example at each index: a `torch.utils.data.Dataset`, a list, a `datasets`
-            table, a tensor. Draws of its own (augmentation) repeat after a restart only if they depend on the index.
+        dataset: an object with a length and an example at each index: a `torch.utils.data.Dataset`, a list, a
+            `datasets` table, a tensor. Its random draws (augmentation) repeat after a restart only if they depend on
+            the index.
         mesh: the ranks.
-        global_batch: how many examples all ranks take in one step, micro-batches included.
-        seed: of the order, in which each epoch differs.
-        shuffle: whether the order is random; else it is the data set's.
-        axis: the axes along which ranks get examples of their own; by default all (`mesh.split`).
-        collate: makes a tree of tensors `[examples, ...]` of a list of examples; by default torch's `default_collate`.
-        pad: how examples of unequal lengths are padded, as `fzero.data.padding` says.
-        device: where batches go: "cuda" or "cpu"; by default the mesh's.
-        **loader: given to `torch.utils.data.DataLoader`: `num_workers=4` loads ahead in processes, `pin_memory=True`
-            speeds up the way to a GPU.
+        global_batch: the examples of one step over all ranks, micro-batches included.
+        seed: the seed of the order, which differs between epochs.
+        shuffle: whether the order is random; otherwise it is the data set's.
+        axis: the axes along which ranks get different examples; by default all (`mesh.split`).
+        collate: makes a tree of tensors `[examples, ...]` from examples; by default torch's `default_collate`.
+        pad: how to pad examples of unequal lengths, from `fzero.data.padding`.
+        device: the device of the batches, "cuda" or "cpu"; by default the mesh's.
+        **loader: options of `torch.utils.data.DataLoader`: `num_workers=4` loads ahead in processes, `pin_memory=True`
+            speeds up the copy to a GPU.
 
     Returns:
-        A `Batches`: iterate over `steps(start, stop)`, or take one by its number.
+        A `Batches`: iterate over `steps(start, stop)`, or take a batch by its number.
 
     Raises:
         TypeError: if the data set has no length.
-        ValueError: if `global_batch` is not a multiple of the ranks, or above the data set's length; or if `pad` was
+        ValueError: if `global_batch` is not a multiple of the ranks, or exceeds the data set's length; or if `pad` was
             made for another data set or batch.
 
     Example:
@@ -192,7 +193,7 @@ def batches(
     check_global_batch(global_batch, mesh, axis, loader)
     if global_batch > len(dataset):
         raise ValueError(
-            f"global_batch={global_batch} is above the data set's {len(dataset)} examples: take a smaller one, or "
+            f"global_batch={global_batch} exceeds the data set's {len(dataset)} examples: use a smaller one, or "
             "repeat the data set (torch.utils.data.ConcatDataset)"
         )
     check_padding(pad, dataset, global_batch)
@@ -204,16 +205,16 @@ class Batches:
     """The numbered batches of a data set. Make them with `fzero.data.batches`.
 
     Attributes:
-        dataset: what holds the examples.
+        dataset: the examples.
         mesh: the ranks.
         global_batch: the examples of one batch, over all ranks.
-        seed: of the order.
+        seed: the seed of the order.
         shuffle: whether the order is random.
-        axis: the axes along which ranks get examples of their own; None for all.
-        collate: makes a tree of tensors of a list of examples.
-        pad: how examples of unequal lengths are padded.
-        device: where batches go.
-        loader: what `torch.utils.data.DataLoader` is given beside.
+        axis: the axes along which ranks get different examples; None for all.
+        collate: makes a tree of tensors from a list of examples.
+        pad: how to pad examples of unequal lengths.
+        device: the device of the batches; None for the mesh's.
+        loader: further options of `torch.utils.data.DataLoader`.
     """
 
     dataset: Any
@@ -239,49 +240,49 @@ class Batches:
         return len(self.dataset) // self.global_batch
 
     def indices(self, i: int) -> list[int]:
-        """Return the examples of batch i, by their indices in the data set, in rank order."""
+        """Return the data set's indices of batch i's examples, in rank order."""
         return next(self._from(i, i + 1))
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(len(self.dataset))
-        # of a text Python makes a seed that has nothing to do with its neighbours'
+        # Python hashes the text to a seed, so that neighbouring epochs and seeds are unrelated
         generator = torch.Generator().manual_seed(Random(f"{self.seed}/{epoch}").getrandbits(63))
         return torch.randperm(len(self.dataset), generator=generator)
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, PerRank]]:
-        """Load the batches from `start` on, before `stop`, or without end: each with its number.
+        """Load the batches from `start` to before `stop`, or without end, each with its number.
 
         Args:
-            start: the number of the first: that of the steps that were done before.
-            stop: how many steps there are in all; None for no end.
+            start: the number of the first batch: the number of steps done before.
+            stop: the number of steps in all; None for no end.
 
         Returns:
             An iterator of pairs: the number of a batch, and the batch as a `PerRank` of tensors `[b, ...]` (in a
             simulation `[N, b, ...]`).
 
         Raises:
-            ValueError: if `start` or `stop` is no number of steps.
-            TypeError: if a leaf of a batch is no tensor. The message names it.
+            ValueError: if `start` or `stop` is negative.
+            TypeError: if a leaf of a batch is not a tensor. The message names the leaf.
         """
         if start < 0 or (stop is not None and stop < 0):
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
-        place = BatchTarget(self.mesh, self.axis, self.device)
+        target = BatchTarget(self.mesh, self.axis, self.device)
         return enumerate(
-            loaded(self.dataset, self._from(start, stop), place, self.collate, self.pad, self.loader), start
+            load_batches(self.dataset, self._from(start, stop), target, self.collate, self.pad, self.loader), start
         )
 
     def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:
-        """List the indices of batch after batch, and draw each epoch's order once."""
+        """Yield the indices of one batch after another. Each epoch's order is drawn once."""
         epoch, order = -1, torch.empty(0)
         for i in count(start) if stop is None else range(start, stop):
-            of, place = divmod(i, self.per_epoch)
-            if of != epoch:
-                epoch, order = of, self._order(of)
-            yield order[place * self.global_batch : (place + 1) * self.global_batch].tolist()
+            batch_epoch, position = divmod(i, self.per_epoch)
+            if batch_epoch != epoch:
+                epoch, order = batch_epoch, self._order(batch_epoch)
+            yield order[position * self.global_batch : (position + 1) * self.global_batch].tolist()
 
     def __getitem__(self, i: int) -> PerRank:
         """Load batch i."""
         if i < 0:
-            raise IndexError(f"batch {i}: batches are numbered from 0 on, without end")
+            raise IndexError(f"batch {i}: batch numbers are 0 or more, without end")
         return next(batch for _, batch in self.steps(i, i + 1))

@@ -1,4 +1,4 @@
-"""For evaluation: each example once, in order, and the mean over batches of unequal size."""
+"""Evaluation: each example once, in order, and the mean over batches of unequal size."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero.axes import AxisName
-from fzero.data._batches import BatchTarget, check_global_batch, check_padding, check_sized, loaded
+from fzero.data._batches import BatchTarget, check_global_batch, check_padding, check_sized, load_batches
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
@@ -20,7 +20,7 @@ __all__ = ["mean", "once"]
 def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     """Return the mean over all examples of all batches, as Python numbers.
 
-    The sums stay on their device, in double precision, until the last batch: so nothing waits for a batch.
+    The sums stay on their device, in double precision, until the last batch, so that no batch waits for the device.
 
     Args:
         totals: a pair for each batch, as a program of `fzero.evaluate` returns it: a tree of sums over the batch's
@@ -30,7 +30,7 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
         The tree, with a float for each sum.
 
     Raises:
-        ValueError: if there is no batch, or the weights add up to 0.
+        ValueError: if there are no batches, or the weights add up to 0.
 
     Example:
         >>> mean([({"loss": torch.tensor(6.0)}, torch.tensor(4)), ({"loss": torch.tensor(1.0)}, torch.tensor(1))])
@@ -38,17 +38,17 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     """
     sums: Any = None
     for batch, weight in totals:
-        now = tree.map(torch.Tensor.double, (batch, weight))
-        sums = now if sums is None else tree.map(torch.add, sums, now)
+        batch_sums = tree.map(torch.Tensor.double, (batch, weight))
+        sums = batch_sums if sums is None else tree.map(torch.add, sums, batch_sums)
     if sums is None:
-        raise ValueError("fzero.data.mean: there is no batch to take the mean of")
+        raise ValueError("fzero.data.mean: there are no batches to take the mean of")
     total, weight = sums
     if weight.item() == 0:
         raise ValueError("fzero.data.mean: the weights of all examples add up to 0")
     return tree.map(lambda x: (x / weight).item(), total)
 
 
-# Each example once, in order, with the last batch filled up: for evaluation.
+# Each example once, in order: the last batch is filled up.
 
 
 def once(
@@ -62,23 +62,23 @@ def once(
     device: str | None = None,
     **loader: Any,
 ) -> Iterator[tuple[PerRank, torch.Tensor]]:
-    """Load each example of a data set once, in its order: what `fzero.evaluate` and `fzero.predict` take.
+    """Load each example of a data set once, in order, for `fzero.evaluate` and `fzero.predict`.
 
-    All batches have one size, so that a jitted program is traced once. The last is filled up with its last example.
+    All batches have one size, so that a jitted program is traced once. The last batch repeats its last example.
 
     Args:
-        dataset: as `fzero.data.batches` takes it.
+        dataset: the data set, as `fzero.data.batches` takes it.
         mesh: the ranks.
-        global_batch: how many examples all ranks take at once.
-        axis: the axes along which ranks get examples of their own; by default all.
-        collate: makes a tree of tensors `[examples, ...]` of a list of examples; by default torch's `default_collate`.
-        pad: how examples of unequal lengths are padded, as `fzero.data.padding` says.
-        device: where batches go: "cuda" or "cpu"; by default the mesh's.
-        **loader: given to `torch.utils.data.DataLoader`.
+        global_batch: the examples of one batch over all ranks.
+        axis: the axes along which ranks get different examples; by default all.
+        collate: makes a tree of tensors `[examples, ...]` from examples; by default torch's `default_collate`.
+        pad: how to pad examples of unequal lengths, from `fzero.data.padding`.
+        device: the device of the batches, "cuda" or "cpu"; by default the mesh's.
+        **loader: options of `torch.utils.data.DataLoader`.
 
     Returns:
-        An iterator of pairs: a batch, as a `PerRank`, and the number of its examples that are real, over all ranks, as
-        a 0-d int64 tensor.
+        An iterator of pairs: a batch, as a `PerRank`, and the number of its examples without repetitions, over all
+        ranks, as a 0-d int64 tensor.
 
     Raises:
         TypeError: if the data set has no length.
@@ -98,4 +98,4 @@ def once(
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start)) for start in starts)
-    return zip(loaded(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)
+    return zip(load_batches(dataset, indices, BatchTarget(mesh, axis, device), collate, pad, loader), rows, strict=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.checkpoint._blocks import BlockRange, rectangles, runs, whole
+from fzero.checkpoint._blocks import BlockRange, full_block, rectangles, runs
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -57,7 +57,7 @@ def test_runs_are_what_two_ranges_share(shape, data):
 
 
 def test_ranges_of_one_block_share_one_run():
-    block = whole((300, 7))
+    block = full_block((300, 7))
     assert len(list(runs(BlockRange(block, 3, 900), BlockRange(block, 10, 2000)))) == 1
     columns = BlockRange(((0, 300), (0, 7)), 0, 2100), BlockRange(((0, 150), (0, 7)), 0, 1050)
     assert len(list(runs(*columns))) == 1, "whole rows are one run"

@@ -121,15 +121,15 @@ def test_export_writes_one_file(run, tmp_path, capsys):
 
 
 WRONG: list[tuple[list[str], str]] = [
-    (["ls", "nowhere"], "is no checkpoint, and no run's"),
-    (["verify", "nowhere"], "is no checkpoint, and no run's"),
-    (["diff", "RUN", "RUN"], "has the checkpoints of a run: give one, such as its step-00000012"),
+    (["ls", "nowhere"], "is neither a checkpoint nor a run"),
+    (["verify", "nowhere"], "is neither a checkpoint nor a run"),
+    (["diff", "RUN", "RUN"], "is the folder of a run: give one checkpoint, such as step-00000012"),
     (
         ["export", "RUN/step-00000012", "OUT/x.safetensors", "--prefix", "model"],
-        "has no leaves below 'model'; its first keys are",
+        "has no leaves below 'model': its first keys are",
     ),
     (["export", "RUN/step-00000012", "RUN/step-00000012/manifest.json/x"], "Not a directory"),
-    (["export", "RUN/step-00000012", "OUT/x.bin"], "no .safetensors file, and no folder: use --torch"),
+    (["export", "RUN/step-00000012", "OUT/x.bin"], "no .safetensors file and no folder: use --torch"),
     (["export", "RUN/step-00000012", "OUT/x.safetensors", "--torch"], "torch.save writes no safetensors"),
 ]
 

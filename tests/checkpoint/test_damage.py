@@ -81,7 +81,7 @@ def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
     content = bytearray((damaged / name).read_bytes())
     content[-1] ^= 1
     (damaged / name).write_bytes(content)
-    with pytest.raises(fzero.errors.CheckpointError, match=r"are not what was written; they are of '.*' and others"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"are not what was written; they hold '.*' and others"):
         load(damaged)
 
 
@@ -171,16 +171,16 @@ def test_nothing_is_allocated_from_what_a_manifest_says(saved, tmp_path, use):
     for group in body["groups"]:
         group[2] = 10**13
     write_manifest(damaged, body)
-    with pytest.raises(fzero.errors.CheckpointError, match=r"are too small for its leaves|cannot be split|is no size"):
+    with pytest.raises(
+        fzero.errors.CheckpointError, match=r"are too small for its leaves|cannot be split|is not a size"
+    ):
         use(damaged)
 
 
 def test_a_later_version_is_no_damage(saved, tmp_path):
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "version": 3})
-    with pytest.raises(
-        fzero.errors.CheckpointError, match=r"version 3 is not known to this fzero, which reads up to 2"
-    ):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"it has version 3: this fzero reads versions up to 2"):
         load(damaged)
 
 

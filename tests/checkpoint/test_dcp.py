@@ -117,7 +117,7 @@ def test_names_are_what_both_sides_agree_on(tmp_path):
     )
     other = torch_loaded(tmp_path / "a", {"model": tree.map(torch.zeros_like, whole)})
     assert same_bits(other["model"], whole)
-    with pytest.raises(ValueError, match=r"leaves 'p.0.weight' and 'p.0.bias' have one name, 'x': expected one for"):
+    with pytest.raises(ValueError, match=r"leaves 'p.0.weight' and 'p.0.bias' have one name, 'x': expected a name for"):
         fzero.checkpoint.dcp.save(tmp_path / "b", {"p": params}, step.mesh, name=lambda path: "x")
 
 
@@ -202,7 +202,10 @@ def test_a_save_that_was_killed_is_none_and_is_done_again(tmp_path, monkeypatch)
         )
     assert os.listdir(tmp_path / "a")
     refused(
-        r"/a' is no checkpoint of DCP: it has no file .metadata$", fzero.checkpoint.dcp.load, tmp_path / "a", {"w": 1}
+        r"/a' is not a checkpoint of DCP: it has no file .metadata$",
+        fzero.checkpoint.dcp.load,
+        tmp_path / "a",
+        {"w": 1},
     )
     fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.ones(2)})
     assert fzero.checkpoint.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"].sum() == 2
@@ -218,13 +221,13 @@ def test_no_code_of_the_files_runs(tmp_path, monkeypatch):
     torch_saved(tmp_path / "value", {"w": torch.ones(1), "v": Evil()})
     like = {"w": torch.zeros(1), "v": 0}
     refused(
-        r"could not be read: rank 0: value 'v' is no plain data", fzero.checkpoint.dcp.load, tmp_path / "value", like
+        r"could not be read: rank 0: value 'v' is not plain data", fzero.checkpoint.dcp.load, tmp_path / "value", like
     )
     metadata = torch_dcp.FileSystemReader(tmp_path / "value").read_metadata()
     metadata.planner_data = Evil()
     (tmp_path / "value" / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(
-        r"damaged, or not of DCP: it asks for posix.mkdir, which", fzero.checkpoint.dcp.load, tmp_path / "value", like
+        r"damaged, or not DCP's: it asks for posix.mkdir, which", fzero.checkpoint.dcp.load, tmp_path / "value", like
     )
     assert not os.path.exists("ran")
 
@@ -235,11 +238,14 @@ def test_a_leaf_of_which_a_part_is_missing_is_refused(tmp_path):
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([5])
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(
-        "has not all of leaf 'w', or some of it twice", fzero.checkpoint.dcp.load, tmp_path / "a", {"w": torch.zeros(6)}
+        "lacks a part of leaf 'w', or has a part twice",
+        fzero.checkpoint.dcp.load,
+        tmp_path / "a",
+        {"w": torch.zeros(6)},
     )
 
 
 def test_a_path_is_of_a_file_system():
     for f in (fzero.checkpoint.dcp.save, fzero.checkpoint.dcp.load):
-        with pytest.raises(TypeError, match=r"path='s3://b/c': expected the path of a folder of a file system"):
+        with pytest.raises(TypeError, match=r"path='s3://b/c': expected the path of a folder on a file system"):
             f("s3://b/c", {})

@@ -82,7 +82,7 @@ def test_what_is_not_whole_is_passed_over(how, tmp_path, caplog):
     spoil(tmp_path / "step-00000010", how)
     with caplog.at_level(logging.WARNING, logger="fzero"):
         assert tree.map(lambda x: x, runs.restore(numbered(0)))["step"] == 9
-    assert "passed over: " in caplog.text and "step-00000010" in caplog.text
+    assert "skipped: " in caplog.text and "step-00000010" in caplog.text
     spoil(tmp_path / "step-00000009", "a flipped bit")
     loaded = runs.restore(numbered(0))
     assert loaded["step"] == 8 and loaded["w"].tolist() == [8.0] * 5
@@ -222,9 +222,11 @@ def test_what_is_remembered_is_looked_at_first(tmp_path):
 
 
 def test_two_processes_do_not_save_to_one_folder(tmp_path):
-    with _files.LocalFolder(str(tmp_path)).alone():
+    with _files.LocalFolder(str(tmp_path)).exclusive():
         start = time.monotonic()
-        with pytest.raises(fzero.errors.CheckpointError, match=r"another process saves here; give each a folder"):
+        with pytest.raises(
+            fzero.errors.CheckpointError, match=r"another process saves here: give each process its own folder"
+        ):
             fzero.save(tmp_path, numbered(1))
         assert time.monotonic() - start < 5
     fzero.save(tmp_path, numbered(1))
@@ -380,7 +382,7 @@ def test_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, 
 
 def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path):
     ready, go = os.pipe(), os.pipe()
-    with _files.files_at(tmp_path).alone():
+    with _files.files_at(tmp_path).exclusive():
         child = os.fork()
         if child == 0:
             os.write(ready[1], b".")
@@ -404,4 +406,4 @@ def test_checkpoints_that_are_let_go_meanwhile_are_no_damage(tmp_path, monkeypat
 
     monkeypatch.setattr(command, "verify", pruned)
     assert command.main(["verify", str(tmp_path)]) == 0
-    assert "let go meanwhile" in capsys.readouterr().out
+    assert "removed meanwhile" in capsys.readouterr().out

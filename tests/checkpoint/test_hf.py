@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tree
 from fzero.checkpoint import _files
-from fzero.checkpoint._files import locked
+from fzero.checkpoint._files import hold_lock
 from fzero.checkpoint.hf import _read, _write
 from fzero.checkpoint.hf._read import INDEX, SINGLE
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
@@ -203,18 +203,18 @@ def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path):
     mesh = fzero.mesh(dp=2)
-    with pytest.raises(TypeError, match=r"params leaf 'step' is '7', and a folder of safetensors holds tensors only"):
+    with pytest.raises(TypeError, match=r"params leaf 'step' is '7', but a folder of safetensors holds tensors only"):
         fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(1), "step": 7})
-    with pytest.raises(TypeError, match=r"like leaf 'step' is .*7.*, and a folder of safetensors"):
+    with pytest.raises(TypeError, match=r"like leaf 'step' is .*7.*, but a folder of safetensors"):
         fzero.checkpoint.hf.read(_one(tmp_path / "one"), {"w": torch.zeros(1), "step": {"a": 7}})
-    with pytest.raises(TypeError, match=r"leaf 'x' is a PerRank value, and a folder of safetensors has one for all"):
+    with pytest.raises(TypeError, match=r"leaf 'x' is a PerRank value, but a folder of safetensors has one for all"):
         fzero.checkpoint.hf.write(tmp_path, {"x": fzero.PerRank(torch.zeros(2, 3))}, mesh)
-    with pytest.raises(TypeError, match=r"params leaf 'x' is of torch.complex128, which safetensors has not"):
+    with pytest.raises(TypeError, match=r"params leaf 'x' is torch.complex128, a dtype that safetensors does not have"):
         fzero.checkpoint.hf.write(tmp_path, {"x": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match=r"leaves 'a' and 'b' have one name, 'w'"):
         fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, name=lambda path: "w")
     for given_ in (3, "", "__metadata__"):
-        with pytest.raises(TypeError, match=rf"name\('a'\) gave {given_!r}: expected the name of a tensor"):
+        with pytest.raises(TypeError, match=rf"name\('a'\) returned {given_!r}: expected a tensor's name"):
             fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, name=lambda path, given_=given_: given_)  # pyright: ignore
     with pytest.raises(ValueError, match=r"folder='s3://b/m' is a URL: expected a local folder"):
         fzero.checkpoint.hf.write("s3://b/m", {"a": torch.zeros(1)})
@@ -302,9 +302,7 @@ def test_a_write_that_fails_leaves_the_old_model_and_no_file_of_its_own(tmp_path
             fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
     monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 100)
-    with pytest.raises(
-        fzero.errors.CheckpointError, match=r"there is no room for \d+ bytes in .*: its disk has 100 left"
-    ):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"the save needs \d+ bytes, and its disk has 100 free"):
         fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
 
@@ -405,7 +403,7 @@ def test_any_json_in_a_header_is_an_error(tmp_path_factory, junk, key, inner):
         ({"a": {**GOOD, "shape": [-2, -3]}}, "its header says of 'a'"),
         ({"a": {**GOOD, "shape": [True, 6]}}, "its header says of 'a'"),
         ({"a": {**GOOD, "shape": [1 << 40, 1 << 40], "data_offsets": [0, 1 << 47]}}, "its header says of 'a'"),
-        ({"a": {**GOOD, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, "its header tells of"),
+        ({"a": {**GOOD, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, "its header describes"),
         ({"a": {**GOOD, "data_offsets": [24, 0]}}, "its header says of 'a'"),
         ({"a": {**GOOD, "dtype": "F4", "shape": [6]}}, r"tensor 'a' is F4 \[6\] there, and leaf 'a' is float32"),
         ({"a": {**GOOD, "dtype": "C128", "shape": [1]}}, "it has 1|its header|C128"),
@@ -423,7 +421,7 @@ def test_a_header_is_as_long_as_its_file_at_most(tmp_path):
             f.write(numel.to_bytes(8, "little"))
             f.truncate(size)
         with pytest.raises(
-            fzero.errors.CheckpointError, match=rf"it has {size:,} bytes, and its header would have {numel:,}"
+            fzero.errors.CheckpointError, match=rf"it has {size:,} bytes, but its header claims to have {numel:,}"
         ):
             fzero.checkpoint.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
 
@@ -480,7 +478,7 @@ def test_a_model_comes_from_transformers_and_goes_back(tmp_path):
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
     fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(2)})
     fd = os.open(tmp_path, os.O_RDONLY)
-    with locked(fd, str(tmp_path)), pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
+    with hold_lock(fd, str(tmp_path)), pytest.raises(fzero.errors.CheckpointError, match="another process saves here"):
         fzero.checkpoint.hf.write(tmp_path, {"w": torch.ones(2)})
     os.close(fd)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]

@@ -49,26 +49,27 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
 @given(params=params_of(), layout=LAYOUTS)
 def test_what_the_ranks_write_is_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
-    held = holdings("state", state, step.mesh)
-    cut = held.cut
-    bits = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in cut.leaves]
-    for rank in range(cut.ranks):
+    mine = holdings("state", state, step.mesh)
+    sharded_tree = mine.tree
+    bits = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
+    for rank in range(sharded_tree.ranks):
         at = 0
-        for piece in cut.owned(rank):
+        for piece in sharded_tree.owned_pieces(rank):
             x = bits[piece.leaf]
             for dim, (offset, size) in enumerate(piece.range.block):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1
             x.copy_(flat.view(x.shape))
-            size = cut.leaves[piece.leaf].dtype.itemsize
+            size = sharded_tree.leaves[piece.leaf].dtype.itemsize
             assert at % size == 0, "not aligned"
             at += piece.numel * size
-        assert at == cut.starts(rank)[-1]
+        assert at == sharded_tree.starts(rank)[-1]
         # of each group a rank writes its part, rounded up once for the shards and once for their replicas
         assert at <= sum(
-            cut.itemsize(g) * (-(-cut.offsets[g][-1] // (cut.ranks // math.prod(s.size for s in group.split))) + 2)
-            for g, group in enumerate(cut.groups)
+            sharded_tree.itemsize(g)
+            * (-(-sharded_tree.offsets[g][-1] // (sharded_tree.ranks // math.prod(s.size for s in group.split))) + 2)
+            for g, group in enumerate(sharded_tree.groups)
         )
     assert all(x.eq(1).all() for x in bits)
 
@@ -76,15 +77,15 @@ def test_what_the_ranks_write_is_each_leaf_once(params, layout):
 @examples(15, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
 def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
-    saved, mine = [holdings("state", s, step.mesh).cut for step, s in (state_in(x, params) for x in (source, target))]
+    saved, mine = [holdings("state", s, step.mesh).tree for step, s in (state_in(x, params) for x in (source, target))]
     for rank in range(mine.ranks):
-        for piece in mine.held(rank):
+        for piece in mine.held_pieces(rank):
             i = saved.number[mine.leaves[piece.leaf].path]
             found = [(r, at, run) for r, at, here in saved.writers(i, piece.range) for run in runs(here, piece.range)]
             wanted = []
             for r in range(saved.ranks):
                 at = {g: saved.starts(r)[g] for g in range(len(saved.groups))}
-                for other in saved.owned(r):
+                for other in saved.owned_pieces(r):
                     if other.leaf == i:
                         wanted += [(r, at[other.group], run) for run in runs(other.range, piece.range)]
                     at[other.group] += other.numel * saved.leaves[other.leaf].dtype.itemsize
@@ -181,6 +182,6 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
 
 
 def test_a_range_of_nothing_has_no_writers():
-    cut = holdings("state", {"w": torch.empty(0), "s": torch.ones(())}, None).cut
-    assert not list(cut.writers(0, BlockRange(((0, 0),), 0, 0)))
-    assert [at for _, at, _ in cut.writers(1, BlockRange((), 0, 1))] == [0]
+    sharded_tree = holdings("state", {"w": torch.empty(0), "s": torch.ones(())}, None).tree
+    assert not list(sharded_tree.writers(0, BlockRange(((0, 0),), 0, 0)))
+    assert [at for _, at, _ in sharded_tree.writers(1, BlockRange((), 0, 1))] == [0]

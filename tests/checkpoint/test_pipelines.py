@@ -129,19 +129,19 @@ def test_what_ranks_write_is_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))
-    cut = holdings("state", state, step.mesh).cut
-    times = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in cut.leaves]
-    for rank in range(cut.ranks):
+    sharded_tree = holdings("state", state, step.mesh).tree
+    times = [torch.zeros(leaf.shape, dtype=torch.int64) for leaf in sharded_tree.leaves]
+    for rank in range(sharded_tree.ranks):
         written = 0
-        for piece in cut.owned(rank):
+        for piece in sharded_tree.owned_pieces(rank):
             x = times[piece.leaf]
             for dim, (offset, size) in enumerate(piece.range.block):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1
             x.copy_(flat.view(x.shape))
-            written += piece.numel * cut.leaves[piece.leaf].dtype.itemsize
-        assert written == cut.starts(rank)[-1]
+            written += piece.numel * sharded_tree.leaves[piece.leaf].dtype.itemsize
+        assert written == sharded_tree.starts(rank)[-1]
     assert all(x.eq(1).all() for x in times)
 
 
@@ -152,14 +152,14 @@ def test_a_rank_holds_and_reads_its_own_blocks_alone():
     held = holdings("state", state, step.mesh)
 
     def blocks(pieces: Any) -> set[int]:
-        paths = [held.cut.leaves[piece.leaf].path for piece in pieces]
+        paths = [held.tree.leaves[piece.leaf].path for piece in pieces]
         return {int(m[1]) for path in paths if (m := re.search(r"blocks\.(\d)", path))}
 
     rows = loss.placement(step.mesh, 7).blocks
     for r, row in enumerate(rows):
         mine = {b for b in row if b is not None}
         column = {rows[1][i] for i, b in enumerate(row) if b is None}
-        for pieces, others in ((held.cut.held, column), (held.cut.owned, set())):
+        for pieces, others in ((held.tree.held_pieces, column), (held.tree.owned_pieces, set())):
             assert blocks([x for rank in (r, r + 3) for x in pieces(rank)]) == mine | others  # dp shares them
 
 
@@ -223,7 +223,7 @@ def test_a_list_whose_name_ends_alike_is_another():
 def test_a_tree_without_the_list_is_refused(tmp_path):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
     step, state = like_in(placed, loss_of(4), params_of(4))
-    text = r"leaf '0.w' is 'blocks.0.w' among the parameters, where the list 'blocks' is stacked by rank: give a tree"
+    text = r"leaf '0.w' is the parameter 'blocks.0.w' of the list 'blocks', which is stacked by rank: expected a tree"
     with pytest.raises(ValueError, match=text):
         fzero.save(tmp_path, state["params"]["blocks"], step.mesh)
 
@@ -243,10 +243,10 @@ def test_a_manifest_tells_versions_apart(tmp_path):
 @pytest.mark.parametrize(
     ("at", "copies", "said"),
     [
-        ([["pp", 2]], [], "a group is held by ranks that are none"),
-        ([["xx", 0]], [], "a group is cut along axes that are none"),
-        ([["pp", 0]], [9], "a group has copies of no leaf"),
-        ([["pp", 0]], [0], "leaves are in no group, or two"),
+        ([["pp", 2]], [], "a group is held by ranks that do not exist"),
+        ([["xx", 0]], [], "a group is sharded along an unknown axis"),
+        ([["pp", 0]], [9], "a group has a copy of a leaf that does not exist"),
+        ([["pp", 0]], [0], "a leaf is in no group, or in several"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_damaged(tmp_path, at, copies, said):

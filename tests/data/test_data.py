@@ -112,16 +112,16 @@ def test_once_is_each_example_once(case):
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda m: data.batches(iter([1]), m, global_batch=2), TypeError, "no length or no examples by index"),
-    (lambda m: data.batches([1, 2], m, global_batch=4), ValueError, "above the data set's 2 examples"),
-    (lambda m: data.batches([1, 2, 3], m, global_batch=3), ValueError, r"not divide by the 2 ranks .*: take 2$"),
+    (lambda m: data.batches([1, 2], m, global_batch=4), ValueError, "exceeds the data set's 2 examples"),
+    (lambda m: data.batches([1, 2, 3], m, global_batch=3), ValueError, r"not a multiple of the 2 ranks .*: use 2$"),
     (lambda m: data.batches([1, 2], m, global_batch=0), ValueError, "expected a number of examples"),
     (lambda m: data.batches([1, 2], m, global_batch=True), ValueError, "expected a number of examples"),
-    (lambda m: data.batches([1, 2], m, global_batch=2, sampler=1), TypeError, "sampler= is not given"),
-    (lambda m: data.batches([1, 2], 2, global_batch=2), TypeError, "expected what fzero.mesh returns"),
+    (lambda m: data.batches([1, 2], m, global_batch=2, sampler=1), TypeError, "sampler= cannot be passed"),
+    (lambda m: data.batches([1, 2], 2, global_batch=2), TypeError, "expected a mesh, such as fzero.mesh returns"),
     (lambda m: data.batches([1, 2], m, global_batch=2).steps(-1), ValueError, "expected numbers of steps"),
-    (lambda m: data.batches([1, 2], m, global_batch=2)[-1], IndexError, "numbered from 0 on"),
+    (lambda m: data.batches([1, 2], m, global_batch=2)[-1], IndexError, "batch numbers are 0 or more"),
     (lambda m: next(data.batches(["a", "b"], m, global_batch=2).steps()), TypeError, "leaf '0' is '[ab]'"),
-    (lambda m: data.mean([]), ValueError, "there is no batch"),
+    (lambda m: data.mean([]), ValueError, "there are no batches"),
     (lambda m: data.mean([(torch.ones(()), torch.zeros(()))]), ValueError, "add up to 0"),
 ]
 

@@ -163,7 +163,7 @@ def test_padding_changes_no_loss_and_no_gradient(stage):
         ({"lengths": []}, "lengths is empty"),
         ({"global_batch": 0}, "global_batch=0: expected a number"),
         ({"multiple": True}, "multiple=True"),
-        ({"buckets": 0}, "buckets=0: expected how many"),
+        ({"buckets": 0}, "buckets=0: expected the number of lengths"),
         ({"buckets": []}, r"buckets=\[\]: expected lengths"),
         ({"buckets": (4, 8)}, r"example 2 has 9 tokens, and the longest of buckets=\[4, 8\] is 8"),
     ],
@@ -176,9 +176,9 @@ def test_bad_choices_are_refused(options, message):
 def test_a_padding_of_another_data_set_is_refused():
     found, mesh = texts(6), fzero.mesh(dp=2)
     pad = data.padding([len(x["input_ids"]) for x in found], global_batch=2)
-    with pytest.raises(ValueError, match="pad has the lengths of 6 examples, and the data set 5"):
+    with pytest.raises(ValueError, match="pad has the lengths of 6 examples, but the data set has 5"):
         data.batches(found[:5], mesh, global_batch=2, pad=pad)
-    with pytest.raises(ValueError, match="pad was made for batches of 2, and global_batch=4"):
+    with pytest.raises(ValueError, match="pad was made for global_batch=2, not for global_batch=4"):
         data.once(found, mesh, global_batch=4, pad=pad)
     wrong = data.padding([1] * 6, global_batch=2, multiple=1)
     with pytest.raises(ValueError, match=r"input_ids has \d+ tokens, more than the 1 of its batch"):

@@ -192,7 +192,7 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
         with pytest.MonkeyPatch.context() as patch:
             if mesh.rank == last:
                 patch.setattr(_files.os, "writev", slow)
-            refused(rf"rank {last} was not heard of within 1 s", fzero.save, path, other, mesh, timeout=1)
+            refused(rf"rank {last} did not report within 1 s", fzero.save, path, other, mesh, timeout=1)
         torch.distributed.barrier()
         mine: Any = {"w": torch.ones(8 + (mesh.rank == last))}
         refused(
@@ -205,7 +205,7 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
         refused(rf"value 'best' is missing on rank 0 and 1.0 on rank {last}$", fzero.save, path, more, mesh)
         mine = {"w": object()} if mesh.rank == last else other
         if mesh.rank == last:
-            with pytest.raises(TypeError, match=r"the tree leaf 'w' is '<object .* which no checkpoint holds"):
+            with pytest.raises(TypeError, match=r"the tree leaf 'w' is '<object .* which a checkpoint cannot hold"):
                 fzero.save(path, mine, mesh)
         else:
             refused(rf"rank {last} failed: TypeError: the tree leaf 'w' is '<object", fzero.save, path, mine, mesh)
@@ -338,7 +338,7 @@ def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ran
         assert sorted(os.listdir(path)) == before
         assert fzero.checkpoint.hf.read(path, {"w": torch.ones(8)}, mesh)["w"].sum() == 0, "the old one is gone"
         mine: Any = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} gives another tree, or another folder", fzero.checkpoint.hf.write, path, mine, mesh)
+        refused(rf"rank {last} has another tree, or another folder", fzero.checkpoint.hf.write, path, mine, mesh)
         like = {"w": torch.ones(9 if mesh.rank == last else 8)}
         refused(
             r"tensor 'w' is float32 \[8\] there, and leaf 'w' is float32 \[9\]",
@@ -390,7 +390,7 @@ def a_door_that_one_rank_cannot_go_through_is_an_error_on_all(mesh: fzero.ranks.
     with folder(mesh) as path:
         values = {"w": torch.ones(8)}
         mine = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} gives another tree", fzero.checkpoint.dcp.save, path / "a", mine, mesh)
+        refused(rf"rank {last} has another tree", fzero.checkpoint.dcp.save, path / "a", mine, mesh)
         assert not (path / "a").exists()
         fzero.checkpoint.dcp.save(path / "a", values, mesh)
         torch.distributed.barrier()
@@ -430,7 +430,7 @@ def a_plain_leaf_that_differs_by_rank_is_refused(mesh: fzero.ranks.Mesh) -> None
     with folder(mesh) as path:
         values = {"w": torch.ones(3), "noise": torch.full((8,), mesh.rank), "key": torch.zeros(2)}
         with pytest.raises(
-            ValueError, match=r"'noise' is a plain tensor, .* differs between ranks 0 and 1: give .* mesh.local"
+            ValueError, match=r"'noise' is a plain tensor, .* differs between ranks 0 and 1: box .* mesh.local"
         ):
             fzero.save(path, values, mesh)
         values["noise"] = mesh.local(values["noise"])
@@ -448,7 +448,7 @@ def ranks_that_read_different_things_are_refused(mesh: fzero.ranks.Mesh) -> None
             fzero.save(path / "other", {"a": y, "b": x})
         torch.distributed.barrier()
         mine = "ab"[mesh.rank % 2]
-        match = "gives another tree, or other names, than rank 0"
+        match = "has another tree, or other names, than rank 0"
         with pytest.raises(fzero.errors.CheckpointError, match=match):
             fzero.load(path / "run", {mine: torch.zeros(4)}, mesh, partial=True)
         for door in (fzero.checkpoint.hf.read, fzero.checkpoint.dcp.load):

@@ -15,22 +15,24 @@ SHARING = ("tests/checkpoint/test_sharing.py",)
 
 MUTANTS = [
     *File("checkpoint/_holdings.py", LAWS).faults(
-        Fault("values change after a save", "_Found.add_value", bare("copy.deepcopy(A)"), FOLDER),
-        Fault("paths in boxes need no check", "_Found._take", never("A in self.origins"), INPUT),
-        Fault("a tied leaf is stored twice", "_Found.add_plain", never("id(A) in self.B")),
-        Fault("a tied leaf of a unit is stored twice", "_Found._add_members", never("A.index in B")),
-        Fault("rows of a simulation are ranks", "Boxed.lying", becomes("A.index(self.B, C)", "C % len(self.parts[0])")),
+        Fault("values change after a save", "_HoldingsBuilder.add_value", bare("copy.deepcopy(A)"), FOLDER),
+        Fault("paths in boxes need no check", "_HoldingsBuilder._take", never("A in self.origins"), INPUT),
+        Fault("a tied leaf is stored twice", "_HoldingsBuilder.add_plain", never("id(A) in self.B")),
+        Fault("a tied leaf of a unit is stored twice", "_HoldingsBuilder._add_members", never("A.index in B")),
+        Fault(
+            "rows of a simulation are ranks", "Boxed.locate", becomes("A.index(self.B, C)", "C % len(self.parts[0])")
+        ),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(
         Fault("what memory lost is a beginning", "Checkpoints.restore", skipped("A = A or str(B)")),
         Fault("steps have 16 digits", "Checkpoints._start", becomes("10 ** A", "10 ** 16"), INPUT),
         Fault("the next save does not wait", "Checkpoints._start", skipped("self.wait()")),
-        Fault("the newest is found by its name", "Checkpoints._find", skipped("A(self._files.B(C(D)))")),
-        Fault("one too many is let go", "Checkpoints._let_go", becomes("-self.A", "-self.A + 1")),
+        Fault("the newest is found by its name", "Checkpoints._newest_on_disk", skipped("A(self._files.B(C(D)))")),
+        Fault("one too many is let go", "Checkpoints._remove_old", becomes("-self.A", "-self.A + 1")),
         Fault("a damaged one ends the search", "Checkpoints.restore", becomes("DamagedError", "ZeroDivisionError")),
         Fault("another tree is taken for damage", "Checkpoints.restore", becomes("DamagedError", "CheckpointError")),
-        Fault("nobody is told of newer steps", "Checkpoints._look_ahead", becomes("A > B", "A > 10 * B")),
-        Fault("a copy of a run has its memory", "_run_of.known", bare("A + B.C.encode()")),
+        Fault("nobody is told of newer steps", "Checkpoints._warn_of_newer", becomes("A > B", "A > 10 * B")),
+        Fault("a copy of a run has its memory", "_run_of.run_id", bare("A + B.C.encode()")),
     ),
     *File("checkpoint/_files.py", CRASH).faults(
         Fault("a link's checkpoint goes with it", "LocalFolder.remove_all", never("os.A.islink(self.A)"), FOLDER),
@@ -39,8 +41,8 @@ MUTANTS = [
         Fault("a name is not made durable", "LocalFolder.sync", skipped("os.fsync(A)")),
         Fault("a manifest is written in place", "LocalFolder.put", bare("f'.{A}.tmp'", at="1 of 2")),
         Fault("a part of a write is all of it", "_finish", becomes("while views: ...", "if views: ...")),
-        Fault("a lock outlives its save", "locked", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
-        Fault("folders have no lock", "locked", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
+        Fault("a lock outlives its save", "hold_lock", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
+        Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
         Fault("a save disturbs who reads", "load_files", always("not A(B, C, D)"), FOLDER),
@@ -48,7 +50,7 @@ MUTANTS = [
         Fault("what is between leaves is not summed", "_views", becomes("A += B", "A += 0 * B"), DAMAGE),
         Fault(
             "untied leaves get the first one's bytes only",
-            "_apart",
+            "_split_overlapping",
             becomes("(A if B.C >= D else E).append(B)", "A.append(B) if B.C >= D else None"),
             LAWS,
         ),
@@ -69,11 +71,11 @@ MUTANTS = [
     *File("checkpoint/_blocks.py", SHARING).faults(
         Fault(
             "what is shared is read once",
-            "made_of",
+            "materialize",
             becomes("{A: B for C, (A, D) in E if C in F}", "{A: B for A, D in ()}"),
         ),
-        Fault("boxes may share memory", "made_of", dropped("A not in B")),
-        Fault("columns of a matrix overlap", "_meet", returns("True", at="2 of 2")),
+        Fault("boxes may share memory", "materialize", dropped("A not in B")),
+        Fault("columns of a matrix overlap", "_share_bytes", returns("True", at="2 of 2")),
         Fault("only neighbours overlap", "overlapping", becomes("A.append(B)", "A = [B]")),
         Fault(
             "an expanded leaf has a place for each",
@@ -81,13 +83,16 @@ MUTANTS = [
             becomes("A = {B for *C, B in D if E(F[B])}", "A: set[int] = set()"),
         ),
         Fault(
-            "a run is a row too long", "_common", becomes("A and B == mine[A] == C[A]", "A and B == mine[A]"), BLOCKS
+            "a run is a row too long",
+            "_common",
+            becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
+            BLOCKS,
         ),
         Fault("a rectangle begins at its block", "_place", returns("at"), BLOCKS),
         Fault("the rest of a row is left out", "rectangles", never("A * B < C"), BLOCKS),
         Fault(
             "chunks of a copy are the first one",
-            "whole_or_chunks",
+            "view_or_chunks",
             becomes("A(B, C, min(C + D, E))", "A(B, start, min(start + D, E))"),
             LAWS,
         ),
@@ -104,8 +109,8 @@ MUTANTS = [
             "rank 0 alone knows of the lock",
             "_write_all",
             (
-                becomes("A = B.C(D, E)", "stack.enter_context(files.alone())"),
-                after("A.enter_context(B.C())", "failed = reports.lead(write, commit)", at="2 of 2"),
+                becomes("A = B.C(D, E)", "stack.enter_context(files.exclusive())"),
+                after("A.enter_context(B.C())", "errors = reports.lead(write, commit)", at="2 of 2"),
             ),
             ON_GLOO,
         ),
@@ -115,7 +120,7 @@ MUTANTS = [
             "_write_all.write",
             before(
                 "return {A: B(C, D, E(F, A), G) for A, G in H}",
-                "C.put(MANIFEST, Manifest.of(reports.nonce, F, [File(9, '')] * F.ranks).encoded())",
+                "C.put(MANIFEST, Manifest.of(reports.nonce, F, [File(9, '')] * F.ranks).encode())",
             ),
             CRASH,
         ),
@@ -124,11 +129,11 @@ MUTANTS = [
         Fault("there is always room", "_check_room", becomes("A < B", "A < 0"), CRASH),
         Fault("nothing is staged", "start_save", never("background")),
         Fault("what was saved is held on to", "Saving.__init__", becomes("self.A = A", "self.A, self.held = (A, run)")),
-        Fault("an error in the background is forgotten", "Saving._guarded", skipped("self._error = A")),
+        Fault("an error in the background is forgotten", "Saving._run_guarded", skipped("self._error = A")),
         Fault(
             "a thread ends with the script", "Saving.__init__", before("self._thread.A()", "self._thread.daemon = True")
         ),
-        Fault("a failed save is silent", "Saving._guarded", skipped("A(f'fzero: {B}')")),
+        Fault("a failed save is silent", "Saving._run_guarded", skipped("A(f'fzero: {B}')")),
         Fault(
             "a rank without memory leaves the others waiting", "start_save", bare("B('save', lambda: A, C)"), ON_GLOO
         ),
@@ -146,7 +151,7 @@ MUTANTS = [
     *File("checkpoint/_manifest.py", DAMAGE).faults(
         Fault("a dict of values is one or nothing", "paths_of", always("path in A or B or not C"), INPUT),
         Fault("a nonce may be any text", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
-        Fault("a manifest's own sum is not compared", "parsed", dropped("int(frame[1], 16) != A")),
+        Fault("a manifest's own sum is not compared", "parse", dropped("int(frame[1], 16) != A")),
         Fault("leaves may be larger than the files", "_manifest", always("A <= B(C.size for C in D)")),
     ),
     *File("checkpoint/_look.py", INPUT).faults(

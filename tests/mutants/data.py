@@ -9,20 +9,29 @@ ON_GLOO = ("tests/distributed/test_gloo.py", "-k", "training-2")
 
 MUTANTS = [
     *File("data/_batches.py", DATA).faults(
-        Fault("all ranks load the first rows", "BatchTarget.own", becomes("self.A.index(B) * C", "0"), ON_GLOO),
-        Fault("each rank has a length of its own", "loaded.own", becomes("pad.A(B)", "pad.A(place.own(B))"), ON_GLOO),
-        Fault("each rank loads all rows", "BatchTarget.own", bare("A[B:B + C]"), ON_GLOO),
+        Fault(
+            "all ranks load the first rows", "BatchTarget.local_indices", becomes("self.A.index(B) * C", "0"), ON_GLOO
+        ),
+        Fault(
+            "each rank has a length of its own",
+            "load_batches.local_examples",
+            becomes("pad.A(B)", "pad.A(target.local_indices(B))"),
+            ON_GLOO,
+        ),
+        Fault("each rank loads all rows", "BatchTarget.local_indices", bare("A[B:B + C]"), ON_GLOO),
         Fault("epochs have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
         Fault("seeds have one order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
         Fault("an epoch begins anew", "Batches._from", becomes("A != B", "B < 0")),
         Fault("a run goes on at the beginning", "Batches._from", becomes("range(A, B)", "range(B - A)")),
-        Fault("draws are the user's", "loaded", becomes("torch.Generator()", "None")),
+        Fault("draws are the user's", "load_batches", becomes("torch.Generator()", "None")),
     ),
     *File("data/_padding.py", DATA).faults(
-        Fault("padding counts in the loss", "Padding._padded", becomes("self.fill.get(A, 0)", "0")),
+        Fault("padding counts in the loss", "Padding._pad", becomes("self.fill.get(A, 0)", "0")),
         Fault("padding is seen", "Padding.example", becomes("torch.arange(A) < B", "torch.arange(A) < A")),
         Fault("batches are as long as their first", "Padding.length_of", becomes("max", "min")),
-        Fault("the last length is chosen first", "_best", becomes("(A[:, None] + B).min", "(A[:, None] + B).max")),
+        Fault(
+            "the last length is chosen first", "_best_buckets", becomes("(A[:, None] + B).min", "(A[:, None] + B).max")
+        ),
         Fault("a batch is one example", "_chances", bare("A ** B")),
     ),
     *File("data/_evaluation.py", DATA).faults(

@@ -8,16 +8,16 @@ COMMAND = ("tests/checkpoint/test_command.py",)
 
 MUTANTS = [
     *File("checkpoint/dcp.py", DCP).faults(
-        Fault("a checkpoint of DCP is overwritten", "save.prepare", never("there")),
+        Fault("a checkpoint of DCP is overwritten", "save.prepare", never("existing")),
         Fault("the names of DCP are ours", "load.prepare", becomes("name", "None")),
     ),
     *File("checkpoint/_look.py", COMMAND).faults(
         Fault(
             "differences are counted in bytes",
-            "_compared",
+            "_compare",
             (becomes("z.numel()", "-1"), becomes("-1", "1", at="2 of 2")),
         ),
-        Fault("the largest difference is the last one's", "_compared", bare("max(B, A, key=C)")),
+        Fault("the largest difference is the last one's", "_compare", bare("max(B, A, key=C)")),
         Fault("an export keeps the dtype", "_leaves", bare("A.to(B(C, D))")),
     ),
     *File("checkpoint/__main__.py", COMMAND).faults(

@@ -114,12 +114,12 @@ MUTANTS = [
     *File("checkpoint/_holdings.py", OFFLOAD).faults(
         Fault(
             "a host's piece is loaded from the wrong range",
-            "Boxed.lying",
+            "Boxed.locate",
             (bare("A + a - B.C"), becomes("A + B - C.D", "A + B - a")),
         ),
         Fault(
             "a host's piece begins where the shard does",
-            "Boxed.lying",
+            "Boxed.locate",
             becomes("a - A", "a if a - A + b - a <= x.shape[-1] and a < x.shape[-1] else 0"),
         ),
     ),

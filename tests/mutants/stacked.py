@@ -36,7 +36,7 @@ MUTANTS = [
         Fault("all blocks are the first", "own_path", becomes("A[B[0].axis]", "0 * A[B[0].axis]")),
     ),
     *File("checkpoint/_holdings.py", CHECKPOINT).faults(
-        Fault("each row is of the first item", "parts_of", becomes("(A, False)", "(some, False)")),
+        Fault("each row is of the first item", "parts_of", becomes("(A, False)", "(any_number, False)")),
         Fault("idle slots are leaves", "parts_of", becomes("(A, True)", "(A, False)")),
         Fault("copies of tied leaves are several", "parts_of", never("is_copy")),
         Fault("tp cuts another dimension", "parts_of", bare("A - 1")),
@@ -47,10 +47,10 @@ MUTANTS = [
         Fault(
             "each rank holds all groups",
             "ShardedTree.held_span",
-            (swapped("!=", "<"), becomes("place", "0", at="1 of 2")),
+            (swapped("!=", "<"), becomes("coordinate", "0", at="1 of 2")),
         ),
-        Fault("copies are written", "ShardedTree.owned", becomes("self.A[B].C", "()")),
-        Fault("copies take room", "ShardedTree._written", becomes("A - sum(B)", "A - 0 * sum(B)")),
+        Fault("copies are written", "ShardedTree.owned_pieces", becomes("self.A[B].C", "()")),
+        Fault("copies take room", "ShardedTree._count_written", becomes("A - sum(B)", "A - 0 * sum(B)")),
         Fault("stages share a block", "ShardedTree.replicas", dropped("*[A for A, B in C.D]")),
         Fault("a block is written by stage 0", "ShardedTree.writers", dropped("*A", at="3 of 3")),
         Fault("a copy is a leaf's home", "ShardedTree.home", dropped("A not in B.C")),

@@ -1,4 +1,4 @@
-"""Reading: each rank reads its own ranges of the files of Hugging Face, straight into its shards."""
+"""Reading: each rank reads its own ranges of Hugging Face's files straight into its shards."""
 
 import json
 import math
@@ -10,28 +10,28 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same
-from fzero.checkpoint._blocks import BlockRange, bytes_of, is_direct, made_of, runs, whole
+from fzero.checkpoint._blocks import BlockRange, bytes_of, full_block, is_direct, materialize, runs
 from fzero.checkpoint._cut import Leaf
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._holdings import Holdings, holdings
-from fzero.checkpoint._manifest import DTYPES, is_nothing
+from fzero.checkpoint._manifest import DTYPES, is_empty
 from fzero.ranks import Mesh, numbers_of_all
 from fzero.sharding import elements, put_elements
 
-__all__ = ["INDEX", "SINGLE", "Named", "Stored", "Tensors", "named_leaves", "read", "stored_in"]
+__all__ = ["INDEX", "SINGLE", "NamedLeaf", "StoredTensor", "Tensors", "named_leaves", "read", "tensors_in"]
 
-# Which leaves a tree has, in its own order, and what they are called in a folder of Hugging Face.
+# The leaves of a tree, in its own order, and their names in a folder of Hugging Face.
 
 
-class Named(NamedTuple):
-    """A leaf, and what it is called.
+class NamedLeaf(NamedTuple):
+    """A leaf and its names in the folder.
 
     Attributes:
-        number: of the leaf in the cut.
+        number: the number of the leaf in the sharded tree.
         leaf: the leaf.
-        paths: all its places in the tree; several if it is tied.
-        names: what `name` makes of each.
+        paths: all paths of the leaf in the tree; a tied leaf has several.
+        names: the name of each path.
     """
 
     number: int
@@ -40,58 +40,59 @@ class Named(NamedTuple):
     names: tuple[str, ...]
 
 
-def named_leaves(what: str, held: Holdings, name: Callable[[str], str]) -> list[Named]:
-    """List the leaves of a tree in its order, which no layout changes.
+def named_leaves(label: str, mine: Holdings, name: Callable[[str], str]) -> list[NamedLeaf]:
+    """List the leaves of a tree in its own order, which does not depend on the layout.
 
     Raises:
-        TypeError: if a leaf is no tensor, or differs by rank, or `name` gives no text. The message names its path.
+        TypeError: if a leaf is not a tensor, a leaf differs by rank, or `name` returns no string. The message names
+            the leaf's path.
     """
-    cut = held.cut
-    for path, x in cut.values.items():
-        if not is_nothing(x):
+    tree = mine.tree
+    for path, x in tree.values.items():
+        if not is_empty(x):
             raise TypeError(
-                f"{what} leaf {path!r} is {str(x)[:80]!r}, and a folder of safetensors holds tensors only: "
+                f"{label} leaf {path!r} is {str(x)[:80]!r}, but a folder of safetensors holds tensors only: "
                 "leave it out of the tree"
             )
-    for leaf in cut.leaves:
+    for leaf in tree.leaves:
         if leaf.per_rank:
             raise TypeError(
-                f"{what} leaf {leaf.path!r} is a PerRank value, and a folder of safetensors has one for all ranks: "
+                f"{label} leaf {leaf.path!r} is a PerRank value, but a folder of safetensors has one for all ranks: "
                 "make it replicated, such as by fzero.collectives.pmean in a step"
             )
     places: dict[int, list[str]] = {}
-    for path in held.origins:
-        if path in cut.number:
-            places.setdefault(cut.number[path], []).append(path)
+    for path in mine.origins:
+        if path in tree.number:
+            places.setdefault(tree.number[path], []).append(path)
     return [
-        Named(i, cut.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
+        NamedLeaf(i, tree.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
         for i, paths in places.items()
     ]
 
 
 def _name(path: str, name: Callable[[str], str]) -> str:
-    given = name(path)
-    if not isinstance(given, str) or given in ("", "__metadata__"):
-        raise TypeError(f"name({path!r}) gave {given!r}: expected the name of a tensor, such as 'lm_head.weight'")
-    return given
+    result = name(path)
+    if not isinstance(result, str) or result in ("", "__metadata__"):
+        raise TypeError(f"name({path!r}) returned {result!r}: expected a tensor's name, such as 'lm_head.weight'")
+    return result
 
 
-# What a folder of safetensors says that it holds. Nothing is believed: not a name, a length, an offset, or a shape.
+# The content of a folder of safetensors. Nothing in it is trusted: no name, length, offset or shape.
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers calls them
-_LONGEST = 100_000_000  # bytes of a header or an index; safetensors' own bound
-_MOST = 1 << 48  # elements along a dimension, and bytes
-_DIMS = 64  # torch's own bound
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
+_LONGEST = 100_000_000  # bytes of a header or an index; safetensors' own limit
+_LIMIT = 1 << 48  # an upper bound of sizes and offsets
+_DIMS = 64  # torch's own limit
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
         file: the name of the file.
-        kind: its dtype, as safetensors calls it.
-        shape: of it.
+        kind: its dtype, by safetensors' name.
+        shape: its shape.
         at: where it begins in the file, in bytes.
     """
 
@@ -102,8 +103,8 @@ class Stored(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of its elements; None if torch has none that is read here, as of packed 4-bit numbers."""
-        return None if self.kind == "C128" else DTYPES.get(self.kind)  # C128 is of fzero's own checkpoints
+        """The dtype of its elements; None if it cannot be read here, such as packed 4-bit numbers."""
+        return None if self.kind == "C128" else DTYPES.get(self.kind)  # only fzero's own checkpoints have C128
 
     def __str__(self) -> str:
         kind = self.kind if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -114,21 +115,21 @@ class Tensors(NamedTuple):
     """The tensors of a folder.
 
     Attributes:
-        stored: each by its name.
-        crc: a checksum of the headers, which ranks compare.
+        stored: each tensor, by name.
+        crc: a checksum of the headers, which the ranks compare.
     """
 
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     crc: int
 
 
-def stored_in(files: Files) -> Tensors:
+def tensors_in(files: Files) -> Tensors:
     """List the tensors of a folder: of `model.safetensors`, or of the files that its index names.
 
-    Where both are there, the single file is meant, as it is to transformers.
+    If the folder has both, the single file counts, as in transformers.
 
     Raises:
-        CheckpointError: if there is neither, or a file is missing, or what one says cannot be. Names the file.
+        CheckpointError: if the folder has neither, or a file is missing or damaged. The message names the file.
     """
     if files.size(SINGLE) is not None:
         return Tensors(*_header(files, SINGLE))
@@ -136,17 +137,17 @@ def stored_in(files: Files) -> Tensors:
         raise CheckpointError(
             f"{files.path!r} has no file {SINGLE}, and no {INDEX}: expected a folder that save_pretrained wrote"
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     weights = _weight_map(files)
-    headers, crc = dict[str, dict[str, Stored]](), 0
+    headers, crc = dict[str, dict[str, StoredTensor]](), 0
     for name in sorted(set(weights.values())):
-        headers[name], one = _header(files, name)
-        crc = zlib.crc32(one.to_bytes(4, "big"), crc)
+        headers[name], header_crc = _header(files, name)
+        crc = zlib.crc32(header_crc.to_bytes(4, "big"), crc)
     for tensor, name in weights.items():
         if tensor not in headers[name]:
             raise DamagedError(f"{files.path!r}: {INDEX} says that {name} holds {tensor!r}, which it does not")
-        found[tensor] = headers[name][tensor]
-    return Tensors(found, crc)
+        tensors[tensor] = headers[name][tensor]
+    return Tensors(tensors, crc)
 
 
 def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
@@ -155,22 +156,22 @@ def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
     return bytes(data)
 
 
-def _parsed(files: Files, name: str, data: bytes) -> dict[str, Any]:
+def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is none: {str(error)[:80]}") from None
+        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is invalid: {str(error)[:80]}") from None
     if not isinstance(body, dict):
-        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is no object")
+        raise DamagedError(f"{files.path!r}: {name} is damaged: its JSON is not an object")
     return body
 
 
 def _weight_map(files: Files) -> dict[str, str]:
-    """Read which file each tensor is in, and check that it is a file of this folder."""
+    """Read which file holds each tensor, and check that each file name lies in this folder."""
     size = files.size(INDEX) or 0
     if size > _LONGEST:
-        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes, and no index is so large")
-    weights = _parsed(files, INDEX, _bytes(files, INDEX, 0, size)).get("weight_map")
+        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes: expected at most {_LONGEST:,}")
+    weights = _parse(files, INDEX, _bytes(files, INDEX, 0, size)).get("weight_map")
     if not isinstance(weights, dict):
         raise DamagedError(f"{files.path!r}: {INDEX} is damaged: it has no 'weight_map'")
     for tensor, name in weights.items():
@@ -181,12 +182,12 @@ def _weight_map(files: Files) -> dict[str, str]:
     return weights
 
 
-def _header(files: Files, name: str) -> tuple[dict[str, Stored], int]:
-    """Read a file's header: its tensors, and a checksum of it."""
+def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
+    """Read a file's header: its tensors, and a checksum of the header."""
 
-    def check(holds: bool, what: str) -> None:
+    def check(holds: bool, reason: str) -> None:
         if not holds:
-            raise DamagedError(f"{files.path!r}: {name} is damaged: {what}")
+            raise DamagedError(f"{files.path!r}: {name} is damaged: {reason}")
 
     size = files.size(name)
     if size is None:
@@ -194,45 +195,45 @@ def _header(files: Files, name: str) -> tuple[dict[str, Stored], int]:
     check(size >= 8, f"it has {size} bytes")
     first = _bytes(files, name, 0, 8)
     numel = int.from_bytes(first, "little")
-    check(numel <= min(size - 8, _LONGEST), f"it has {size:,} bytes, and its header would have {numel:,}")
+    check(numel <= min(size - 8, _LONGEST), f"it has {size:,} bytes, but its header claims to have {numel:,}")
     text = _bytes(files, name, 8, numel)
-    entries = _parsed(files, name, text)
+    entries = _parse(files, name, text)
     entries.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for tensor, entry in entries.items():
         stored, stop = _entry(name, 8 + numel, entry)
         check(stored is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
         assert stored is not None
-        found[tensor] = stored
+        tensors[tensor] = stored
         spans.append((stored.at, stop, tensor))
     end = 8 + numel
-    for start, stop, tensor in sorted(spans):  # one after the other, as safetensors has it: then no two share bytes
-        check(start == end, f"{tensor!r} begins at byte {start:,}, and what is before it ends at {end:,}")
+    for start, stop, tensor in sorted(spans):  # safetensors has no gaps and no overlaps, so no two share bytes
+        check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")
         end = stop
-    check(end == size, f"it has {size:,} bytes, and its header tells of {end:,}")
-    return found, zlib.crc32(text, zlib.crc32(first))
+    check(end == size, f"it has {size:,} bytes, but its header describes {end:,}")
+    return tensors, zlib.crc32(text, zlib.crc32(first))
 
 
-def _entry(name: str, base: int, entry: Any) -> tuple[Stored | None, int]:
-    """Return what a header says of a tensor, and where that ends; None if it cannot be."""
+def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
+    """Return the tensor that a header entry describes, and where it ends; None if the entry is invalid."""
     if not isinstance(entry, dict):
         return None, 0
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(kind) is not str or not _sizes(shape, _DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:
+    if type(kind) is not str or not _is_sizes(shape, _DIMS) or not _is_sizes(offsets, 2) or len(offsets) != 2:
         return None, 0
     start, stop = offsets
-    stored = Stored(name, kind, tuple(shape), base + start)
+    stored = StoredTensor(name, kind, tuple(shape), base + start)
     fits = start <= stop and (stored.dtype is None or math.prod(shape) * stored.dtype.itemsize == stop - start)
     return (stored, base + stop) if fits else (None, 0)
 
 
-def _sizes(x: Any, most: int) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of sizes, and not of too many."""
-    return type(x) is list and len(x) <= most and all(type(n) is int and 0 <= n < _MOST for n in x)
+def _is_sizes(x: Any, limit: int) -> TypeGuard[list[int]]:
+    """Return whether a value is a list of at most `limit` sizes."""
+    return type(x) is list and len(x) <= limit and all(type(n) is int and 0 <= n < _LIMIT for n in x)
 
 
-CHUNK = 1 << 22  # bytes, of what is cast or compared
+CHUNK = 1 << 22  # bytes that are cast or compared at a time
 
 
 @api_boundary
@@ -246,95 +247,95 @@ def read(
 ) -> Any:
     """Read a folder of safetensors, as `save_pretrained` writes it, into a tree in any layout. All ranks call it.
 
-    Each rank reads its own ranges of the files, into the memory of `like`. Beside it a read takes 4 MiB.
+    Each rank reads its own ranges of the files into the memory of `like`. A read needs 4 MiB of memory beyond that.
 
     Args:
         folder: a folder with `model.safetensors`, or with several files and `model.safetensors.index.json`.
-        like: the tree, in the layout that the result is to have, such as `step.init` gives parameters. Its tensors are
-            overwritten, and become the result's. Of tensors on the meta device memory is made. Floating leaves may
-            have another dtype than in the files.
+        like: the tree, in the layout that the result should have, such as `step.init` returns parameters. Its tensors
+            are overwritten and become the result's. Tensors on the meta device get new memory. A floating point leaf
+            may have another dtype than in the files.
         mesh: the ranks that `like` lies on; None for a tree without boxes in one process.
-        name: what a leaf is called in the folder, from its path. Two leaves of one name both get its values.
-        partial: whether the folder may have tensors that `like` has not.
+        name: maps a leaf's path to its name in the folder. Two leaves with one name both get its values.
+        partial: whether the folder may have tensors that `like` lacks.
 
     Returns:
         The tree.
 
     Raises:
-        CheckpointError: on all ranks, if the folder has not these leaves, in these shapes, or is damaged. Names the
-            first three leaves, or the file. Also if a leaf that is tied in `like` has two values in the folder.
-        TypeError: if a leaf is no tensor, or differs by rank. `None` is no leaf.
-        ValueError: if two leaves have one path, or a box was cut for another mesh. Names the path.
+        CheckpointError: on all ranks, if the folder is damaged, or lacks a leaf or has it in another shape. The message
+            names the file or the first three leaves. Also if a tied leaf of `like` has two values in the folder.
+        TypeError: if a leaf is not a tensor, or differs by rank. `None` is not a leaf.
+        ValueError: if two leaves have one path, or a box was sharded for another mesh. The message names the path.
         DonatedError: if a leaf of `like` was donated.
 
     Example:
         >>> import fzero, tempfile, torch
         >>> folder, mesh = tempfile.mkdtemp(), fzero.mesh(dp=3)
         >>> fzero.checkpoint.hf.write(folder, {"w": torch.arange(4.0)})
-        >>> cut = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
-        >>> fzero.checkpoint.hf.read(folder, like=cut, mesh=mesh)["w"].data
+        >>> like = mesh.spmd(fzero.partition)({"w": torch.empty(4)})
+        >>> fzero.checkpoint.hf.read(folder, like=like, mesh=mesh)["w"].data
         tensor([[0., 1.],
                 [2., 3.],
                 [0., 0.]])
     """
     files = files_at(folder)
-    prepared: list[tuple[Tensors, Any, Holdings, list[Named]]] = []
+    results: list[tuple[Tensors, Any, Holdings, list[NamedLeaf]]] = []
 
     def prepare() -> None:
-        found = stored_in(files)
-        made = made_of(like, mesh)
-        mine = holdings("like", made, mesh)
+        tensors = tensors_in(files)
+        result = materialize(like, mesh)
+        mine = holdings("like", result, mesh)
         leaves = named_leaves("like", mine, name)
-        _check_alike(files, found.stored, leaves, partial)
-        prepared.append((found, made, mine, leaves))
+        _check_alike(files, tensors.stored, leaves, partial)
+        results.append((tensors, result, mine, leaves))
 
-    what = f"reading {files.path!r}"
-    all_or_none(what, prepare, mesh)
-    found, made, mine, leaves = prepared[0]
-    crcs = numbers_of_all(torch.tensor([found.crc]), mesh) if mesh is not None and mesh.distributed else []
-    if any(crc != [found.crc] for crc in crcs):
-        raise CheckpointError(f"{files.path!r}: the ranks see different files: is it one file system?")
-    check_same(what, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
-    all_or_none(what, lambda: _fill(files, found.stored, mine, leaves), mesh)
-    return made
+    task = f"reading {files.path!r}"
+    all_or_none(task, prepare, mesh)
+    tensors, result, mine, leaves = results[0]
+    crcs = numbers_of_all(torch.tensor([tensors.crc]), mesh) if mesh is not None and mesh.distributed else []
+    if any(crc != [tensors.crc] for crc in crcs):
+        raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
+    check_same(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
+    all_or_none(task, lambda: _fill(files, tensors.stored, mine, leaves), mesh)
+    return result
 
 
-def _check_alike(files: Files, stored: dict[str, Stored], leaves: Sequence[Named], partial: bool) -> None:
+def _check_alike(files: Files, stored: dict[str, StoredTensor], leaves: Sequence[NamedLeaf], partial: bool) -> None:
     """Check that a folder has the leaves of a tree, with their shapes.
 
     Raises:
-        CheckpointError: if not. Names the first three leaves.
+        CheckpointError: if the leaves differ. The message names the first three.
     """
-    found, used = list[str](), set[str]()
+    problems, used = list[str](), set[str]()
     for _, leaf, paths, names in leaves:
         used.update(names)
         if not any(name in stored for name in names):
             as_name = "" if names[0] == paths[0] else f" for leaf {paths[0]!r}"
-            found.append(f"it has no tensor {names[0]!r}{as_name} ({leaf})")
+            problems.append(f"it has no tensor {names[0]!r}{as_name} ({leaf})")
         for path, name in zip(paths, names, strict=True):
             if name in stored and (stored[name].shape != leaf.shape or not _casts(stored[name].dtype, leaf.dtype)):
-                found.append(f"tensor {name!r} is {stored[name]} there, and leaf {path!r} is {leaf}")
+                problems.append(f"tensor {name!r} is {stored[name]} there, and leaf {path!r} is {leaf}")
     surplus = [] if partial else [name for name in stored if name not in used]
-    found += [f"the tree has no leaf for its tensor {name!r} ({stored[name]})" for name in surplus]
-    if found:
-        more = f"; and {len(found) - 3} more" if found[3:] else ""
-        hint = "; give partial=True to leave tensors out" if len(surplus) == len(found) else ""
-        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(found[:3]) + more + hint)
+    problems += [f"the tree has no leaf for its tensor {name!r} ({stored[name]})" for name in surplus]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        hint = "; give partial=True to leave tensors out" if len(surplus) == len(problems) else ""
+        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
-def _casts(there: torch.dtype | None, here: torch.dtype) -> bool:
-    """Return whether a dtype is read into another: one floating dtype into any, each other one into itself."""
-    return there is not None and (there == here or (there.is_floating_point and here.is_floating_point))
+def _casts(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Return whether a dtype can be read into another: any floating dtype into any, another one only into itself."""
+    return source is not None and (source == target or (source.is_floating_point and target.is_floating_point))
 
 
 class _FileRange(NamedTuple):
-    """Elements of a leaf that follow one another in memory, and in a file.
+    """Elements of a leaf that are contiguous in memory and in a file.
 
     Attributes:
-        to: the tensor that they lie in.
-        start: where they begin there, in elements.
+        to: the tensor that holds them.
+        start: where they begin in the tensor, in elements.
         first: where they begin in the leaf, in elements.
-        numel: how many.
+        numel: the number of elements.
     """
 
     to: torch.Tensor
@@ -344,31 +345,31 @@ class _FileRange(NamedTuple):
 
 
 def _parts(mine: Holdings) -> Iterator[tuple[int, _FileRange]]:
-    """List what this process holds: the number of a leaf, and elements of it. What ranks share is there once."""
+    """Yield the ranges that this process holds, each with its leaf's number. Memory that ranks share counts once."""
     seen: set[tuple[int, int, int]] = set()
     for rank in mine.ranks:
-        for piece, x, start in mine.held(rank):
+        for piece, x, start in mine.held_pieces(rank):
             key = (piece.leaf, x.data_ptr(), start)
-            if key in seen:  # a simulation holds once what is replicated
+            if key in seen:  # a simulation holds replicated values once
                 continue
             seen.add(key)
-            leaf = mine.cut.leaves[piece.leaf]
-            for run in runs(BlockRange(whole(leaf.shape), 0, leaf.numel), piece.range):
+            leaf = mine.tree.leaves[piece.leaf]
+            for run in runs(BlockRange(full_block(leaf.shape), 0, leaf.numel), piece.range):
                 yield piece.leaf, _FileRange(x.detach(), start + run.to, run.at, run.numel)
 
 
-def _fill(files: Files, stored: dict[str, Stored], mine: Holdings, leaves: Sequence[Named]) -> None:
-    """Read all that this process holds."""
+def _fill(files: Files, stored: dict[str, StoredTensor], mine: Holdings, leaves: Sequence[NamedLeaf]) -> None:
+    """Read all ranges that this process holds."""
     places = {leaf.number: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:
         for number, part in _parts(mine):
-            name, *others = places[number]
+            name, *rest = places[number]
             _read_part(files, stored[name], part)
-            for other in others:
+            for other in rest:
                 if not _is_read(files, stored[other], part):
                     raise CheckpointError(
                         f"{files.path!r} has different values for {name!r} and {other!r}, which are one tensor in the "
-                        "tree: take a model in which they are not tied"
+                        "tree: use a model that does not tie them"
                     )
     finally:
         for memory in mine.memory:
@@ -377,8 +378,8 @@ def _fill(files: Files, stored: dict[str, Stored], mine: Holdings, leaves: Seque
                     torch.autograd.graph.increment_version(x)
 
 
-def _read_part(files: Files, source: Stored, part: _FileRange) -> None:
-    """Read elements straight into memory; those of another dtype, or for a device, through a small buffer."""
+def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
+    """Read elements straight into memory; if they must be cast, or go to a device, through a small buffer."""
     if source.dtype == part.to.dtype and is_direct(part.to):
         view = bytes_of(part.to.view(-1)[part.start : part.start + part.numel])
         files.read_into(source.file, source.at + part.first * part.to.element_size(), [view])
@@ -387,17 +388,17 @@ def _read_part(files: Files, source: Stored, part: _FileRange) -> None:
         put_elements(part.to, part.start + at, values)
 
 
-def _is_read(files: Files, source: Stored, part: _FileRange) -> bool:
-    """Return whether memory holds what a file has for it."""
+def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
+    """Return whether memory and a file hold the same values."""
     for at, values in _buffers(files, source, part):
-        here = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
-        if bytes_of(here) != bytes_of(values.to(here.dtype)):
+        actual = elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
+        if bytes_of(actual) != bytes_of(values.to(actual.dtype)):
             return False
     return True
 
 
-def _buffers(files: Files, source: Stored, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read elements into one small buffer, again and again; yield how many there were before, and the buffer."""
+def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize
     step = max(CHUNK // max(size, part.to.element_size()), 1)

@@ -1,4 +1,4 @@
-"""Writing: each rank writes its own ranges of the files of Hugging Face, and then rank 0 gives them their names."""
+"""Writing: each rank writes its own ranges of Hugging Face's files, and then rank 0 gives the files their names."""
 
 import contextlib
 import json
@@ -12,36 +12,36 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, runs, whole
+from fzero.checkpoint._blocks import BlockRange, bytes_of, chunks, full_block, runs
 from fzero.checkpoint._error import CheckpointError
-from fzero.checkpoint._files import LocalFolder, files_at, locked
+from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._holdings import Holdings, holdings
 from fzero.checkpoint._manifest import NAMES
-from fzero.checkpoint.hf._read import INDEX, SINGLE, Named, Stored, named_leaves
+from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh
 from fzero.sharding import elements
 
 __all__ = ["write"]
 
-CHUNK = 1 << 22  # bytes, of what is cast
-_TIMEOUT = 300.0  # seconds, to hear how another rank's tree differs
-_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors has it
+CHUNK = 1 << 22  # bytes that are cast at a time
+_TIMEOUT = 300.0  # seconds to wait for another rank's tree, if the trees differ
+_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors requires
 
 
 class _File(NamedTuple):
     """A file to write.
 
     Attributes:
-        name: its last name.
+        name: its final name.
         head: its header.
-        size: all its bytes.
-        tensors: where each leaf lies in it, by the leaf's number.
+        size: its bytes, header included.
+        tensors: the place of each leaf in the file, by the leaf's number.
     """
 
     name: str
     head: bytes
     size: int
-    tensors: dict[int, Stored]
+    tensors: dict[int, StoredTensor]
 
 
 @api_boundary
@@ -56,23 +56,23 @@ def write(
 ) -> None:
     """Write parameters, in any layout, to a folder that `from_pretrained` reads. All ranks of the mesh call it.
 
-    Each rank writes its own ranges of the files, which are the same bytes from any layout. `config.json` is not
-    written: `model.config.save_pretrained(folder)` does that. An earlier model of the folder is replaced, when all
-    ranks have written; other files stay. A tied leaf is stored once, under its first name.
+    Each rank writes its own ranges of the files, whose bytes do not depend on the layout. `config.json` is not written:
+    `model.config.save_pretrained(folder)` writes it. An earlier model in the folder is replaced when all ranks have
+    written; other files stay. A tied leaf is stored once, under its first name.
 
     Args:
-        folder: a local folder, which all ranks see.
+        folder: a local folder that all ranks see.
         params: the tree.
         mesh: the ranks; None for a tree without boxes in one process.
-        name: what a leaf is called in the folder, from its path.
-        dtype: what floating leaves are cast to, in small parts; by default they keep theirs.
-        max_file: the bytes of tensors that a file has at most, but for one that is larger by itself.
+        name: maps a leaf's path to its name in the folder.
+        dtype: the dtype that floating point leaves are cast to, in small parts; None to keep their dtypes.
+        max_file: the most bytes of tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: on all ranks, if any fails, the ranks' trees differ, or there is no room. Then what was
-            there is there, or no model is; never parts of one.
-        ValueError: if two leaves have one name, a box was cut for another mesh, or `folder` is a URL.
-        TypeError: if a leaf is no tensor, differs by rank, or has a dtype that safetensors has not.
+        CheckpointError: on all ranks, if a rank fails, the ranks' trees differ, or the disk is too full. The folder
+            then holds the earlier model or none, but never parts of one.
+        ValueError: if two leaves have one name, a box was sharded for another mesh, or `folder` is a URL.
+        TypeError: if a leaf is not a tensor, differs by rank, or has a dtype that safetensors does not have.
         DonatedError: if a leaf was donated.
 
     Example:
@@ -87,49 +87,49 @@ def write(
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_file) is not int or max_file < 1:
         raise ValueError(f"max_file={max_file!r}: expected a number of bytes, such as 5_000_000_000")
-    prepared: list[tuple[Holdings, list[_File]]] = []
+    results: list[tuple[Holdings, list[_File]]] = []
 
     def prepare() -> bytes:
-        held = holdings("params", params, mesh)
-        planned = _planned(named_leaves("params", held, name), dtype, max_file)
-        prepared.append((held, planned))
-        return files.path.encode() + b"".join([f.head for f in planned])
+        mine = holdings("params", params, mesh)
+        plan = _plan(named_leaves("params", mine, name), dtype, max_file)
+        results.append((mine, plan))
+        return files.path.encode() + b"".join([f.head for f in plan])
 
-    what = f"writing {files.path!r}"
-    nonce = agree(what, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
-    held, planned = prepared[0]
-    leads = mesh is None or mesh.rank == 0
+    task = f"writing {files.path!r}"
+    nonce = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT).nonce
+    mine, plan = results[0]
+    is_leader = mesh is None or mesh.rank == 0
     with contextlib.ExitStack() as stack:
-        all_or_none(what, lambda: _reserve(files, planned, nonce, stack) if leads else None, mesh)
-        all_or_none(what, lambda: _write_own(files, planned, nonce, held), mesh)
-        all_or_none(what, lambda: _commit(files, planned, nonce) if leads else None, mesh)
+        all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if is_leader else None, mesh)
+        all_or_none(task, lambda: _write_local(files, plan, nonce, mine), mesh)
+        all_or_none(task, lambda: _commit(files, plan, nonce) if is_leader else None, mesh)
 
 
 def _local(folder: Any) -> LocalFolder:
-    """Return the files of a local folder, before a library for a URL is asked for."""
+    """Return the files of a local folder, and refuse a URL before fsspec is imported."""
     scheme, separator, _ = str(folder).partition("://")
     files = None if separator and scheme not in ("file", "local") else files_at(folder)
     if not isinstance(files, LocalFolder):
-        raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy it from there when it is written")
+        raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy the folder after the write")
     return files
 
 
-def _planned(leaves: Sequence[Named], dtype: torch.dtype | None, max_file: int) -> list[_File]:
-    """Decide which file each leaf goes to, and where it lies there.
+def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_File]:
+    """Decide which file each leaf goes to, and its place in the file.
 
     Raises:
         ValueError: if two leaves have one name.
-        TypeError: if safetensors has not a leaf's dtype.
+        TypeError: if safetensors does not have a leaf's dtype.
     """
-    parts: list[list[tuple[Named, torch.dtype]]] = [[]]
+    parts: list[list[tuple[NamedLeaf, torch.dtype]]] = [[]]
     size, seen = 0, dict[str, str]()
     for leaf in leaves:
         path, name = leaf.paths[0], leaf.names[0]
         if seen.setdefault(name, path) != path:
-            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: give each its own")
+            raise ValueError(f"params leaves {seen[name]!r} and {path!r} have one name, {name!r}: expected two names")
         kind = dtype if dtype is not None and leaf.leaf.dtype.is_floating_point else leaf.leaf.dtype
         if kind == torch.complex128:
-            raise TypeError(f"params leaf {path!r} is of {kind}, which safetensors has not: give it as real pairs")
+            raise TypeError(f"params leaf {path!r} is {kind}, a dtype that safetensors does not have: give real pairs")
         nbytes = leaf.leaf.numel * kind.itemsize
         if parts[-1] and size + nbytes > max_file:
             parts.append([])
@@ -140,20 +140,20 @@ def _planned(leaves: Sequence[Named], dtype: torch.dtype | None, max_file: int) 
     return [_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)]
 
 
-def _file(name: str, leaves: Sequence[tuple[Named, torch.dtype]]) -> _File:
-    """Lay out a file: the larger elements first, so that all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    found, at = list[tuple[int, Stored]](), 0
+def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _File:
+    """Lay out a file: larger elements first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    places, at = list[tuple[int, StoredTensor]](), 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = at + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
         entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        found.append((leaf.number, Stored(name, NAMES[kind], shape, at)))
+        places.append((leaf.number, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in found}
+    tensors = {number: stored._replace(at=stored.at + len(head)) for number, stored in places}
     return _File(name, head, len(head) + at, tensors)
 
 
@@ -161,54 +161,54 @@ _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _TMP = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors\.[0-9a-f]{16}\.tmp")
 
 
-def _unfinished(name: str, nonce: str) -> str:
+def _temporary_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
-def _reserve(files: LocalFolder, planned: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
-    """Make the files under other names, with their headers, as large as they will be; until the end, for nobody else.
+def _reserve(files: LocalFolder, plan: Sequence[_File], nonce: str, stack: contextlib.ExitStack) -> None:
+    """Lock the folder, and make the files in their final sizes under temporary names, with their headers.
 
     Raises:
-        CheckpointError: if another process writes there, or there is no room.
+        CheckpointError: if another process writes into the folder, or the disk is too full.
     """
     files.make()
     fd = os.open(files.path, os.O_RDONLY)
     stack.callback(os.close, fd)
-    stack.enter_context(locked(fd, files.path))
-    stack.callback(files.remove, [_unfinished(f.name, nonce) for f in planned])
-    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # of a write that was killed
-    free, needed = files.free(), sum(f.size for f in planned)
-    if free is not None and free < needed:
-        raise CheckpointError(f"there is no room for {needed:,} bytes in {files.path!r}: its disk has {free:,} left")
-    for file in planned:
-        with open(os.path.join(files.path, _unfinished(file.name, nonce)), "xb") as f:
+    stack.enter_context(hold_lock(fd, files.path))
+    stack.callback(files.remove, [_temporary_name(f.name, nonce) for f in plan])
+    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # left by a write that was killed
+    free, nbytes = files.free(), sum(f.size for f in plan)
+    if free is not None and free < nbytes:
+        raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
+    for file in plan:
+        with open(os.path.join(files.path, _temporary_name(file.name, nonce)), "xb") as f:
             f.write(file.head)
             f.truncate(file.size)
             f.flush()
             os.fsync(f.fileno())
 
 
-def _write_own(files: LocalFolder, planned: Sequence[_File], nonce: str, held: Holdings) -> None:
-    """Write what this process writes of all files; it is durable on return."""
-    home = {number: i for i, file in enumerate(planned) for number in file.tensors}
-    opened: dict[int, int] = {}
+def _write_local(files: LocalFolder, plan: Sequence[_File], nonce: str, mine: Holdings) -> None:
+    """Write this process's ranges of all files. They are durable on return."""
+    file_numbers = {number: i for i, file in enumerate(plan) for number in file.tensors}
+    fds: dict[int, int] = {}
     try:
-        for rank in held.ranks:
-            for piece, x, start in held.owned(rank):
-                i, leaf = home[piece.leaf], held.cut.leaves[piece.leaf]
-                if i not in opened:
-                    opened[i] = os.open(os.path.join(files.path, _unfinished(planned[i].name, nonce)), os.O_WRONLY)
-                for run in runs(piece.range, BlockRange(whole(leaf.shape), 0, leaf.numel)):
-                    _write_run(opened[i], planned[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
-        for fd in opened.values():
+        for rank in mine.ranks:
+            for piece, x, start in mine.owned_pieces(rank):
+                i, leaf = file_numbers[piece.leaf], mine.tree.leaves[piece.leaf]
+                if i not in fds:
+                    fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
+                for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):
+                    _write_run(fds[i], plan[i].tensors[piece.leaf], run.to, x.detach(), start + run.at, run.numel)
+        for fd in fds.values():
             os.fsync(fd)
     finally:
-        for fd in opened.values():
+        for fd in fds.values():
             os.close(fd)
 
 
-def _write_run(fd: int, to: Stored, first: int, x: torch.Tensor, start: int, numel: int) -> None:
-    """Write elements of a tensor to their place in a file; those of another dtype in small parts."""
+def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
+    """Write elements of a tensor to their place in a file. If they must be cast, they are cast in small parts."""
     assert to.dtype is not None
     at = to.at + first * to.dtype.itemsize
     if to.dtype == x.dtype:
@@ -222,40 +222,40 @@ def _write_run(fd: int, to: Stored, first: int, x: torch.Tensor, start: int, num
 
 
 def _write_at(fd: int, view: memoryview, at: int) -> int:
-    """Write bytes to a place in a file, which the system may do in parts; return where they end."""
+    """Write bytes to a place in a file, in several system calls if necessary; return where they end."""
     while len(view):
-        done = os.pwrite(fd, view, at)
-        view, at = view[done:], at + done
+        count = os.pwrite(fd, view, at)
+        view, at = view[count:], at + count
     return at
 
 
-def _commit(files: LocalFolder, planned: Sequence[_File], nonce: str) -> None:
-    """Give the files their names, such that whoever reads meanwhile finds the old model, the new one, or none.
+def _commit(files: LocalFolder, plan: Sequence[_File], nonce: str) -> None:
+    """Rename the files to their final names. A reader meanwhile finds the old model, the new one, or none.
 
-    A single file comes before an index. So it takes over as it gets its name, and gives way as it is removed.
+    Readers prefer a single file to an index. So a single file takes effect when it is renamed, and until it is removed.
     """
-    names = [f.name for f in planned]
-    there = files.names()
-    old = [n for n in there if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
-    if len(names) > 1 and set(names) & set(there):  # an old index would lead to files of both
+    names = [f.name for f in plan]
+    existing = files.names()
+    old = [n for n in existing if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
+    if len(names) > 1 and set(names) & set(existing):  # the old index would name files of both models
         files.remove([INDEX])
         files.sync()
     for name in names:
-        os.rename(os.path.join(files.path, _unfinished(name, nonce)), os.path.join(files.path, name))
+        os.rename(os.path.join(files.path, _temporary_name(name, nonce)), os.path.join(files.path, name))
     files.sync()
     if len(names) > 1:
-        files.put(INDEX, _index(planned))
+        files.put(INDEX, _index(plan))
     else:
         files.remove([INDEX])
     files.remove(old)
     files.sync()
 
 
-def _index(planned: Sequence[_File]) -> bytes:
-    """Write down which file each tensor is in, and how large all are."""
+def _index(plan: Sequence[_File]) -> bytes:
+    """Return the index: the file of each tensor, and the size of all tensors."""
     weights: dict[str, str] = {}
-    for file in planned:
+    for file in plan:
         entries = json.loads(file.head[8:])
         weights |= {name: file.name for name in entries if name != "__metadata__"}
-    total = sum(f.size - len(f.head) for f in planned)
+    total = sum(f.size - len(f.head) for f in plan)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode() + b"\n"
