@@ -9,7 +9,7 @@ from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
 from fzero.tuning import _costs_picture
 from fzero.tuning._machines import Machine
-from fzero.tuning._row import MakeStep, World, planned_at
+from fzero.tuning._row import MakeStep, World, plan_at
 from fzero.tuning._table_views import duration
 
 __all__ = [
@@ -191,7 +191,7 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
         >>> work.state_bytes, work.down_bytes, work.up_bytes
         (524288, 262144, 262144)
     """
-    none, all_ = (planned_at(make_step, ratio, world_size) for ratio in (0, 1))
+    none, all_ = (plan_at(make_step, ratio, world_size) for ratio in (0, 1))
     state = _given_on_host(all_) - _given_on_host(none)
     down, up = (_moved(all_, kind) - _moved(none, kind) for kind in ("to_host", "to_device"))
     if min(state, down, up) <= 0:

@@ -10,7 +10,7 @@ from fzero._notebook import as_text
 from fzero._notice import see
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
-from fzero.tuning._row import MakeStep, World, checked_bytes, planned_at
+from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
 
 __all__ = ["OffloadRatio", "Tried", "offload_ratio"]
 
@@ -123,14 +123,14 @@ def offload_ratio(
          0.63  14.2 MB  4.0 MB  1.3 MB  1.3 MB  smallest that fits
             1  12.6 MB  6.3 MB  2.1 MB  2.1 MB  fits
     """
-    budget = checked_bytes("memory_budget", memory_budget)
-    room = None if host_budget is None else checked_bytes("host_budget", host_budget)
+    budget = check_bytes("memory_budget", memory_budget)
+    room = None if host_budget is None else check_bytes("host_budget", host_budget)
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ValueError(f"parts={parts!r}: expected an int, at least 1")
     plans: dict[int, Plan] = {}
 
     def peak(k: int) -> int:
-        plans[k] = planned_at(make_step, k / parts, world_size)
+        plans[k] = plan_at(make_step, k / parts, world_size)
         return plans[k].peak_bytes
 
     k = first_fit(peak, budget, parts)

@@ -23,7 +23,7 @@ from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, Shape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe, warnings_of
-from fzero.tuning._row import Row, made_at, planned
+from fzero.tuning._row import Row, plan_step, step_at
 from fzero.tuning._space import REMATS
 from fzero.tuning._steps import model_step
 from fzero.tuning._table import Table
@@ -90,10 +90,10 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
 def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
     """Plan the best again, and say what is alive at some points of its step: at each the most since the one before."""
     row = table.fitting[0]
-    made = made_at(make_step, row.config)
+    made = step_at(make_step, row.config)
     at = {"pp": row.rank} if row.config.pp > 1 else 0
     device = table.machine.as_device()
-    plan = made if isinstance(made, Plan) else planned(made, row.config.world, device, row.settings, at)
+    plan = made if isinstance(made, Plan) else plan_step(made, row.config.world, device, row.settings, at)
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)

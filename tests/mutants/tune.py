@@ -26,12 +26,12 @@ MUTANTS = [
         Fault("what fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
         Fault("nothing is skipped", "rows_of", never("A.B > C")),
         Fault("two blocks say what many take", "SHALLOW", becomes("{1: (3, 5), 0: (4, 6)}", "{1: (1, 2), 0: (1, 2)}")),
-        Fault("the schedule of few blocks stays", "Measure._by_two", never("others")),
-        Fault("no row is planned in full", "refined", always("not rough")),
+        Fault("the schedule of few blocks stays", "Measure._by_two", never("replans")),
+        Fault("no row is planned in full", "refine", always("not rough")),
         Fault("the first rank is the fullest", "fullest_of", returns("(0,)", at="2 of 2"), PLACES),
         Fault("stages come to be even", "depths_of", becomes("few * A + B", "few * A"), PLACES),
         Fault("blocks are always alike", "depths_of", always("alike"), PLACES),
-        Fault("a step on any mesh is planned", "check_mesh", never("wanted"), PLACES),
+        Fault("a step on any mesh is planned", "check_mesh", never("expected"), PLACES),
     ),
     *File("tuning/_row.py", TUNE).faults(
         Fault(
@@ -42,7 +42,7 @@ MUTANTS = [
                 "('parameters', A, 'activations', 'buffers', 'gathered', 'gradients')",
             ),
         ),
-        Fault("the line is a step too steep", "deeper.at", becomes("depth - A", "depth - A + 1")),
+        Fault("the line is a step too steep", "extrapolate.at", becomes("depth - A", "depth - A + 1")),
         Fault("bytes of loops count once", "digest_of", bare("A * c.times")),
         Fault(
             "a step takes what its fullest rank does",
@@ -123,7 +123,7 @@ MUTANTS = [
         Fault("a head is as wide as its share", "Shape.head_width", dropped("self.head")),
     ),
     *File("tuning/_steps.py", MODELS).faults(
-        Fault("attention is always fused", "_attended", never("explicit")),
+        Fault("attention is always fused", "_attention", never("explicit")),
         Fault("a long text is let through", "model_step", never("0 < A.positions < B")),
         Fault("experts lie whole on each rank", "_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),

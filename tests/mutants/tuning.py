@@ -32,7 +32,7 @@ MUTANTS = [
         Fault("what the host holds is said to be the device's", "_tried", constant("device", "host")),
     ),
     *File("tuning/_row.py", RATIO).faults(
-        Fault("a budget may be nan", "checked_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
+        Fault("a budget may be nan", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
     *File("tuning/_costs.py", COSTS).faults(
         Fault(

@@ -282,16 +282,19 @@ def test_the_lines_to_paste_run(changed):
 # ---------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is none that divides world_size=8"),
-    "a pp of nothing": ({"pp": (0,)}, r"pp=\(0,\): 0 is none"),
-    "an unknown schedule": ({"schedule": ("gpip",)}, r"schedule=\('gpip',\): 'gpip' is none of 'gpipe', '1f1b'"),
+    "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is not allowed: expected ints that divide world_size=8"),
+    "a pp of nothing": ({"pp": (0,)}, r"pp=\(0,\): 0 is not allowed"),
+    "an unknown schedule": (
+        {"schedule": ("gpip",)},
+        r"schedule=\('gpip',\): 'gpip' is not allowed: expected names of 'gpipe', '1f1b'",
+    ),
     "axes that do not make up the world": (
         {"tp": (4,), "pp": (1, 4)},
         r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of tp x pp",
     ),
     "a batch that does not divide": (
         {"global_batch": 2, "micro_batches": (1,), "tp": (1, 2)},
-        r"global_batch=2 does not divide over the 4 data-parallel ranks that world_size=8 has at the least",
+        r"global_batch=2 does not divide over the 4 data-parallel ranks that world_size=8 has at least",
     ),
     "a batch that one layout cannot divide": (
         {"global_batch": 4, "micro_batches": (1,), "tp": (1, 2)},
@@ -299,7 +302,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more stages than blocks": (
         {"pp": (1, 4), "depth": 3},
-        r"no configuration has pp=4: a model of 3 blocks has fewer than the stages",
+        r"no configuration has pp=4: a model of 3 blocks has fewer blocks than its pipeline has stages",
     ),
 }
 
@@ -316,10 +319,10 @@ def test_a_step_on_another_mesh_is_refused():
         return make_step(replace(config, tp=1))
 
     with pytest.raises(
-        ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh by fzero.mesh\(\*\*"
+        ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh with fzero.mesh\(\*\*"
     ) as found:
         fzero.tune(flat, **{**ASKED, "tp": (2,)})
-    assert "while it planned stage 3" in found.value.__notes__[0]
+    assert "while planning stage 3" in found.value.__notes__[0]
 
 
 def test_heads_that_do_not_divide_are_refused(monkeypatch):

@@ -113,7 +113,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "arguments alone": (
         {"make_step": lambda r: (torch.ones(1), 2)},
         TypeError,
-        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a "
+        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), the arguments of fzero.plan, or a "
         r"fzero.graph.Plan",
     ),
     "a plan of one world": ({"world_size": 8}, ValueError, r"world_size=8: make_step\(0\) returned a plan"),
