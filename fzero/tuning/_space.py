@@ -189,12 +189,8 @@ def space_of(options: Dimensions) -> Space:
             raise ValueError(f"{word}={value!r}: expected an int, at least 1")
     world = options.world_size
     _check_values("stages", options.stages, lambda x: x in range(4) and type(x) is int, "ints from 0 to 3")
-    _check_values(
-        "remat",
-        options.remat,
-        lambda x: any(x is value or x == value == "matmuls" for value in REMATS),
-        f"values of {REMATS}",
-    )
+    remats = f"values of {REMATS}"
+    _check_values("remat", options.remat, lambda x: any(x is r or x == r == "matmuls" for r in REMATS), remats)
     _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
     _check_values("offload", options.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
     for word in ("ep", "tp", "pp"):

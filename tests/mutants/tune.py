@@ -172,10 +172,10 @@ MUTANTS = [
         Fault("a copy only reads", "copy_speed", becomes("2 * 4", "-4")),
         Fault("a step of the ring counts twice", "links_of", bare("A - (B - 1) * C")),
         Fault("a link's latency is in its speed", "links_of", bare("max(A - B, 0.1 * A)")),
-        Fault("what is assumed was measured", "_machine", constant("assumed, as of ", "measured, as of ")),
+        Fault("what is assumed was measured", "_machine", constant("assumed, as for ", "measured, as for ")),
         Fault(
             "links between machines are those within",
-            "_of_links",
+            "_link_constants",
             always("A > 1", at="1 of 2"),
             (*CALIBRATE, "-m", "slow or not slow"),
         ),

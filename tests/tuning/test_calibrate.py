@@ -43,9 +43,10 @@ def test_what_is_measured_goes_to_its_constant(clock):
         "copies between a device and its host",
         "memory of a host",
     }
-    assert sources["a collective, at least"].startswith("assumed, as of two cores, gloo")
+    assert sources["a collective, at least"].startswith("assumed, as for two cores, gloo")
     assert (
-        "float16 has 0.25 times as many" in sources["products of half precision"] and "as given" not in sources.values()
+        "float16 reaches 0.25 times as much" in sources["products of half precision"]
+        and "as given" not in sources.values()
     )
     assert torch.__version__ in machine.source and 1e8 < machine.device_bytes < 1e14
 
@@ -126,4 +127,4 @@ def test_what_cannot_be_read_says_so(cache, text):
 def test_a_wrong_time_is_refused(seconds):
     with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
         tuning.calibrate(seconds)
-    assert _calibrate.KEPT < 1
+    assert _calibrate.USABLE < 1
