@@ -20,7 +20,7 @@ MUTANTS = [
         Fault("the budget is forgotten in the best", "Table.fitting", always("A.B <= self.budget")),
         Fault("the best is the smallest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")),
         Fault("a frontier of all rows", "Table.frontier", always("A.B < C[-1].B")),
-        Fault("a table forgets its layouts", "Table._used", dropped("A in B"), PLACES),
+        Fault("a table forgets its layouts", "Table._select_settings", dropped("A in B"), PLACES),
     ),
     *File("tuning/_search.py", TUNE).faults(
         Fault("what fits is skipped", "rows_of", becomes("A.B > C", "A.peak_bytes > 0.8 * C")),
@@ -141,15 +141,20 @@ MUTANTS = [
         Fault("a script within the data ends the page", "page", bare("A.replace('</', '<\\\\/')")),
     ),
     *File("tuning/_recipe.py", PLACES).faults(
-        Fault("the lines to paste gather at once", "_taken", constant(", gather=False", ", gather=True"), COMMAND),
         Fault(
-            "the lines to paste have another stage", "_sharded", becomes("A.stage", "A.stage + 2", at="1 of 2"), COMMAND
+            "the lines to paste gather at once", "_grad_options", constant(", gather=False", ", gather=True"), COMMAND
+        ),
+        Fault(
+            "the lines to paste have another stage",
+            "_shard_lines",
+            becomes("A.stage", "A.stage + 2", at="1 of 2"),
+            COMMAND,
         ),
         Fault("the lines to paste split no experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
         Fault("the lines to paste cut no matrix", "_rules", becomes("A.tp > 1", "A.tp > 99")),
-        Fault("the lines to paste split a batch by stage", "_sharded", dropped("A != 'pp'")),
-        Fault("the lines to paste forget an odd block", "_cut", never("A.B", at="2 of 3")),
-        Fault("the lines to paste have one stage a rank", "_cut", never("A.B > 1", at="2 of 2")),
+        Fault("the lines to paste split a batch by stage", "_shard_lines", dropped("A != 'pp'")),
+        Fault("the lines to paste forget an odd block", "_model_lines", never("A.B", at="2 of 3")),
+        Fault("the lines to paste have one stage a rank", "_model_lines", never("A.B > 1", at="2 of 2")),
     ),
     *File("tuning/_watch.py", WATCH).faults(
         Fault("what was there before is forgotten", "Reading.peak_bytes", bare("A + B")),
@@ -184,14 +189,14 @@ MUTANTS = [
         Fault("any rule is kept", "verdicts", always("A[0] is B")),
         Fault("the highest stage is an expert's", "_stage", becomes("A.B.stage", "-A.B.stage")),
         Fault("settings of any micro-batch", "_settings_first", always("A.B.C == D")),
-        Fault("all that fits is compared", "_others", dropped("A(B) == A(C.D)")),
+        Fault("all that fits is compared", "_peers", dropped("A(B) == A(C.D)")),
         Fault("a machine has no end", "_experts", bare("(B.C.ep > D.near, A)")),
-        Fault("a difference of nothing is a reason", "_why", never("A < B")),
+        Fault("a difference of nothing is a reason", "_reason", never("A < B")),
         Fault("tensor parallelism has no end", "_within", never("A.B.tp > C.near")),
-        Fault("a pipeline is filled by any batch", "_in_turn.cut", always("A >= B")),
-        Fault("more micro-batches than asked for are better", "_in_turn.cut", never("A >= B")),
+        Fault("a pipeline is filled by any batch", "_pipeline_fill.order", always("A >= B")),
+        Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
         Fault("layouts of other accumulation are not compared", "LAYOUT", dropped("'accumulation'")),
-        Fault("no pipeline is idle", "_why", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
+        Fault("no pipeline is idle", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
     *File("graph/_pass_manager.py", PLACES).faults(
         Fault("whether a loop goes on across turns is forgotten", "Knobs.of", dropped("'across_turns': False")),

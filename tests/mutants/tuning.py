@@ -29,7 +29,7 @@ MUTANTS = [
         ),
         Fault("the world's size is forgotten", "offload_ratio.peak", becomes("world_size", "None")),
         Fault("a step that ignores the ratio is not told", "_does_not_fit", never("none.A == B")),
-        Fault("what the host holds is said to be the device's", "_tried", constant("device", "host")),
+        Fault("what the host holds is said to be the device's", "_summary", constant("device", "host")),
     ),
     *File("tuning/_row.py", RATIO).faults(
         Fault("a budget may be nan", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),

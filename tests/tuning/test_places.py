@@ -271,7 +271,7 @@ def test_the_lines_to_paste_run(changed):
     assert ("step.init" in said) == (config.pp > 1)
     state = (names["params"], names["opt_state"]) if config.pp > 1 else step.init(params, names["opt"])
     batch = torch.randn(config.global_batch, 8)
-    (call,) = [line.removeprefix("# give each step ") for line in said.splitlines() if "give each step" in line]
+    (call,) = [line.removeprefix("# call step with ") for line in said.splitlines() if "call step with" in line]
     given = eval(call, {"mesh": mesh, "batch": batch})
     assert fzero.plan(step, *state, given).peak_bytes
     found = step.step(*state, given)[2]  # without compiling it

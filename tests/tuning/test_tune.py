@@ -101,7 +101,7 @@ def test_the_first_three_are_planned_in_full():
     table = fzero.tune(make_step, **asked, memory=1e12)
     assert [r.in_full for r in table.fitting[:3]] == [True] * 3
     rough = sum(not r.in_full for r in table.rows)
-    assert rough >= 3 and f"{rough} rows (~) are told from two models" in str(table) and " ~" in str(table)
+    assert rough >= 3 and f"{rough} rows (~) are extrapolated from two models" in str(table) and " ~" in str(table)
 
 
 def test_two_runs_say_the_same_on_any_number_of_processes():
@@ -142,9 +142,10 @@ def test_the_reason_names_what_the_nearest_faster_one_lacks():
     )
     table = replace(tried(), rows=(huge, small, large), budget=2e9)
     assert table.best().row == small and table.frontier == [huge, large, small]
-    said = f"Of 2 that would be faster the nearest, {large.config}, lacks 500.0 MB: it holds 2.0 GB of activations"
+    said = f"Of 2 faster configurations that do not fit, the smallest, {large.config}, is 500.0 MB too large: "
+    said += "it holds 2.0 GB of activations"
     assert table.best().reason == said
-    assert replace(table, budget=1e10).best().reason == "None that was planned is faster"
+    assert replace(table, budget=1e10).best().reason == "No planned configuration is faster"
 
 
 def test_it_plots(tmp_path):
