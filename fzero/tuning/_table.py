@@ -97,8 +97,8 @@ class Table:
         lacks, kind = faster[0].peak_bytes - self.budget, _largest(faster[0])
         return Best(
             row,
-            f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is {size(lacks)} too "
-            f"large: it holds {kind}",
+            f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
+            f"{size(lacks)} too large: it holds {kind}",
         )
 
     def rules(self) -> list[Verdict]:

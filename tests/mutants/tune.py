@@ -164,7 +164,7 @@ MUTANTS = [
         Fault("a machine's seconds are anyone's", "Watched._plan", dropped("device")),
         Fault("a device that is behind is waited for", "Watched.__call__", bare("A.taken.is_over()")),
         Fault("rows are written again", "Watched._write", bare("A[B:]")),
-        Fault("a hint is said each time", "Watched._write", skipped("self._told.add(A.name)")),
+        Fault("a hint is said each time", "Watched._write", skipped("self._reported.add(A.name)")),
         Fault("the median is the worst", "_time_hints", becomes("median", "max")),
         Fault("a GPU's peak is that of all time", "_CudaMeter.__call__", skipped("A.reset_peak_memory_stats(self.B)")),
     ),

@@ -122,7 +122,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too small": (
         {"memory_budget": ALL - 7},
         ValueError,
-        rf"with all of the state on the host the device still holds {ALL:,} bytes at its peak, 7 more than .* of parameters"
+        rf"with all of the state on the host the device still holds {ALL:,} bytes at its peak, 7 more .* of parameters"
         r".*fzero.remat, more ranks, more micro-batches.*docs/trouble.md#out-of-memory",
     ),
     "no offload": (
