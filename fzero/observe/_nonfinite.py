@@ -230,7 +230,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         mesh = inner.mesh
         if is_tracing() or (mesh is not None and not (mesh.simulated or mesh.distributed)):
             raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside of jit and plan")
-        trail = _run_watched(inner, args, kwargs)
+        trail = _trail_of(inner, args, kwargs)
         trails = _gather_trails(trail, mesh)
         results = tuple(dict.fromkeys([r.place for t in trails for r in t.results]))
         explanation = explain(trails)
@@ -240,7 +240,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     return find
 
 
-def _run_watched(step: TrainStep, args: Any, kwargs: Any) -> Trail:
+def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
     """Run a step under a watch, and return its trail."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":

@@ -139,8 +139,8 @@ def explain(trails: Sequence[Trail]) -> Explanation:
             return Explanation(_joint(trails, first[0], sources), _joint(trails, node, nans))
         return Explanation(_joint(trails, node, nans), None)
     infinities = _ends(trails, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    ordered = sorted(_in_time(trails, infinities), key=lambda n: _birth(trails, n).is_intended)
-    return Explanation(_joint(trails, ordered[0], infinities) if ordered else None, None)
+    candidates = sorted(_in_time(trails, infinities), key=lambda n: _birth(trails, n).is_intended)
+    return Explanation(_joint(trails, candidates[0], infinities) if candidates else None, None)
 
 
 def _parents(trails: Sequence[Trail], node: Node) -> Iterator[tuple[Node, bool]]:
@@ -157,12 +157,12 @@ def _parents(trails: Sequence[Trail], node: Node) -> Iterator[tuple[Node, bool]]
 
 def _ends(trails: Sequence[Trail], start: Iterable[Node], nan: bool) -> set[Node]:
     """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
-    stack, seen, ends = list(start), set[Node](), set[Node]()
+    stack, visited, ends = list(start), set[Node](), set[Node]()
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         sources = [source for source, is_nan in _parents(trails, node) if is_nan or not nan]
         stack += sources
         if not sources and trails[node[0]].values[node[1]].birth is not None:

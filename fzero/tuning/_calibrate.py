@@ -42,12 +42,12 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
     """
 
     def run(times: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(times):
             f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - start) / times
 
     run(1)
     samples, deadline = [], time.perf_counter() + budget
@@ -97,17 +97,17 @@ def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> 
     return _median_of_rounds(gather, device, times)
 
 
-def message_seconds(one: int, other: int, device: torch.device, times: int) -> float:
+def message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
     """Return half the seconds of a round trip of a few bytes between two ranks. Only these two ranks call it."""
     x, rank = torch.zeros(1, device=device), dist.get_rank()
 
     def both_ways() -> None:
-        if rank == one:
-            dist.send(x, other)
-            dist.recv(x, other)
+        if rank == first:
+            dist.send(x, second)
+            dist.recv(x, second)
         else:
-            dist.recv(x, one)
-            dist.send(x, one)
+            dist.recv(x, first)
+            dist.send(x, first)
 
     return _median_of_rounds(both_ways, device, times) / 2
 
@@ -116,12 +116,12 @@ def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) ->
     """Return the median seconds of a collective call. Each rank makes the same number of calls."""
     seconds = []
     for i in range(times + 2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i >= 2:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
@@ -180,10 +180,10 @@ def calibrate(seconds: float = 5.0) -> Machine:
     budget = seconds / 8
     speeds = {dtype: _slowest(product_speed(dtype, device, budget)) for dtype in DTYPES}
     small = {dtype: -_slowest(-small_seconds(dtype, device, budget / 2)) for dtype in DTYPES}
-    full, half, other = (speeds[dtype] for dtype in DTYPES)
+    float32, bfloat16, float16 = (speeds[dtype] for dtype in DTYPES)
     constants = {
-        "flops": (half, f"measured: bfloat16; float16 reaches {other / half:.2g} times as much"),
-        "slow": (half / full, f"measured: {full / 1e12:,.3g} TFLOP/s of float32"),
+        "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
+        "slow": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
         "device_memory": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
         "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),

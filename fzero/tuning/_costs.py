@@ -228,8 +228,8 @@ def _transfer_bytes(plan: Plan, kind: str) -> int:
 
 def _computes_on_host(plan: Plan) -> bool:
     """Return whether values on the host are neither arguments nor copies from the device; scalars do not count."""
-    arrived = {t.position for t in plan.transfers}
-    return any(r.space == "host" and r.start >= 0 and r.start not in arrived and r.bytes > 8 for r in plan.ranges)
+    arrivals = {t.position for t in plan.transfers}
+    return any(r.space == "host" and r.start >= 0 and r.start not in arrivals and r.bytes > 8 for r in plan.ranges)
 
 
 WAYS = ("host", "device", "deepspeed")

@@ -142,8 +142,8 @@ class Machine:
         constants = []
         for name, (label, unit, unit_name) in CONSTANTS.items():
             value = getattr(self, name)
-            shown = f"{value / unit:,.4g} {unit_name}".strip()
-            constants.append(Constant(label, shown, sources.get((name, value), "as given")))
+            text = f"{value / unit:,.4g} {unit_name}".strip()
+            constants.append(Constant(label, text, sources.get((name, value), "as given")))
         links = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
         return constants + links
 
@@ -177,12 +177,12 @@ def _is_speed(value: Any) -> bool:
 NCCL = "NCCL's own model, src/graph/tuning.cc"
 
 
-def _assumed(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Machine:
+def _make_machine(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Machine:
     """Make a machine from constants, each with its source."""
     values = {constant: value for constant, (value, _) in constants.items()}
     sources = tuple([(constant, value, source) for constant, (value, source) in constants.items()])
-    seen = dict.fromkeys([text for constant, (_, text) in constants.items() if constant in SUMMARY])
-    return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(seen)}", sources=sources)
+    texts = dict.fromkeys([text for constant, (_, text) in constants.items() if constant in SUMMARY])
+    return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(texts)}", sources=sources)
 
 
 SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants that offload depends on
@@ -194,7 +194,7 @@ NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
     "launch": (4e-6, "the launch of a kernel"),
     "slow": (2.0, "TF32 has half the rate"),
 }
-A100 = _assumed(
+A100 = _make_machine(
     "8 x A100 40 GB",
     flops=(140e12, "45% of 312 TFLOP/s"),
     device_bytes=(0.93 * 40e9, "93% of 40 GB"),
@@ -207,7 +207,7 @@ A100 = _assumed(
     network=(20e9, "80% of a port of 200 Gb/s for each device"),
     **NVIDIA,
 )
-H100 = _assumed(
+H100 = _make_machine(
     "8 x H100 80 GB",
     flops=(400e12, "40% of 989 TFLOP/s"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
@@ -220,7 +220,7 @@ H100 = _assumed(
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
     **NVIDIA,
 )
-H200 = _assumed(
+H200 = _make_machine(
     "H200 with 16 cores",
     flops=(500e12, "51% of 989 TFLOP/s"),
     device_bytes=(0.93 * 141e9, "93% of 141 GB"),
@@ -234,7 +234,7 @@ H200 = _assumed(
     **NVIDIA,
 )
 JIT = "a constant with which fzero.jit compares schedules on a CPU"
-CPU = _assumed(
+CPU = _make_machine(
     "two cores, gloo",
     "cpu",
     flops=(5e10, JIT),

@@ -38,7 +38,7 @@ def _rules(c: Configuration) -> list[str]:
 
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
-    rules, save = _rules(c), "" if c.remat is True else f", save={_quoted(c.remat)}"
+    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
     lines = []
     if c.tp > 1:
         lines += [
@@ -50,14 +50,14 @@ def _model_lines(c: Configuration) -> list[str]:
         return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
     more = f", stages={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
-    more += f", remat={_quoted(c.remat)}" if c.remat else ""
-    more += f", split={_joined(rules)}" if rules else ""
+    more += f", remat={_quote(c.remat)}" if c.remat else ""
+    more += f", split={_join(rules)}" if rules else ""
     return [
         *lines,
         "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
         "loss_fn = fzero.pipeline(",
         "    first=first, block=block, last=last,",
-        f"    micro_batches={c.accumulation}, schedule={_quoted(c.schedule)}{more},",
+        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
         ")",
     ]
 
@@ -73,8 +73,8 @@ def _shard_lines(c: Configuration) -> list[str]:
     """Write the lines of the mesh, and of the step on it."""
     sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
     rules = _rules(c)
-    split = "loss_fn.split" if c.pp > 1 else _joined(rules)
-    axis = f", axis={_joined([*map(_quoted, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
+    split = "loss_fn.split" if c.pp > 1 else _join(rules)
+    axis = f", axis={_join([*map(_quote, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
     more = axis + (f", split={split}" if split else "")
     if not more:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
@@ -84,15 +84,15 @@ def _shard_lines(c: Configuration) -> list[str]:
     ]
     if c.pp > 1:
         lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
-    data = _joined([_quoted(name) for name in c.mean if name != "pp"])
+    data = _join([_quote(name) for name in c.mean if name != "pp"])
     return [*lines, f"# call step with mesh.split(batch, {data})"] if axis else lines
 
 
-def _quoted(word: object) -> str:
+def _quote(word: object) -> str:
     return f'"{word}"' if isinstance(word, str) else str(word)
 
 
-def _joined(words: list[str]) -> str:
+def _join(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
 
 

@@ -244,11 +244,11 @@ def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
     result = make_step(at)
     if isinstance(result, Plan) or (isinstance(result, tuple) and result and callable(result[0])):
         return result
-    returned = type(result).__name__
+    type_name = type(result).__name__
     if isinstance(result, tuple):
-        returned = f"({', '.join([type(x).__name__ for x in result])})"
+        type_name = f"({', '.join([type(x).__name__ for x in result])})"
     raise TypeError(
-        f"make_step({_show(at)}) returned {returned}: expected (step, *args), the arguments of fzero.plan, "
+        f"make_step({_show(at)}) returned {type_name}: expected (step, *args), the arguments of fzero.plan, "
         f"or a fzero.graph.Plan"
     )
 

@@ -186,7 +186,7 @@ class Measure:
         """Extrapolate all schedules, and digest the one that fzero.jit would choose; None if the plans share none."""
         assert config.depth is not None
         plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
-        digests = _deeper(plans, config.depth)
+        digests = _extrapolate(plans, config.depth)
         if not all(digest.ways for digest in digests.values()):
             return None
         fastest = {rank: dict(digest.fastest) for rank, digest in digests.items()}
@@ -194,7 +194,7 @@ class Measure:
             replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
             if replans:
                 plans[n] = {**plan, **self._plan(replace(config, depth=n), replans)}
-        digests = _deeper(plans, config.depth)
+        digests = _extrapolate(plans, config.depth)
         return digests if all(digest.ways for digest in digests.values()) else None
 
     def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
@@ -262,10 +262,10 @@ def check_mesh(step_args: StepArgs, config: Configuration) -> None:
         )
 
 
-def _deeper(plans: Mapping[int, Digests], depth: int) -> Digests:
+def _extrapolate(plans: Mapping[int, Digests], depth: int) -> Digests:
     """Extrapolate the digest of each rank from two numbers of blocks."""
-    (few, one), (more, two) = plans.items()
-    return {rank: extrapolate((few, one[rank]), (more, two[rank]), depth) for rank in one}
+    (few, low), (more, high) = plans.items()
+    return {rank: extrapolate((few, low[rank]), (more, high[rank]), depth) for rank in low}
 
 
 IN_FULL = 3  # how many of the fastest rows that fit are planned as they are

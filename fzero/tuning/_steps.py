@@ -260,11 +260,11 @@ class ModelStep:
             return optim.apply_updates(params, updates), opt_state, loss
 
         stage: Any = config.stage
-        pipelined = self._pipeline(shape, config, depth) if config.pp > 1 else None
-        split = pipelined.split if pipelined else _rules(config)
+        pp_loss = self._pipeline(shape, config, depth) if config.pp > 1 else None
+        split = pp_loss.split if pp_loss else _rules(config)
         step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
         params = init(shape, depth)
-        params, opt_state = step.init(pipelined.stack(params, ranks) if pipelined else params, opt)
+        params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
         data = tuple([name for name in config.mean if name != "pp"])
         return step, params, opt_state, ranks.split(batch_of(shape, config.global_batch, self.length), data)
 

@@ -420,9 +420,11 @@ class Watched:
         plan = (
             self.step.plan(*args, **kwargs) if traces > 1 else None
         )  # with several plans, choose the one of these arguments
-        out, taken = self._meter(lambda: self.step(*args, **kwargs), memory)
+        out, measurement = self._meter(lambda: self.step(*args, **kwargs), memory)
         self._compiled = self.step.traces > traces
-        self._pending.append(Reading(self._first + self._calls, taken, self._plan(plan), self._timed, self._compiled))
+        self._pending.append(
+            Reading(self._first + self._calls, measurement, self._plan(plan), self._timed, self._compiled)
+        )
         self._calls += 1
         if memory or every:
             self._due_count = len(self._pending)

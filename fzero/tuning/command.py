@@ -265,7 +265,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=None)
 
-        def seen(x: Any) -> None:
+        def on_result(x: Any) -> None:
             progress.advance(task)
             if isinstance(x, Row):
                 progress.console.print(f"{x.config}: {size(x.peak_bytes)}, {duration(x.seconds)}", highlight=False)
@@ -290,7 +290,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             depth=depth,
             workers=args.workers,
             cache=not args.no_cache,
-            seen=seen,
+            seen=on_result,
         )
 
 

@@ -74,7 +74,7 @@ def test_metrics_of_a_step_hold_no_graph():
     x = torch.ones((), requires_grad=True)
     log = observe.log(Kept(), every=2)
     log(0, {"loss": x * 2})
-    assert not log._kept[0][1]["loss"].requires_grad
+    assert not log._pending[0][1]["loss"].requires_grad
 
 
 def test_a_users_rate_is_kept():
