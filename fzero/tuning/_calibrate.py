@@ -58,7 +58,7 @@ def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: i
 
 def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
     """Return the floating-point operations a second of a product of square matrices."""
-    n = 4096 if device.type == "cuda" else 512  # half precision without instructions for it takes 0.3 s
+    n = 4096 if device.type == "cuda" else 512  # half precision without hardware support takes 0.3 s at 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device, budget)

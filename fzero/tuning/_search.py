@@ -286,7 +286,7 @@ class Skipped(NamedTuple):
 
 
 def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[Row | Skipped]:
-    """Plan a space, the smallest configurations first. Skip each one that holds no less than one that does not fit.
+    """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
     A free process does not wait: it begins with a configuration that may be skipped later. The row of such a
     configuration is then left out. So the set of results does not depend on the number of processes; their order does.
