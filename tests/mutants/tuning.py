@@ -60,7 +60,7 @@ MUTANTS = [
             becomes("max(A.B / C.link, D)", "max(2 * A.B / C.link, D)"),
         ),
         Fault("the device updates all of it", "OffloadCosts.seconds", always("A == 'device'")),
-        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + begun")),
+        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + first_unit")),
         Fault(
             "the chain is beside the passes", "OffloadCosts.seconds", becomes("A + max(B, chain)", "max(A + B, chain)")
         ),
