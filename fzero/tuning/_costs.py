@@ -15,7 +15,7 @@ from fzero.tuning._table_views import duration
 __all__ = [
     "ADAM_BYTES",
     "SCHEDULES",
-    "WAYS",
+    "UPDATES",
     "OffloadCosts",
     "OffloadWork",
     "model_work",
@@ -232,11 +232,11 @@ def _computes_on_host(plan: Plan) -> bool:
     return any(r.space == "host" and r.start >= 0 and r.start not in arrivals and r.bytes > 8 for r in plan.ranges)
 
 
-WAYS = ("host", "device", "deepspeed")
+UPDATES = ("host", "device", "deepspeed")
 SCHEDULES = ("after", "during", "across")
 # bytes an element that DeepSpeed's passes move in addition: a float32 gradient written (and fetched first) and read, a
 # float32 parameter written and read
-WIDENED = 4 + 4 + 4 + 4
+WIDENING_BYTES = 4 + 4 + 4 + 4
 ROWS = (*[("host", s) for s in SCHEDULES], ("device", "after"), ("device", "during"), ("deepspeed", "after"))
 
 
@@ -303,10 +303,10 @@ class OffloadCosts:
         Raises:
             ValueError: if `ratio` is not from 0 to 1, or another argument is not one of these.
         """
-        if update not in WAYS:
-            raise ValueError(f"update={update!r}: expected one of {WAYS}")
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r}: expected one of {UPDATES}")
         if (update, schedule) not in ROWS:
-            schedules = " or ".join([repr(s) for way, s in ROWS if way == update])
+            schedules = " or ".join([repr(s) for name, s in ROWS if name == update])
             raise ValueError(f"schedule={schedule!r}: expected {schedules} with update={update!r}")
         work, machine = self.work, self.machine
         compute, forward = work.flops / machine.flops, work.forward_flops / machine.flops
@@ -331,7 +331,7 @@ class OffloadCosts:
         if update == "device":  # the host's memory serves both directions
             most = max(work.state_bytes / machine.link, 2 * work.state_bytes / (machine.host_copies / machine.ranks))
             return ratio * most * (1 + 2 / work.units)
-        read = work.update_bytes + (WIDENED * work.elements if update == "deepspeed" else 0)
+        read = work.update_bytes + (WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
         parts = (
             work.down_bytes / machine.link,
             read / (machine.host_memory / machine.ranks),
@@ -377,7 +377,7 @@ class OffloadCosts:
         first = self.first_fit
         ratios: list[float] = sorted({0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, first or 0.0})
         rows = [("update, schedule", [f"{r:g}" for r in ratios])]
-        rows += [(f"{way}, {s}", [duration(self.seconds(r, way, s)) for r in ratios]) for way, s in ROWS]
+        rows += [(f"{name}, {s}", [duration(self.seconds(r, name, s)) for r in ratios]) for name, s in ROWS]
         rows += [("device", [size(self.device_bytes(r)) for r in ratios])]
         rows += [("host, for a rank", [size(self.host_bytes(r)) for r in ratios])]
         wide = max([len(cell) for _, cells in rows for cell in cells])

@@ -65,7 +65,7 @@ class Machine:
     `dataclasses.replace(machine, link=55e9)` sets a speed that you measured.
 
     Attributes:
-        name: of the machine.
+        name: the name of the machine.
         flops: floating-point operations a second that a device reaches in training.
         device_bytes: bytes of a device's memory that a step may use.
         device_memory: bytes a second that a device reads and writes.
@@ -94,7 +94,7 @@ class Machine:
         >>> import dataclasses
         >>> from fzero import tuning
         >>> print(dataclasses.replace(tuning.A100, name="ours", link=25e9, source="measured in March"))
-        ours: 140 TFLOP/s, 37.2 GB at 1,300 GB/s, link 25 GB/s each way; a host for 8 of 300 GB/s, copies 300 GB/s
+        ours: 140 TFLOP/s, 37.2 GB at 1,300 GB/s, link 25 GB/s each way; host of 8 devices: 300 GB/s, copies 300 GB/s
         (measured in March)
     """
 
@@ -133,7 +133,8 @@ class Machine:
         speeds = [f"{x / 1e9:,.0f} GB/s" for x in (self.device_memory, self.link, self.host_memory, self.host_copies)]
         return (
             f"{self.name}: {self.flops / 1e12:,.0f} TFLOP/s, {size(self.device_bytes)} at {speeds[0]}, "
-            f"link {speeds[1]} each way; a host for {self.ranks} of {speeds[2]}, copies {speeds[3]}\n({self.source})"
+            f"link {speeds[1]} each way; "
+            f"host of {self.ranks} devices: {speeds[2]}, copies {speeds[3]}\n({self.source})"
         )
 
     def constants(self) -> list[Constant]:

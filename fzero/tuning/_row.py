@@ -37,7 +37,7 @@ Place = tuple[str, ...]
 KindBytes = Mapping[str, float]  # bytes by kind
 
 
-class Way(NamedTuple):
+class ScheduleCost(NamedTuple):
     """The peak and the time of a step in one schedule."""
 
     peak_bytes: float
@@ -53,25 +53,25 @@ class Digest:
         moved: bytes of collectives and messages, by axis.
         host: peak bytes on the host.
         flops: floating-point operations of the step.
-        ways: the schedules, by their settings. The chosen one is the first.
+        schedules: the schedules, by their settings. The chosen one is the first.
     """
 
     held: Mapping[Place, KindBytes]
     moved: KindBytes
     host: float
     flops: float
-    ways: Mapping[tuple[tuple[str, Any], ...], Way]
+    schedules: Mapping[tuple[tuple[str, Any], ...], ScheduleCost]
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
         """The settings of the chosen schedule."""
-        return next(iter(self.ways))
+        return next(iter(self.schedules))
 
     @property
     def fastest(self) -> tuple[tuple[str, Any], ...]:
         """The settings that `fzero.jit` would choose: the fastest whose peak is within 3% of the smallest."""
-        limit = SLACK * min([way.peak_bytes for way in self.ways.values()])
-        fits = {s: way for s, way in self.ways.items() if way.peak_bytes <= limit}
+        limit = SLACK * min([cost.peak_bytes for cost in self.schedules.values()])
+        fits = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
         return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
 
     @property
@@ -131,9 +131,9 @@ def digest_of(plan: Plan) -> Digest:
         moved[c.axis] += c.bytes * c.times
     for m in plan.messages:
         moved[m.axis] += m.bytes * m.times
-    ways = {tuple(plan.settings.items()): Way(plan.peak_bytes, plan.seconds)}
-    ways |= {tuple(r.settings.items()): Way(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, ways)
+    schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
+    schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
+    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, schedules)
 
 
 def _places(plan: Plan) -> dict[Place, int]:
@@ -170,8 +170,10 @@ def extrapolate(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: in
         return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
 
     held = {place: each(low.held[place], high.held[place]) for place in high.held if place in low.held}
-    ways = {s: Way(*map(at, low.ways[s], high.ways[s])) for s in high.ways if s in low.ways}
-    return Digest(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), ways)
+    schedules = {
+        s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
+    }
+    return Digest(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
 
 
 def row_of(config: Configuration, digests: Mapping[int, Digest], in_full: bool) -> Row:
@@ -179,7 +181,7 @@ def row_of(config: Configuration, digests: Mapping[int, Digest], in_full: bool) 
     rank = max(digests, key=lambda r: sum(digests[r].at_peak.values()))
     digest = digests[rank]
     held = {kind: n for kind, n in digest.at_peak.items() if n}
-    seconds = max([d.ways[d.settings].seconds for d in digests.values()])
+    seconds = max([d.schedules[d.settings].seconds for d in digests.values()])
     settings = dict(digest.settings)
     return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, settings, rank)
 

@@ -187,7 +187,7 @@ class Measure:
         assert config.depth is not None
         plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
         digests = _extrapolate(plans, config.depth)
-        if not all(digest.ways for digest in digests.values()):
+        if not all(digest.schedules for digest in digests.values()):
             return None
         fastest = {rank: dict(digest.fastest) for rank, digest in digests.items()}
         for n, plan in plans.items():
@@ -195,7 +195,7 @@ class Measure:
             if replans:
                 plans[n] = {**plan, **self._plan(replace(config, depth=n), replans)}
         digests = _extrapolate(plans, config.depth)
-        return digests if all(digest.ways for digest in digests.values()) else None
+        return digests if all(digest.schedules for digest in digests.values()) else None
 
     def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""

@@ -34,7 +34,7 @@ def loss_of(shape: Shape, explicit: bool, run: Callable[..., Any], params: Param
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
     Args:
-        shape: of the model.
+        shape: the sizes of the model.
         explicit: whether attention is written out, so that its weights are saved for the backward pass.
         run: wraps a block, as `fzero.remat` does.
         params: the parameters, or their boxes.
@@ -210,7 +210,9 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep
     if shape.task == "image" and (length // shape.patch) ** 2 + 1 != shape.positions:
         raise ValueError(f"length={length}: {shape.name} takes images of {_side(shape.positions, shape.patch)} pixels")
     if shape.task != "image" and 0 < shape.positions < length:
-        raise ValueError(f"length={length}: {shape.name} has {shape.positions} positions")
+        raise ValueError(
+            f"length={length}: {shape.name} has {shape.positions} positions, and takes no longer sequences"
+        )
     return ModelStep(shape, length, explicit)
 
 
@@ -299,7 +301,8 @@ class ModelStep:
                 raise ValueError(f"tp={config.tp} does not divide the {n} {name} of {shape.name}")
         if config.pp * config.pipeline_stages > depth:
             raise ValueError(
-                f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, fewer than stages"
+                f"pp={config.pp} by {config.schedule!r}: {shape.name} has {depth} blocks, "
+                "fewer than the pipeline has stages"
             )
 
 

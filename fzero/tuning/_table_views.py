@@ -27,7 +27,7 @@ __all__ = [
 # A table of configurations as text, with rich.
 
 
-SHOWN, MISSES = 12, 6  # how many rows are shown that fit, and that nearly fit
+MAX_FITS, MAX_MISSES = 12, 6  # how many rows are shown that fit, and that nearly fit
 PARTS = {
     "params": ("parameters",),
     "state": ("optimizer state",),
@@ -83,23 +83,23 @@ def _rows(table: "Table") -> Any:
     from rich.table import Table as RichTable
 
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
-    axes, ways = axes_shown(table), moved_shown(table)
-    moved = ["moved", *[f"over {way}" for way in ways]]
+    axes, moved_axes = axes_shown(table), moved_shown(table)
+    moved = ["moved", *[f"over {axis}" for axis in moved_axes]]
     columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, *moved, "seconds", ""]
     for name in columns:
         left = name in ("remat", "precision", "schedule", "")
         grid.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
-    for row in [*fits[:SHOWN], *misses[:MISSES]]:
+    for row in [*fits[:MAX_FITS], *misses[:MAX_MISSES]]:
         over = row.peak_bytes - table.budget
         verdict = f"{size(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
         texts = cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
-        along = [size(n) if (n := row.moved.get(way, 0)) else "-" for way in ways]
+        along = [size(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
         places = [axis_of(row.config, name) for name in axes]
         grid.add_row(*settings, *places, *numbers, *along, seconds, verdict, style=style)
-    hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
+    hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
     if any(hidden):
         grid.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
     return grid

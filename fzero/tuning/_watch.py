@@ -116,12 +116,12 @@ def meter_of(tensors: list[torch.Tensor]) -> Meter:
 # Readings compare a measurement with its plan. Hints explain the differences.
 
 
-APART = 0.05  # hint at a peak that exceeds its plan by more than this share
-LOOSE = 0.10  # hint at reserved bytes that exceed the peak by more than this share
-IDLE = 0.10  # hint at idle time between steps above this share
-SLOW = 1.3  # hint at a step slower than its plan by this factor
-FEW = 3  # calls that a median needs at least
-SMALL = 1 << 20  # bytes that deserve no hint
+PEAK_TOLERANCE = 0.05  # hint at a peak that exceeds its plan by more than this share
+RESERVED_TOLERANCE = 0.10  # hint at reserved bytes that exceed the peak by more than this share
+IDLE_SHARE = 0.10  # hint at idle time between steps above this share
+SLOW_FACTOR = 1.3  # hint at a step slower than its plan by this factor
+MIN_CALLS = 3  # calls that a median needs at least
+MIN_BYTES = 1 << 20  # bytes that deserve no hint
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _memory_hints(last: Reading) -> list[Hint]:
     plan, added = last.plan, last.taken.added_bytes
     if plan is None or added is None:
         return []
-    least = max(APART * plan.peak_bytes, SMALL)
+    least = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
     prefix = f"peak {last.above:.0%} above plan"
     hints = []
     before = last.taken.before_bytes
@@ -247,7 +247,7 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
     reserved, peak = last.taken.reserved_bytes, last.peak_bytes
     hints = []
-    if reserved is not None and peak is not None and reserved - peak > max(LOOSE * peak, SMALL):
+    if reserved is not None and peak is not None and reserved - peak > max(RESERVED_TOLERANCE * peak, MIN_BYTES):
         over = f"{reserved / last.plan.peak_bytes - 1:.0%} above plan" if last.plan is not None else "above its use"
         hints.append(
             Hint(
@@ -271,11 +271,11 @@ def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
 def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
     """Return hints on idle time and slow steps, by the medians of all calls without compilation."""
     steady = [r for r in readings if not r.first]
-    if len(steady) < FEW:
+    if len(steady) < MIN_CALLS:
         return []
     seconds, waited = (median(values) for values in zip(*[(r.seconds, r.taken.waited()) for r in steady], strict=True))
     hints = []
-    if waited > IDLE * (seconds + waited):
+    if waited > IDLE_SHARE * (seconds + waited):
         hints.append(
             Hint(
                 "between steps",
@@ -284,7 +284,7 @@ def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
             )
         )
     plan = steady[-1].plan
-    if plan is not None and steady[-1].timed and seconds > SLOW * plan.seconds:
+    if plan is not None and steady[-1].timed and seconds > SLOW_FACTOR * plan.seconds:
         hints.append(
             Hint(
                 "slow",

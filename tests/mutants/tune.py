@@ -47,7 +47,7 @@ MUTANTS = [
         Fault(
             "a step takes what its fullest rank does",
             "row_of",
-            becomes("max([A.ways[A.B].C for A in D])", "digest.ways[digest.B].C"),
+            becomes("max([A.schedules[A.B].C for A in D])", "digest.schedules[digest.B].C"),
             PLACES,
         ),
         Fault("a message is sent once", "digest_of", bare("A * m.times"), PLACES),
@@ -202,6 +202,6 @@ MUTANTS = [
         Fault("whether a loop goes on across turns is forgotten", "Knobs.of", dropped("'across_turns': False")),
     ),
     *File("tuning/_table_views.py", PLACES).faults(
-        Fault("bytes stand under any axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(ways[0], 0)")),
+        Fault("bytes stand under any axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(moved_axes[0], 0)")),
     ),
 ]

@@ -202,7 +202,7 @@ def test_it_prints_its_assumptions_and_the_answer():
     said = str(opt_30b())
     for words in (
         "30 B parameters on 8 ranks at stage 3, 2,048 tokens a rank and step, 8 FLOPs a parameter and token with remat",
-        "400 TFLOP/s, 74.4 GB at 2,600 GB/s, link 50 GB/s each way; a host for 8 of 480 GB/s",
+        "400 TFLOP/s, 74.4 GB at 2,600 GB/s, link 50 GB/s each way; host of 8 devices: 480 GB/s",
         "assumed: 40% of 989 TFLOP/s, 93% of 80 GB, 78% of 3,350 GB/s, 79% of PCIe 5 x16",
         "fits 74.4 GB from ratio 0.04. With all state offloaded, DeepSpeed's update takes 3.1 times as long",
     ):

@@ -14,7 +14,7 @@ from fzero.parallel.schedules._named import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
 from fzero.tuning._recipe import recipe
-from fzero.tuning._row import Digest, Way, row_of
+from fzero.tuning._row import Digest, ScheduleCost, row_of
 from fzero.tuning._search import Measure, depths_of, fullest_of
 from fzero.tuning._space import Dimensions, space_of
 from fzero.tuning.command import page
@@ -138,7 +138,7 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
 
 def test_a_row_takes_what_the_slowest_rank_does():
     def digest(peak: float, seconds: float) -> Digest:
-        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): Way(peak, seconds)})
+        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
     row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
     assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
@@ -331,7 +331,9 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch):
     for tp, what in ((8, "4 heads"), (4, "2 heads of keys and values")):
         with pytest.raises(ValueError, match=rf"tp={tp} does not divide the {what} of llama"):
             step(Configuration(1, 1, 1, tp=tp))
-    with pytest.raises(ValueError, match=r"pp=2 by 'interleaved': llama has 2 blocks, fewer than stages"):
+    with pytest.raises(
+        ValueError, match=r"pp=2 by 'interleaved': llama has 2 blocks, fewer than the pipeline has stages"
+    ):
         step(Configuration(1, 1, 4, pp=2, schedule="interleaved"))
 
 
