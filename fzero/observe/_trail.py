@@ -325,10 +325,8 @@ class Watch:
         self._expect([*results, *operation.written, *(operation.given if is_receive else ())], record_received)
 
     def _record_early_read(self, operation: WatchedOperation) -> Callable[[bool], int]:
-        operation, birth = (
-            WatchedOperation(operation.name, [], [], []),
-            list[Birth](),
-        )  # without its tensors, which would stay alive
+        """Return a function that records a read of uninitialized memory. It must not keep the tensors alive."""
+        operation, birth = WatchedOperation(operation.name, [], [], []), list[Birth]()
 
         def record_read(nan: bool) -> int:
             birth[:] = birth or [self._birth(operation, _FINITE, with_inputs=False)]

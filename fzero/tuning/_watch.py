@@ -91,20 +91,20 @@ class _CudaMeter(Meter):
             end.synchronize()
             return start.elapsed_time(end) / 1e3
 
-        measured = Measurement(
+        measurement = Measurement(
             seconds,
             lambda: 0.0 if last is None else last.elapsed_time(start) / 1e3,
             end.query,
         )
         if before is not None:
             stats = torch.cuda.memory_stats(self._device)
-            measured = measured._replace(
+            measurement = measurement._replace(
                 added_bytes=stats["allocated_bytes.all.peak"] - before,
                 before_bytes=before,
                 reserved_bytes=stats["reserved_bytes.all.peak"],
                 retries=stats["num_alloc_retries"],
             )
-        return out, measured
+        return out, measurement
 
 
 def meter_of(tensors: list[torch.Tensor]) -> Meter:
@@ -121,7 +121,7 @@ RESERVED_TOLERANCE = 0.10  # hint at reserved bytes that exceed the peak by more
 IDLE_SHARE = 0.10  # hint at idle time between steps above this share
 SLOW_FACTOR = 1.3  # hint at a step slower than its plan by this factor
 MIN_CALLS = 3  # calls that a median needs at least
-MIN_BYTES = 1 << 20  # bytes that deserve no hint
+MIN_BYTES = 1 << 20  # smaller differences deserve no hint
 
 
 @dataclass(frozen=True)
