@@ -158,7 +158,7 @@ def model_work(
 
 @api_boundary
 def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
-    """Measure the work of a step on each rank, by its plans at ratios 0 and 1.
+    """Derive the work of a step on each rank from its plans at ratios 0 and 1.
 
     Transfers at ratio 0, such as activations of `remat(save="host")`, are assumed to overlap with the passes.
 
