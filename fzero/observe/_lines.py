@@ -1,4 +1,4 @@
-"""One step, operation by operation: what each took, and at which source line."""
+"""Time one step operation by operation, with the source line of each."""
 
 import ast
 import functools
@@ -20,12 +20,13 @@ class Span(NamedTuple):
     """An operation of one step.
 
     Attributes:
-        name: such as "aten::mm", or "compiled code".
-        line: the user's, as "file:line"; of a backward pass, that of the forward operation. "" where there is none.
-        function: the function or method that the line is in, such as "Attention.forward".
+        name: the name, such as "aten::mm", or "compiled code".
+        line: the user's line, as "file:line"; "" if there is none. In a backward pass, it is the line of the forward
+            operation.
+        function: the function or method that contains the line, such as "Attention.forward".
         phase: "forward", "backward" or "update".
-        start: seconds of operations that ran before it.
-        seconds: that it took.
+        start: the sum of seconds of all operations before it.
+        seconds: the seconds of the operation.
     """
 
     name: str
@@ -37,15 +38,15 @@ class Span(NamedTuple):
 
 
 class LineCost(NamedTuple):
-    """What the operations of one source line took in one step.
+    """The cost of one source line in one step.
 
     Attributes:
-        line: as "file:line".
-        function: the function or method that it is in.
-        code: its text.
-        seconds: of its operations, forward and backward.
-        backward_seconds: of those in the backward pass.
-        calls: how many operations.
+        line: the line, as "file:line".
+        function: the function or method that contains it.
+        code: the text of the line.
+        seconds: seconds of its operations, forward and backward.
+        backward_seconds: seconds of its operations in the backward pass.
+        calls: the number of its operations.
     """
 
     line: str
@@ -58,9 +59,9 @@ class LineCost(NamedTuple):
 
 @contextmanager
 def spans() -> Iterator[list[Span]]:
-    """Give the operations that ran within, afterwards. Each waits for its end on the device."""
-    found: list[TimedOperation] = []
-    placed: list[Span] = []
+    """Record the operations that run within. The list is filled at the end. Each operation waits for the device."""
+    timed: list[TimedOperation] = []
+    results: list[Span] = []
 
     def before(operation: WatchedOperation) -> float:
         return time.perf_counter()
@@ -70,39 +71,39 @@ def spans() -> Iterator[list[Span]]:
             torch.cuda.synchronize()
         seconds, place = time.perf_counter() - start, place_now()
         phase = "backward" if place.backward else "forward" if place.forward else ""
-        found.append(TimedOperation(operation.name, place.line, phase, seconds))
+        timed.append(TimedOperation(operation.name, place.line, phase, seconds))
 
-    with clocked(found.append), lines_of_nodes(), watching(before, after):
-        yield placed
-    placed += _placed(found)
+    with clocked(timed.append), lines_of_nodes(), watching(before, after):
+        yield results
+    results += _place_spans(timed)
 
 
-def _placed(ran: Sequence[TimedOperation]) -> list[Span]:
-    """Put operations one after the other; tell the pass of those that do not know it by where they stand."""
-    behind = [i for i, r in enumerate(ran) if r.phase == "backward"]
-    start, placed = 0.0, list[Span]()
-    for i, r in enumerate(ran):
-        here = "forward" if not behind or i < behind[0] else "update" if i > behind[-1] else "backward"
-        placed.append(Span(r.name, r.line, function_at(r.line), r.phase or here, start, r.seconds))
+def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
+    """Place operations one after the other. Infer unknown phases from the position relative to the backward pass."""
+    backward = [i for i, r in enumerate(operations) if r.phase == "backward"]
+    start, results = 0.0, list[Span]()
+    for i, r in enumerate(operations):
+        phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
+        results.append(Span(r.name, r.line, function_at(r.line), r.phase or phase, start, r.seconds))
         start += r.seconds
-    return placed
+    return results
 
 
-def by_line(ran: Iterable[Span]) -> tuple[LineCost, ...]:
-    """Add up operations by source line, the dearest first."""
+def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
+    """Add up operations by source line, the most expensive first."""
     sums: dict[str, list[Span]] = {}
-    for span in ran:
+    for span in spans:
         sums.setdefault(span.line, []).append(span)
     costs = [
         LineCost(
             line,
-            mine[0].function,
+            group[0].function,
             _code(line),
-            sum([s.seconds for s in mine]),
-            sum([s.seconds for s in mine if s.phase == "backward"]),
-            len(mine),
+            sum([s.seconds for s in group]),
+            sum([s.seconds for s in group if s.phase == "backward"]),
+            len(group),
         )
-        for line, mine in sums.items()
+        for line, group in sums.items()
     ]
     return tuple(sorted(costs, key=lambda c: -c.seconds))
 
@@ -113,31 +114,31 @@ def _code(line: str) -> str:
 
 
 def function_at(line: str) -> str:
-    """Return the function or method that a line is in, such as "Attention.forward"; "" at the top of a file."""
+    """Return the function or method that contains a line, such as "Attention.forward"; "" at module level."""
     file, _, number = line.rpartition(":")
     if not file:
         return ""
-    inside = [(last - first, name) for first, last, name in _functions(file) if first <= int(number) <= last]
-    return min(inside)[1] if inside else ""
+    enclosing = [(last - first, name) for first, last, name in _functions(file) if first <= int(number) <= last]
+    return min(enclosing)[1] if enclosing else ""
 
 
 @functools.lru_cache(maxsize=256)
 def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
-    """List the functions of a file: their first and last lines, and their names with those of their classes."""
+    """List the functions of a file: their first and last lines, and their names, qualified by their classes."""
     try:
         module = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return ()
-    found: list[tuple[int, int, str]] = []
+    results: list[tuple[int, int, str]] = []
 
-    def look(node: ast.AST, outer: str) -> None:
+    def visit(node: ast.AST, outer: str) -> None:
         for child in ast.iter_child_nodes(node):
             name = outer
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{outer}.{child.name}" if isinstance(node, ast.ClassDef) else child.name
                 if not isinstance(child, ast.ClassDef):
-                    found.append((child.lineno, child.end_lineno or child.lineno, name))
-            look(child, name)
+                    results.append((child.lineno, child.end_lineno or child.lineno, name))
+            visit(child, name)
 
-    look(module, "")
-    return tuple(found)
+    visit(module, "")
+    return tuple(results)

@@ -1,4 +1,4 @@
-"""A log of a run's metrics, which waits for the device once in n steps, and the writers that show it."""
+"""Log the metrics of a run, waiting for the device once in n steps only, and write them to writers."""
 
 import json
 import math
@@ -16,30 +16,30 @@ from fzero.sharding import is_box
 
 __all__ = ["MetricsLog", "Rows", "jsonl", "log", "progress", "tensorboard"]
 
-# A log of a run's metrics, which waits for the device once in n steps.
+# The log keeps metrics on their device, and waits for it once in n steps.
 
 
 Rows = Sequence[tuple[int, dict[str, float]]]
-"""What a writer is given: the number and the metrics of each step since it was last called."""
+"""The argument of a writer: the number and the metrics of each step since its last call."""
 
 
 def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = None) -> "MetricsLog":
-    """Make a log: call it with a step's number and metrics, and it writes them once in `every` steps.
+    """Make a log. Call it with the number and the metrics of a step; it writes them once in `every` steps.
 
-    What a step returns is on its device, and perhaps not computed yet. To look at it waits for it. So a log keeps the
-    metrics of some steps, and brings them to the host in one copy when the next one comes. No step is lost.
+    The results of a step are on its device, and may not be computed yet. Reading them waits for the device. So the log
+    collects the metrics of `every` steps, and copies them to the host when the next step comes. No step is lost.
 
     Args:
         *writers: functions of rows: `progress`, `tensorboard`, `jsonl`, or your own, such as one that calls
-            `wandb.log(row, step=i)` for each `i, row`. One with a method `close` is closed at the end.
+            `wandb.log(row, step=i)` for each `i, row`. If a writer has a method `close`, it is called at the end.
         every: how many steps there are between two waits.
-        mesh: the ranks, of which rank 0 writes; None for one process.
+        mesh: the mesh of a distributed run, whose rank 0 writes; None for one process.
 
     Returns:
-        A `MetricsLog`. As a context it writes what is left, and closes its writers, also after an error.
+        A `MetricsLog`. As a context manager it writes the pending metrics and closes its writers, also after an error.
 
     Raises:
-        ValueError: if `every` is no number of steps.
+        ValueError: if `every` is not a number of steps.
         TypeError: if a writer is no function.
 
     Example:
@@ -54,7 +54,7 @@ def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = N
         raise ValueError(f"every={every!r}: expected a number of steps, 1 or more")
     for writer in writers:
         if not callable(writer):
-            raise TypeError(f"a writer is a function of rows, such as fzero.observe.progress(); this one is {writer!r}")
+            raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.progress()")
     return MetricsLog(writers, every, mesh is None or mesh.rank == 0)
 
 
@@ -63,58 +63,59 @@ class MetricsLog:
 
     def __init__(self, writers: Sequence[Callable[[Rows], None]], every: int, leads: bool) -> None:
         self._writers, self._every, self._leads = writers, every, leads
-        self._kept: list[tuple[int, dict[str, Any]]] = []
+        self._pending: list[tuple[int, dict[str, Any]]] = []
         self._first = math.nan  # the time of the first call, in seconds
-        self._since = math.nan  # that of the last wait
-        self._told: set[str] = set()  # the metrics of which it was said that they are no numbers
+        self._last_flush = math.nan  # the time of the last wait, in seconds
+        self._reported: set[str] = set()  # the metrics that were reported as not finite
 
     def __call__(self, step: int, values: Any) -> None:
-        """Keep the metrics of a step, and write those of the steps before if there are enough.
+        """Keep the metrics of a step, and first write the pending ones if there are `every` steps.
 
-        Called again with the same number it adds to the step's metrics.
+        A second call with the same number adds metrics to the step.
 
         Args:
-            step: its number.
-            values: a tree of 0-d tensors and numbers, such as `{"loss": loss, "lr": 1e-3}`; named by their paths.
+            step: the number of the step.
+            values: a tree of 0-d tensors and numbers, such as `{"loss": loss, "lr": 1e-3}`. Metrics are named by their
+                paths.
 
         Raises:
-            TypeError: if a value is no number, or differs by rank. The message names it.
+            TypeError: if a value is no number, or differs by rank. The message names the metric.
         """
         if not self._leads:
             return
-        found = _named(values)
-        if self._kept and self._kept[-1][0] == step:  # more of the same step, as after an evaluation
-            self._kept[-1][1].update(found)
+        metrics = _by_path(values)
+        if self._pending and self._pending[-1][0] == step:  # further metrics of the same step, as after an evaluation
+            self._pending[-1][1].update(metrics)
             return
-        if len(self._kept) >= self._every:  # and the device has had a step's time to compute the last
+        if len(self._pending) >= self._every:  # by now the device had one step's time to compute the last metrics
             self.flush()
         self._first = time.perf_counter() if math.isnan(self._first) else self._first
-        self._kept.append((int(step), found))
+        self._pending.append((int(step), metrics))
 
     def flush(self) -> None:
-        """Wait for the metrics that are kept, and write them."""
-        if not self._kept:
+        """Wait for the pending metrics, and write them."""
+        if not self._pending:
             return
-        rows, self._kept = _on_host(self._kept), []
+        rows, self._pending = _on_host(self._pending), []
         now = time.perf_counter()
-        if not math.isnan(self._since):
-            rows[-1][1].setdefault("steps/s", len(rows) / max(now - self._since, 1e-9))
-        elif len(rows) > 1:  # the first step may have been compiled, so its time is no one's
+        if not math.isnan(self._last_flush):
+            rows[-1][1].setdefault("steps/s", len(rows) / max(now - self._last_flush, 1e-9))
+        elif len(rows) > 1:  # the first step may have included compilation, so its time does not count
             rows[-1][1].setdefault("steps/s", (len(rows) - 1) / max(now - self._first, 1e-9))
-        self._since = now
-        self._tell_nonfinite(rows)
+        self._last_flush = now
+        self._report_nonfinite(rows)
         for writer in self._writers:
             writer(rows)
 
-    def _tell_nonfinite(self, rows: Rows) -> None:
-        """Say so, once for each metric, if one is no number: at which step, by the number that was given to the log."""
+    def _report_nonfinite(self, rows: Rows) -> None:
+        """Print a notice, once for each metric, if it is not finite, with the number of the step."""
         for step, row in rows:
             for name, x in row.items():
-                if not math.isfinite(x) and name not in self._told:
-                    self._told.add(name)
+                if not math.isfinite(x) and name not in self._reported:
+                    self._reported.add(name)
                     notice(
-                        f"fzero: the metric {name!r} is {x} at step {step} of the log (told once): "
-                        "fzero.observe.nonfinite(step)(*args) names the rank, the leaf and the line where it began"
+                        f"fzero: the metric {name!r} is {x} at step {step} of the log (reported once): "
+                        "fzero.observe.nonfinite(step)(*args) shows the rank, the leaf and the line where it began"
                         + see("nan-on-one-rank")
                     )
 
@@ -129,46 +130,48 @@ class MetricsLog:
                 getattr(writer, "close", lambda: None)()
 
 
-def _named(values: Any) -> dict[str, Any]:
+def _by_path(values: Any) -> dict[str, Any]:
     """Return the metrics of a tree by their paths.
 
     Raises:
-        TypeError: if one is no number.
+        TypeError: if a metric has no name, is no number, or differs by rank.
     """
     paths, leaves, _ = tree.flatten_with_paths(values, is_box)
     if "" in paths:
-        raise TypeError(f'metrics need names: give {{"loss": ...}}, and not a lone {tree.show(leaves[0])}')
+        raise TypeError(f'metrics need names: pass {{"loss": ...}} instead of a bare {tree.show(leaves[0])}')
     for path, x in zip(paths, leaves, strict=True):
         if is_box(x):
-            raise TypeError(f"the metric {path!r} differs by rank: average it in the step, fzero.collectives.pmean(x)")
+            raise TypeError(
+                f"the metric {path!r} differs by rank: average it in the step by fzero.collectives.pmean(x)"
+            )
         if not (isinstance(x, (int, float)) or (isinstance(x, torch.Tensor) and x.numel() == 1)):
             raise TypeError(f"the metric {path!r} is {tree.show(x)}: expected one number")
     return {p: x.detach() if isinstance(x, torch.Tensor) else x for p, x in zip(paths, leaves, strict=True)}
 
 
-def _on_host(kept: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, float]]]:
-    """Bring all tensors to the host, in one copy for each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for _, row in kept:
+def _on_host(pending: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, float]]]:
+    """Copy all tensors to the host, in one copy for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for _, row in pending:
         for x in row.values():
             if isinstance(x, torch.Tensor):
-                kinds.setdefault((x.device, x.dtype), []).append(x.reshape(()))
-    copies = {kind: iter(torch.stack(found).tolist()) for kind, found in kinds.items()}
+                groups.setdefault((x.device, x.dtype), []).append(x.reshape(()))
+    copies = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in groups.items()}
 
-    def number(x: Any) -> float:
+    def to_number(x: Any) -> float:
         return next(copies[x.device, x.dtype]) if isinstance(x, torch.Tensor) else x
 
-    return [(step, {name: number(x) for name, x in row.items()}) for step, row in kept]
+    return [(step, {name: to_number(x) for name, x in row.items()}) for step, row in pending]
 
 
-# Where metrics go: a bar on the terminal, TensorBoard, a file of JSON lines.
+# Writers of metrics: a bar on the terminal, TensorBoard, a file of JSON lines.
 
 
 def progress(total: int | None = None) -> "_Progress":
-    """Make a writer that shows a bar on a terminal, or in a notebook; elsewhere a line each time.
+    """Make a writer that shows a progress bar in a terminal or a notebook, and prints lines elsewhere.
 
     Args:
-        total: the number of all steps, also those before a restart; None if it is not known.
+        total: the number of all steps, including those before a restart; None if it is not known.
 
     Example:
         >>> progress(total=100)([(9, {"loss": 2.31, "lr": 1e-3}), (10, {"loss": 2.3, "lr": 1e-3, "steps/s": 12.5})])
@@ -189,13 +192,13 @@ class _Progress:
         text = ", ".join([f"{name} {x:.4g}" for name, x in row.items()])
         console = Console()
         if not (console.is_terminal or console.is_jupyter):
-            of = "" if self._total is None else f" of {self._total}"
-            print(f"step {step}{of}: {text}", flush=True)
+            total = "" if self._total is None else f" of {self._total}"
+            print(f"step {step}{total}: {text}", flush=True)
             return
-        self._bar = self._bar or self._started(console)
+        self._bar = self._bar or self._start(console)
         self._bar.update(self._bar.task_ids[0], completed=step, text=text)
 
-    def _started(self, console: Any) -> Any:
+    def _start(self, console: Any) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
@@ -205,19 +208,19 @@ class _Progress:
         return bar
 
     def close(self) -> None:
-        """Leave the bar as it is, below which others print."""
+        """Stop the bar, so that later output appears below it."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def tensorboard(folder: Any) -> "_TensorBoard":
-    """Make a writer for TensorBoard. A run that goes on hides what it does again.
+    """Make a writer for TensorBoard. A run that resumes hides the earlier values of the steps that it repeats.
 
     Args:
-        folder: of the run, such as "runs/gpt". `tensorboard --logdir runs` shows it.
+        folder: the folder of the run, such as "runs/gpt". `tensorboard --logdir runs` shows it.
 
     Raises:
-        ImportError: if the package tensorboard is not there.
+        ImportError: if the package tensorboard is not installed.
 
     Example:
         >>> import os, tempfile
@@ -229,9 +232,9 @@ def tensorboard(folder: Any) -> "_TensorBoard":
         ['tfevents']
     """
     try:
-        import torch.utils.tensorboard  # noqa: F401  early, and not after some steps
+        import torch.utils.tensorboard  # noqa: F401  so that it fails early, and not after some steps
     except ImportError as error:
-        raise ImportError("fzero.observe.tensorboard needs a package: pip install tensorboard") from error
+        raise ImportError("fzero.observe.tensorboard needs the package tensorboard: pip install tensorboard") from error
     return _TensorBoard(os.fspath(folder))
 
 
@@ -251,18 +254,18 @@ class _TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the pending values, and close the file."""
         if self._writer is not None:
             self._writer.close()
 
 
 def jsonl(path: Any) -> "_JsonLines":
-    """Make a writer of a file with a line of JSON a step, which `pandas.read_json(path, lines=True)` reads.
+    """Make a writer of JSON lines, one for each step. `pandas.read_json(path, lines=True)` reads the file.
 
-    A run that goes on removes the lines of the steps that it does again. NaN and infinities are null.
+    A run that resumes removes the lines of the steps that it repeats. NaN and infinities become null.
 
     Args:
-        path: of the file, such as "runs/gpt.jsonl". Its folder is made.
+        path: the path of the file, such as "runs/gpt.jsonl". Its folder is created.
 
     Example:
         >>> import pathlib, tempfile
@@ -279,29 +282,29 @@ def jsonl(path: Any) -> "_JsonLines":
 class _JsonLines:
     def __init__(self, path: str) -> None:
         self._path = path
-        self._began = False
+        self._has_begun = False
 
     def __call__(self, rows: Rows) -> None:
-        if not self._began:
+        if not self._has_begun:
             self._begin(rows[0][0])
         with open(self._path, "a") as f:
-            f.writelines([json.dumps({"step": step, **_finite(row)}) + "\n" for step, row in rows])
+            f.writelines([json.dumps({"step": step, **_json_values(row)}) + "\n" for step, row in rows])
 
     def _begin(self, first: int) -> None:
-        """Remove the lines from a step on, and a last one that a kill cut off."""
+        """Remove the lines from step `first` on, and a last line that a kill cut off."""
         os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
         if os.path.exists(self._path):
             with open(self._path) as f:
-                kept = list(_before(f, first))
+                lines = list(_lines_before(f, first))
             part = f"{self._path}.{os.getpid()}.tmp"
             with open(part, "w") as f:
-                f.writelines(kept)
+                f.writelines(lines)
             os.replace(part, self._path)
-        self._began = True
+        self._has_begun = True
 
 
-def _before(lines: Iterable[str], first: int) -> Iterable[str]:
-    """Yield the lines of steps before one."""
+def _lines_before(lines: Iterable[str], first: int) -> Iterable[str]:
+    """Yield the lines of steps before step `first`."""
     for line in lines:
         try:
             step = json.loads(line)["step"]
@@ -311,5 +314,5 @@ def _before(lines: Iterable[str], first: int) -> Iterable[str]:
             yield line
 
 
-def _finite(row: dict[str, float]) -> dict[str, float | None]:
+def _json_values(row: dict[str, float]) -> dict[str, float | None]:
     return {name: x if math.isfinite(x) else None for name, x in row.items()}

@@ -1,4 +1,4 @@
-"""nonfinite: run a step once, and name where the first nan or infinity was made that reaches a result."""
+"""nonfinite: run a step once, and report the origin of the first nan or infinity that reaches a result."""
 
 import itertools
 import json
@@ -13,17 +13,17 @@ from fzero._torch import is_tracing
 from fzero._torch.watched import lines_of_nodes, watching
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, step_of
-from fzero.observe._trail import Birth, Trail, Watch, explain, kind_of, packed, unpacked
+from fzero.observe._trail import Birth, Trail, Watch, explain, kind_of, pack, unpack
 from fzero.ranks import Mesh, gather_texts
 from fzero.sharding import PerRank, Shard, axes_of, facts, is_box, own_path, prefix_of
 
 __all__ = ["NonFiniteLeaf", "Nonfinite", "Origin", "nonfinite", "nonfinite_parts"]
 
-# What of a tree is not finite: by leaf and rank, those in boxes too.
+# The non-finite leaves of a tree, by leaf and rank, also inside of boxes.
 
 
 class NonFiniteLeaf(NamedTuple):
-    """A leaf, or some ranks' part of one, that is not finite: its path, its value, and these ranks."""
+    """A non-finite leaf, or a part of one: its path, its value, and the ranks that hold it."""
 
     path: str
     value: torch.Tensor
@@ -31,80 +31,81 @@ class NonFiniteLeaf(NamedTuple):
 
 
 def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[NonFiniteLeaf]:
-    """List the leaves of a step's arguments, or results, that are not finite."""
-    everywhere = (0,) if mesh is None else (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
+    """Yield the non-finite leaves of a step's arguments or results."""
+    local_ranks = (0,) if mesh is None else (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     for path, x in zip(paths, entries, strict=True):
         if not is_box(x):
-            found = [NonFiniteLeaf(path, x, everywhere)] if isinstance(x, torch.Tensor) else []
-        elif mesh is None:  # boxes of a program's own ranks
-            found = [NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
+            leaves = [NonFiniteLeaf(path, x, local_ranks)] if isinstance(x, torch.Tensor) else []
+        elif mesh is None:  # boxes of ranks that the user's program runs itself
+            leaves = [NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
-            found = _parts(path, x, mesh)
-        yield from [part for part in found if kind_of(part.value)]
+            leaves = _parts(path, x, mesh)
+        yield from [part for part in leaves if kind_of(part.value)]
 
 
 def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[NonFiniteLeaf]:
-    """List the parts of a box by leaf and rank; in a simulation they are stacked."""
+    """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):
         if not isinstance(x, torch.Tensor) or not kind_of(x):
             continue
-        # the path in a box begins with the place of its only child
+        # the first part of a path in a box is that of its only child
         place = (
             ".".join([name for name in (path, inner.partition(".")[2]) if name]) if isinstance(box, PerRank) else path
         )
         ranks = [mesh.rank] if mesh.distributed else range(mesh.size)
-        placed = [(_row(mesh, axes, rank), rank) for rank in ranks]
-        for row, group in itertools.groupby(sorted(placed), key=lambda item: item[0]):
-            mine = tuple([rank for _, rank in group])
+        rows = [(_row(mesh, axes, rank), rank) for rank in ranks]
+        for row, pairs in itertools.groupby(sorted(rows), key=lambda item: item[0]):
+            group_ranks = tuple([rank for _, rank in pairs])
             part = x if mesh.distributed or not axes else x[row]
             if isinstance(box, Shard):
-                part, place = _in_unit(path, box, part, mesh, mine[0])
-            yield NonFiniteLeaf(place, part, mine)
+                part, place = _in_unit(path, box, part, mesh, group_ranks[0])
+            yield NonFiniteLeaf(place, part, group_ranks)
 
 
 def _row(mesh: Mesh, axes: tuple[str, ...], rank: int) -> int:
-    """Return a rank's place along axes, the first the slowest."""
-    sizes, place = dict(mesh.shape), 0
-    here = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
+    """Return the row of a rank along axes; the first axis changes slowest."""
+    sizes, row = dict(mesh.shape), 0
+    coordinates = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
     for name in axes:
-        place = place * sizes[name] + here[name]
-    return place
+        row = row * sizes[name] + coordinates[name]
+    return row
 
 
 def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
-    """Return a shard without its padding, and the path of the leaf that its first non-finite element belongs to."""
-    known, paths = facts(box.uid), box.spec.paths
-    start = _row(mesh, known.axes, rank) * known.shard_numel
-    x = x[..., : max(known.numel - start, 0)]
+    """Return a shard without its padding, and the path of the leaf with its first non-finite element."""
+    unit, paths = facts(box.uid), box.spec.paths
+    start = _row(mesh, unit.axes, rank) * unit.shard_numel
+    x = x[..., : max(unit.numel - start, 0)]
     if not kind_of(x):
         return x, path
     first = start + int((~torch.isfinite(x)).flatten().nonzero()[0])
-    index = sum([stop <= first for stop in known.offsets[1:]])
+    index = sum([stop <= first for stop in unit.offsets[1:]])
     prefix = prefix_of(path, paths[0])
     if prefix is None:
         return x, path
-    places = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
-    return x, own_path(box.spec, index, prefix, places)
+    coordinates = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))
+    return x, own_path(box.spec, index, prefix, coordinates)
 
 
-# The report on what is not finite in a step's results.
+# The report on non-finite results of a step.
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a non-finite value was made.
+    """The place where a non-finite value was made.
 
     Attributes:
-        ranks: the ranks that made it there.
-        leaf: the argument and the path that it stood in; "" of what an operation made.
-        operation: the operation of torch, such as "log"; "" of what stood in an argument.
+        ranks: the ranks that made it.
+        leaf: the argument and the leaf that held it; "" if an operation made it.
+        operation: the torch operation, such as "log"; "" if an argument held the value.
         value: "nan", "inf", "-inf", or several of them.
-        given: what the operation was given: dtypes, shapes, ranges of finite values, and what is not finite.
-        line: the user's line, as "file:line"; "" where there is none. Of a backward pass, the forward operation's.
+        given: the inputs of the operation: dtypes, shapes, ranges of finite values, and kinds of non-finite ones.
+        line: the user's line, as "file:line"; "" if there is none. In a backward pass, it is the line of the forward
+            operation.
         code: the text of that line.
-        backward: the node of a backward pass, such as "SqrtBackward0"; "" of a forward pass.
+        backward: the node of the backward pass, such as "SqrtBackward0"; "" in a forward pass.
     """
 
     ranks: tuple[int, ...]
@@ -118,28 +119,28 @@ class Origin:
 
     @staticmethod
     def of(birth: Birth | None) -> "Origin | None":
-        """Return what the report keeps of a birth."""
+        """Return the origin for a birth; None for None."""
         if birth is None:
             return None
         b = birth
-        return Origin(b.ranks, b.leaf, b.operation, b.value, b.given, b.line, b.code, b.backward)
+        return Origin(b.ranks, b.leaf, b.operation, b.value, b.inputs, b.line, b.code, b.backward)
 
     def lines(self, size: int) -> list[str]:
-        """Return it as lines of text, for a mesh of `size` ranks."""
-        what = f"{self.value} " if self.value else ""
+        """Return the origin as lines of text, for a mesh of `size` ranks."""
+        prefix = f"{self.value} " if self.value else ""
         place = f" on {_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
         if self.leaf:
-            by = f"in {self.leaf}" + (f", first read by {self.operation}" if self.operation else "")
+            cause = f"in {self.leaf}" + (f", first read by {self.operation}" if self.operation else "")
         else:
-            by = f"made by {self.operation}"
-        found = [f"{what}{by}{place}"]
+            cause = f"made by {self.operation}"
+        lines = [f"{prefix}{cause}{place}"]
         if self.given:
-            found.append(f"  given {self.given}")
+            lines.append(f"  inputs: {self.given}")
         if self.backward:
-            found.append(f"  in the backward pass ({self.backward}) of")
+            lines.append(f"  in the backward pass ({self.backward}) of")
         if self.line:
-            found.append(f"  {self.line}" + (f": {self.code}" if self.code else ""))
-        return found
+            lines.append(f"  {self.line}" + (f": {self.code}" if self.code else ""))
+        return lines
 
 
 def _ranks(ranks: tuple[int, ...], size: int) -> str:
@@ -150,14 +151,14 @@ def _ranks(ranks: tuple[int, ...], size: int) -> str:
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """What `fzero.observe.nonfinite` found. Print it; as a condition it is true if a result is not finite.
+    """The report of `fzero.observe.nonfinite`. Print it. It is true as a condition if a result is not finite.
 
     Attributes:
-        name: of the step.
+        name: the name of the step.
         size: the number of ranks.
-        results: the results that are not finite, by their places.
-        origin: where the first non-finite value was made that reaches one of them; None if all are finite.
-        became: where an infinity of `origin` became nan, if it did.
+        results: the places of the results that are not finite.
+        origin: the origin of the first non-finite value that reaches a result; None if all results are finite.
+        became: the place where an infinity of `origin` became nan, if it did.
     """
 
     name: str
@@ -168,7 +169,7 @@ class Nonfinite:
 
     @property
     def rank(self) -> int | None:
-        """The first rank that made it; None if there is none."""
+        """The first rank that made the non-finite value; None if there is none."""
         return self.origin.ranks[0] if self.origin is not None and self.origin.ranks else None
 
     @property
@@ -194,22 +195,23 @@ class Nonfinite:
 
 
 def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
-    """Make a function that runs a step once, and says where the first nan or infinity was made that reaches a result.
+    """Make a function that runs a step once, and reports the origin of the first nan or infinity that reaches a result.
 
-    The step runs eagerly, and each operation is looked at. That is slow, and meant for one step: the one whose loss
-    was no number. Simulated ranks run in lockstep. In a distributed run all ranks call it, and get the same report. A
-    mask of -inf is not named unless it reaches a result. Random operations draw anew, unless they draw by key.
+    The step runs eagerly, and each operation is inspected. That is slow, and meant for a single step whose loss is not
+    finite. Simulated ranks run in lockstep. In a distributed run all ranks must call the function, and get the same
+    report. A mask of -inf is not reported unless it reaches a result. Random operations draw new numbers, unless they
+    draw by key.
 
     Args:
-        step: a sharded step, a jitted one (the step beneath it runs), what `mesh.spmd` made, or any function.
+        step: a sharded step, a jitted one (its uncompiled step runs), the result of `mesh.spmd`, or any function.
 
     Returns:
-        A function of the step's arguments, which it leaves as they are. It returns a `Nonfinite`: the rank, the
-        argument or the operation, and your source line.
+        A function of the step's arguments, which it does not change. It returns a `Nonfinite`: the rank, the argument
+        or the operation, and your source line.
 
     Raises:
         TypeError: if `step` is no function.
-        RuntimeError: when called, if the code is traced, or the mesh is a plan's.
+        RuntimeError: when called within a trace, or with a step on the mesh of a plan.
 
     Example:
         >>> import fzero, torch
@@ -218,28 +220,28 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         >>> fzero.observe.nonfinite(f)(mesh.split(torch.tensor([1.0, 2.0, 3.0, -4.0])))
         <lambda>: not finite: result
         nan made by log on rank 1 of 2
-          given float32 [2] of -4 to 3
+          inputs: float32 [2] of -4 to 3
     """
     if not callable(step):
-        raise TypeError(f"step is {step!r}: expected a function")
-    given = step_of(step.step if isinstance(step, Jitted) else step)
+        raise TypeError(f"step={step!r}: expected a function")
+    inner = step_of(step.step if isinstance(step, Jitted) else step)
 
     def find(*args: Any, **kwargs: Any) -> Nonfinite:
-        mesh = given.mesh
+        mesh = inner.mesh
         if is_tracing() or (mesh is not None and not (mesh.simulated or mesh.distributed)):
-            raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside jit and plan")
-        trail = _watched(given, args, kwargs)
-        trails = _of_all(trail, mesh)
+            raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside of jit and plan")
+        trail = _trail_of(inner, args, kwargs)
+        trails = _gather_trails(trail, mesh)
         results = tuple(dict.fromkeys([r.place for t in trails for r in t.results]))
-        found = explain(trails)
+        explanation = explain(trails)
         size = 1 if mesh is None else mesh.size
-        return Nonfinite(given.name, size, results, Origin.of(found.origin), Origin.of(found.became))
+        return Nonfinite(inner.name, size, results, Origin.of(explanation.origin), Origin.of(explanation.became))
 
     return find
 
 
-def _watched(step: TrainStep, args: Any, kwargs: Any) -> Trail:
-    """Run a step under the watch."""
+def _trail_of(step: TrainStep, args: Any, kwargs: Any) -> Trail:
+    """Run a step under a watch, and return its trail."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":
         step = step._on(replace(mesh, simulation="lockstep"))
@@ -247,10 +249,10 @@ def _watched(step: TrainStep, args: Any, kwargs: Any) -> Trail:
         watch = Watch(
             rank=mesh.rank if mesh is not None and mesh.distributed else None,
             size=1 if mesh is None else mesh.size,
-            meetings=lambda: len(log.order),
+            collective_count=lambda: len(log.order),
         )
-        given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        for part in nonfinite_parts(given, mesh):
+        arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        for part in nonfinite_parts(arguments, mesh):
             watch.argument(part.value, tree.place("argument", part.path), part.ranks)
         with lines_of_nodes(), watching(watch.before, watch.after):
             out = step(*args, **kwargs)
@@ -259,9 +261,9 @@ def _watched(step: TrainStep, args: Any, kwargs: Any) -> Trail:
     return watch.trail
 
 
-def _of_all(trail: Trail, mesh: Mesh | None) -> list[Trail]:
-    """Exchange the ranks' trails."""
+def _gather_trails(trail: Trail, mesh: Mesh | None) -> list[Trail]:
+    """Gather the trails of all ranks."""
     if mesh is None or not mesh.distributed:
         return [trail]
-    texts = gather_texts(json.dumps(packed(trail)), mesh, "fzero.observe.nonfinite")
-    return [unpacked(json.loads(text)) for text in texts]
+    texts = gather_texts(json.dumps(pack(trail)), mesh, "fzero.observe.nonfinite")
+    return [unpack(json.loads(text)) for text in texts]

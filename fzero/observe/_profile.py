@@ -1,4 +1,4 @@
-"""profile: where the time of a step goes, measured."""
+"""profile: measure where the time of a step goes."""
 
 import os
 import statistics
@@ -27,14 +27,14 @@ __all__ = ["Cost", "Profile", "bars", "colours", "draw", "in_words", "kind_of", 
 PASSES = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b"}
 FUNCTIONS = ("#b279a2", "#72b7b2", "#eeca3b", "#e45756", "#9d755d")
 OPERATIONS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#ff9d98", "#bab0ac")
-OTHERS = "#dddddd"
+OTHER_COLOUR = "#dddddd"
 ROWS = ("pass", "function", "line", "operation")
-LEAST = 0.0005  # of the step: what is narrower is not seen
-LETTERS = 170  # that fit into the whole width
+LEAST = 0.0005  # bars below this share of the step are left out
+LETTERS = 170  # the number of letters that fit into the full width
 
 
 class Bar(NamedTuple):
-    """A bar of the chart: its row, its name after the names above it, and its place in seconds. Row 0 is the pass."""
+    """A bar of the chart: its row, the names of the bars above it and its own, and its place in seconds."""
 
     row: int
     names: tuple[str, ...]
@@ -43,16 +43,16 @@ class Bar(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its own name."""
+        """The bar's own name."""
         return self.names[-1]
 
 
 def bars(spans: Sequence[Span]) -> Iterator[Bar]:
-    """Yield the bars of a chart. Neighbours of one name are one bar, if that above them is one."""
+    """Yield the bars of a chart. Neighbours with the same name are joined if the bar above them is the same."""
     for row in range(len(ROWS)):
         for names, group in groupby(spans, key=lambda s: _names(s)[: row + 1]):
-            mine = list(group)
-            yield Bar(row, names, mine[0].start, sum([s.seconds for s in mine]))
+            group_spans = list(group)
+            yield Bar(row, names, group_spans[0].start, sum([s.seconds for s in group_spans]))
 
 
 def _names(span: Span) -> tuple[str, ...]:
@@ -61,26 +61,26 @@ def _names(span: Span) -> tuple[str, ...]:
 
 
 def colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
-    """Return the colours of passes, of the dearest functions, and of the dearest operations, by their names."""
-    return PASSES, _of_dearest(spans, 1, FUNCTIONS), _of_dearest(spans, 3, OPERATIONS)
+    """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
+    return PASSES, _colours_of_top(spans, 1, FUNCTIONS), _colours_of_top(spans, 3, OPERATIONS)
 
 
-def _of_dearest(spans: Sequence[Span], row: int, chosen: Sequence[str]) -> dict[str, str]:
+def _colours_of_top(spans: Sequence[Span], row: int, palette: Sequence[str]) -> dict[str, str]:
     sums: dict[str, float] = {}
     for span in spans:
         name = _names(span)[row]
         sums[name] = sums.get(name, 0.0) + span.seconds
-    return dict(zip(sorted(sums, key=lambda name: -sums[name]), chosen, strict=False))
+    return dict(zip(sorted(sums, key=lambda name: -sums[name]), palette, strict=False))
 
 
 def label(text: str, share: float) -> str:
-    """Return what of a text fits into a share of the width: "" where not even its beginning does."""
+    """Return a text cut to a share of the width; "" if not even its beginning fits."""
     room = int(LETTERS * share)
     return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
 
 
 def draw(name: str, spans: Sequence[Span]) -> Any:
-    """Draw a flame chart as a figure of matplotlib. A line has the colour of its function."""
+    """Draw a flame chart as a matplotlib figure. A line has the colour of its function."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -89,20 +89,20 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     passes, functions, operations = colours(spans)
-    of = (passes, functions, functions, operations)
-    whole = sum([s.seconds for s in spans]) or 1.0
+    palettes = (passes, functions, functions, operations)
+    total = sum([s.seconds for s in spans]) or 1.0
     for bar in bars(spans):
-        if bar.seconds < LEAST * whole:
+        if bar.seconds < LEAST * total:
             continue
         box = [(bar.start * 1e3, bar.seconds * 1e3)]
-        colour = of[bar.row].get(bar.names[1 if bar.row == 2 else bar.row], OTHERS)
+        colour = palettes[bar.row].get(bar.names[1 if bar.row == 2 else bar.row], OTHER_COLOUR)
         axes.broken_barh(box, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
-        middle, text = (bar.start + bar.seconds / 2) * 1e3, label(bar.text, bar.seconds / whole)
+        middle, text = (bar.start + bar.seconds / 2) * 1e3, label(bar.text, bar.seconds / total)
         axes.text(middle, -bar.row - 0.45, text, ha="center", va="center", fontsize=6.5, clip_on=True)
-    axes.set(xlabel="ms of operations, one after the other", xlim=(0, whole * 1e3), ylim=(-len(ROWS), 0), title=name)
+    axes.set(xlabel="ms of operations, one after the other", xlim=(0, total * 1e3), ylim=(-len(ROWS), 0), title=name)
     axes.set_yticks([-row - 0.45 for row in range(len(ROWS))], ROWS)
-    named = {**{f"in {text}": colour for text, colour in functions.items()}, **operations, "others": OTHERS}
-    patches = [Patch(color=colour, label=text) for text, colour in named.items()]
+    legend = {**{f"in {text}": colour for text, colour in functions.items()}, **operations, "others": OTHER_COLOUR}
+    patches = [Patch(color=colour, label=text) for text, colour in legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
     return figure
 
@@ -115,12 +115,12 @@ class Cost(NamedTuple):
     """The time of one kind of work, or of one operation, in a step.
 
     Attributes:
-        name: "compute", "compiled" (code made by Inductor), "collectives" (to start them), "waits" (for them), "copies"
-            (and fills), "Python" (all that is between operations); or an operation.
-        kind: one of these; of an operation, the one that it is counted in.
-        seconds: in one step, of the thread that runs it, without the operations that it calls.
-        calls: in one step.
-        device_seconds: of an accelerator's kernels, in one step; 0 if there is none.
+        name: "compute", "compiled" (code by Inductor), "collectives" (to start them), "waits" (for them), "copies"
+            (and fills), "Python" (the time between operations); or the name of an operation.
+        kind: one of these kinds; for an operation, the kind that it counts as.
+        seconds: seconds in one step on the thread of the step, without nested operations.
+        calls: the number of calls in one step.
+        device_seconds: seconds of an accelerator's kernels in one step; 0 if there is none.
     """
 
     name: str
@@ -132,15 +132,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step went, on this rank. Print it.
+    """The time of a step on this rank, by kind of work, operation and source line. Print it.
 
     Attributes:
-        name: of the step.
-        seconds: of a step, the median, without the profiler.
-        profiled_seconds: of a step, the mean, with the profiler, which slows each operation a little.
+        name: the name of the step.
+        seconds: the median seconds of a step, without the profiler.
+        profiled_seconds: the mean seconds of a step with the profiler, which slows each operation a little.
         kinds: the profiled time by kind of work; it adds up to `profiled_seconds`.
-        operations: by operation, the dearest first.
-        spans: the operations of one more step, in their order. It runs one operation at a time, with other overheads.
+        operations: the profiled time by operation, the most expensive first.
+        spans: the operations of one more step, in order. It runs one operation at a time, so overheads differ.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Profile:
 
     @property
     def lines(self) -> tuple[LineCost, ...]:
-        """What each source line took, the dearest first, by `spans`."""
+        """The cost of each source line by `spans`, the most expensive first."""
         return by_line(self.spans)
 
     def __repr__(self) -> str:
@@ -163,19 +163,19 @@ class Profile:
         head = f"{self.name}: {self.seconds * 1e3:.2f} ms a step, {self.profiled_seconds * 1e3:.2f} with the profiler"
         lines = [head, _line("", "ms", "share", "calls", "device ms" if device else "")]
         lines += [self._row(c, device) for c in self.kinds]
-        lines += ["", "the dearest operations"]
+        lines += ["", "the most expensive operations"]
         lines += [self._row(c, device) for c in self.operations[:8]]
         return "\n".join([*lines, "", *self._by_line()])
 
     def _by_line(self) -> list[str]:
-        """List the dearest source lines, by the operations of one step."""
-        whole = sum([s.seconds for s in self.spans]) or 1.0
-        rows = ["the dearest lines", _line("", "ms", "share", "calls", "backward")]
+        """Format the most expensive source lines of one step."""
+        total = sum([s.seconds for s in self.spans]) or 1.0
+        rows = ["the most expensive lines", _line("", "ms", "share", "calls", "backward")]
         for c in self.lines[:8]:
             place = f"{short(c.line)} {c.function}".strip() or "fzero, or without a line"
             cells = (
                 f"{c.seconds * 1e3:.2f}",
-                f"{c.seconds / whole:.1%}",
+                f"{c.seconds / total:.1%}",
                 f"{c.calls:,}",
                 f"{c.backward_seconds * 1e3:.2f}",
             )
@@ -186,7 +186,7 @@ class Profile:
         """Draw a flame chart of one step into an image file: passes, functions, lines, operations (matplotlib).
 
         Args:
-            path: of the file: its ending says the format, such as ".png" or ".svg".
+            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
         """
         draw(self.name, self.spans).savefig(path, dpi=120)
 
@@ -208,27 +208,27 @@ def profile(
     trace: str | Path | None = None,
     **kwargs: Any,
 ) -> Profile:
-    """Run a step a few times with the same arguments, and say where its time goes.
+    """Run a step a few times with the same arguments, and measure where its time goes.
 
-    Each run is given a copy of the arguments, so that donated ones stay yours; the copies are not timed. In a
-    distributed run every rank calls it, and each gets its own profile: one waits while another computes.
+    Each run gets a copy of the arguments, so that donation leaves yours intact. The copies are not timed. In a
+    distributed run every rank must call it, and gets its own profile: one rank waits while another computes.
 
     Args:
         step: a function, a sharded step, or a jitted one.
-        *args: its arguments.
-        steps: how many runs are timed, and then as many profiled.
-        warmup: how many run before, to compile.
-        trace: a file to write the profiled runs to, for https://ui.perfetto.dev; with several processes each writes its
-            own, `trace.rank0.json` for `trace.json`.
-        **kwargs: its keyword arguments.
+        *args: the positional arguments of the step.
+        steps: how many runs are timed. As many runs are profiled afterwards.
+        warmup: how many runs come first, to compile.
+        trace: a file to write the profiled runs to, for https://ui.perfetto.dev. With several processes each writes a
+            file of its own, such as `trace.rank0.json` for `trace.json`.
+        **kwargs: the keyword arguments of the step.
 
     Returns:
         A `Profile`.
 
     Raises:
-        ValueError: if `steps` or `warmup` is no number of runs, `trace` lies in no folder, or the step's ranks are
-            threads (lockstep), of which torch's profiler would show one.
-        RuntimeError: while a profiler of torch runs, which this one would end.
+        ValueError: if `steps` or `warmup` is not a number of runs, or the folder of `trace` does not exist. Also if the
+            step's ranks are threads (lockstep), since torch's profiler would show one of them only.
+        RuntimeError: if a torch profiler is running, since this one would end it.
 
     Example:
         >>> import fzero, torch
@@ -241,22 +241,22 @@ def profile(
     _check(step, steps, warmup, trace)
 
     def run() -> float:
-        mine, named = _copy(args), _copy(kwargs)
-        _ready()
+        args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+        _start_together()
         start = time.perf_counter()
         with torch.profiler.record_function(MARK):
-            out = step(*mine, **named)
+            out = step(*args_copy, **kwargs_copy)
             _synchronize()
         seconds = time.perf_counter() - start
         del out
         return seconds
 
     def one_by_one() -> tuple[Span, ...]:
-        mine, named = _copy(args), _copy(kwargs)
-        _ready()
-        with spans() as found:
-            step(*mine, **named)
-        return tuple(found)
+        args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+        _start_together()
+        with spans() as results:
+            step(*args_copy, **kwargs_copy)
+        return tuple(results)
 
     for _ in range(warmup):
         run()
@@ -267,11 +267,11 @@ def profile(
         for _ in range(steps):
             run()
     if trace is not None:
-        profiler.export_chrome_trace(str(_of_rank(Path(trace))))
+        profiler.export_chrome_trace(str(_path_of_rank(Path(trace))))
     profiled, operations = _by_operation(profiler.events() or [], steps)
-    f = getattr(step, "train_step", step)  # of a sharded step, the function that was sharded
+    f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
-    one_by_one()  # what runs for the first time takes longer
+    one_by_one()  # warm up: a first run takes longer
     return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations, one_by_one())
 
 
@@ -281,24 +281,26 @@ def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path 
             raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
 
     if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}")
+        raise ValueError(f"trace={str(trace)!r}: there is no folder {Path(trace).parent}: create it first")
     if getattr(getattr(step, "mesh", None), "simulation", "") == "lockstep":
         raise ValueError(
-            "step: its ranks run in lockstep, as threads. Profile it on fzero.mesh(dp=...) or real processes"
+            "step: its ranks run in lockstep, as threads: profile it on fzero.mesh(dp=...) or on real processes"
         )
     if profiling():
-        raise RuntimeError("fzero.profile: torch's profiler runs already, and would be ended")
+        raise RuntimeError(
+            "fzero.profile: torch's profiler runs already, and fzero.profile would end it: leave it first"
+        )
 
 
 def _copy(values: Any) -> Any:
-    def own(x: Any) -> Any:
+    def copy(x: Any) -> Any:
         return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
-    return tree.map(own, values)
+    return tree.map(copy, values)
 
 
-def _ready() -> None:
-    """Begin together: else the first collective also waits for whoever is late."""
+def _start_together() -> None:
+    """Synchronize all ranks. Otherwise the first collective would also wait for late ranks."""
     _synchronize()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
@@ -309,28 +311,28 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _of_rank(path: Path) -> Path:
+def _path_of_rank(path: Path) -> Path:
     if not (dist.is_available() and dist.is_initialized()):
         return path
     return path.with_name(f"{path.stem}.rank{dist.get_rank()}{path.suffix or '.json'}")
 
 
 def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
-    """Add up the operations inside the marks on their thread; return a step's seconds too."""
+    """Add up the operations within the marks, on the thread of the marks. Return the seconds of a step with them."""
     events = list(events)
     marks = [e for e in events if e.name == MARK]
     threads = {e.thread for e in marks}
     spans = [(e.time_range.start, e.time_range.end) for e in marks]
-    found: dict[str, list[float]] = {}
+    sums_by_name: dict[str, list[float]] = {}
     for e in events:
         if e.thread in threads and any(start <= e.time_range.start <= end for start, end in spans):
-            sums = found.setdefault(e.name, [0.0, 0.0, 0.0])
+            sums = sums_by_name.setdefault(e.name, [0.0, 0.0, 0.0])
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
-    # a user's mark, by record_function, is no operation: its own time is that between the operations in it
-    marked = {e.name for e in events if e.is_user_annotation and kind_of(e.name) in ("compute", "copies")}
-    kinds = {name: "Python" if name in marked else kind_of(name) for name in found}
-    costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in found.items()]
+    # a user's record_function is no operation: its own time is the time between the operations within
+    user_marks = {e.name for e in events if e.is_user_annotation and kind_of(e.name) in ("compute", "copies")}
+    kinds = {name: "Python" if name in user_marks else kind_of(name) for name in sums_by_name}
+    costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in sums_by_name.items()]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
     return seconds, tuple(sorted([c for c in costs if c.name != MARK], key=lambda c: -max(c.seconds, c.device_seconds)))
 
@@ -338,15 +340,15 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
 def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     kinds = []
     for kind in KINDS[:-1]:
-        mine = [c for c in operations if c.kind == kind]
-        calls, device = sum([c.calls for c in mine]), sum([c.device_seconds for c in mine])
-        kinds.append(Cost(kind, kind, sum([c.seconds for c in mine]), calls, device))
+        costs = [c for c in operations if c.kind == kind]
+        calls, device = sum([c.calls for c in costs]), sum([c.device_seconds for c in costs])
+        kinds.append(Cost(kind, kind, sum([c.seconds for c in costs]), calls, device))
     rest = seconds - sum([c.seconds for c in kinds])
     return (*kinds, Cost("Python", "Python", rest, 0.0))
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work that an operation of this name, as the profiler shows it, is."""
+    """Return the kind of work of an operation, by its name in the profiler."""
     space, _, op = name.partition("::")
     if op == "wait_tensor" or name == "fzero::wait":
         return "waits"
@@ -366,7 +368,7 @@ _SPACES = ("aten::", "_c10d_functional::", "c10d::", "fzero::")
 
 
 def in_words(name: str) -> str:
-    """Name an operation as a user does: without its namespace, and compiled code as that."""
+    """Return the name of an operation for users: without its namespace, and "compiled code" for compiled regions."""
     if name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled code"
     space = next((s for s in _SPACES if name.startswith(s)), "")

@@ -1,4 +1,4 @@
-"""Follow non-finite values through a run: which were made of which, on all ranks, and where they began."""
+"""Trace non-finite values through a run: their parents, on all ranks, and the operations that made the first ones."""
 
 import linecache
 import math
@@ -14,23 +14,23 @@ from fzero.axes import bound
 __all__ = [
     "Birth",
     "Edge",
-    "Found",
+    "Explanation",
     "Kind",
-    "Made",
-    "Reached",
+    "NonFiniteResult",
+    "NonFiniteValue",
     "Trail",
     "Watch",
     "explain",
     "kind_of",
-    "packed",
-    "unpacked",
+    "pack",
+    "unpack",
 ]
 
-# The trail of non-finite values: which were made of which, on all ranks, and where they began.
+# The trail of non-finite values: a graph from each value to its parents, on all ranks.
 
 
 class Edge(NamedTuple):
-    """What a value was made of: the number of another, and whether a nan came from there."""
+    """An edge to a parent of a value: the number of the parent, and whether a nan came from it."""
 
     number: int
     nan: bool
@@ -38,19 +38,19 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Birth:
-    """Where a value was made.
+    """The origin of a value.
 
     Attributes:
-        order: its place in time: the collectives before it, the rank of the process, its number there.
+        order: its place in time: the number of collectives before it, the rank of the process, the number of the value.
         ranks: the ranks that made it.
-        leaf: the place of the argument that it stood in; "" of what an operation made.
-        operation: what made it.
+        leaf: the leaf of an argument that held it; "" if an operation made it.
+        operation: the operation that made it.
         value: "nan", "inf", "-inf", or several of them.
-        given: what the operation was given.
-        line: the user's, as "file:line".
+        inputs: the inputs of the operation, as text.
+        line: the user's line, as "file:line".
         code: the text of the line.
-        backward: the node of a backward pass.
-        meant: whether the program asked for it, as a mask of -inf.
+        backward: the node of the backward pass.
+        is_intended: whether the program asked for it, as for a mask of -inf.
     """
 
     order: tuple[int, int, int]
@@ -58,32 +58,32 @@ class Birth:
     leaf: str = ""
     operation: str = ""
     value: str = ""
-    given: str = ""
+    inputs: str = ""
     line: str = ""
     code: str = ""
     backward: str = ""
-    meant: bool = False
+    is_intended: bool = False
 
 
 @dataclass
-class Made:
+class NonFiniteValue:
     """A non-finite value.
 
     Attributes:
         nan: whether it holds nan, and not only infinities.
-        parents: what it was made of.
-        birth: where it was made, if it may be the first.
-        meeting: if it came from other ranks, the number of the collective.
+        parents: the values that it was made of.
+        birth: its origin, if it may be the first non-finite value.
+        collective: the number of the collective, if the value came from other ranks.
     """
 
     nan: bool
     parents: list[Edge]
     birth: Birth | None = None
-    meeting: int | None = None
+    collective: int | None = None
 
 
-class Reached(NamedTuple):
-    """A result that is not finite: its place, whether it holds nan, and what it is made of."""
+class NonFiniteResult(NamedTuple):
+    """A result that is not finite: its place, whether it holds nan, and its parents."""
 
     place: str
     nan: bool
@@ -92,88 +92,88 @@ class Reached(NamedTuple):
 
 @dataclass
 class Trail:
-    """The non-finite values of a process, its results, and what it sent in each collective."""
+    """The non-finite values of a process, its non-finite results, and the values that it sent in each collective."""
 
-    made: list[Made] = field(default_factory=list)
-    results: list[Reached] = field(default_factory=list)
+    values: list[NonFiniteValue] = field(default_factory=list)
+    results: list[NonFiniteResult] = field(default_factory=list)
     sent: dict[int, list[Edge]] = field(default_factory=dict)
 
 
-def packed(trail: Trail) -> Any:
+def pack(trail: Trail) -> Any:
     """Return a trail as lists and dicts, for JSON."""
     return asdict(trail) | {"results": [[r.place, r.nan, r.parents] for r in trail.results]}
 
 
-def unpacked(values: Any) -> Trail:
-    """Return the trail that `packed` was given."""
+def unpack(data: Any) -> Trail:
+    """Return the trail from the output of `pack`."""
 
-    def edges(found: Any) -> list[Edge]:
-        return [Edge(*e) for e in found]
+    def edges(items: Any) -> list[Edge]:
+        return [Edge(*e) for e in items]
 
     def birth(b: Any) -> Birth | None:
         return b and Birth(**{**b, "order": tuple(b["order"]), "ranks": tuple(b["ranks"])})
 
-    made = [Made(m["nan"], edges(m["parents"]), birth(m["birth"]), m["meeting"]) for m in values["made"]]
-    results = [Reached(place, nan, edges(parents)) for place, nan, parents in values["results"]]
-    return Trail(made, results, {int(k): edges(sent) for k, sent in values["sent"].items()})
+    values = [NonFiniteValue(m["nan"], edges(m["parents"]), birth(m["birth"]), m["collective"]) for m in data["values"]]
+    results = [NonFiniteResult(place, nan, edges(parents)) for place, nan, parents in data["results"]]
+    return Trail(values, results, {int(k): edges(sent) for k, sent in data["sent"].items()})
 
 
-class Found(NamedTuple):
-    """Where non-finite results began: the first value, and, if it was infinite, where it became nan."""
+class Explanation(NamedTuple):
+    """The origin of non-finite results, and the place where an infinity became nan, if it did."""
 
     origin: Birth | None
     became: Birth | None
 
 
-Node = tuple[int, int]  # a process, and a number there
+Node = tuple[int, int]  # a process, and the number of a value in its trail
 
 
-def explain(trails: Sequence[Trail]) -> Found:
-    """Find where the results of all processes began not to be finite."""
-    reached = [(p, r) for p, trail in enumerate(trails) for r in trail.results]
-    nans = _ends(trails, [(p, e.number) for p, r in reached if r.nan for e in r.parents if e.nan], nan=True)
+def explain(trails: Sequence[Trail]) -> Explanation:
+    """Find the origin of the non-finite results of all processes."""
+    results = [(p, r) for p, trail in enumerate(trails) for r in trail.results]
+    nans = _ends(trails, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
     for node in _in_time(trails, nans):
-        before = _ends(trails, [other for other, _ in _parents(trails, node)], nan=False)
-        first = [n for n in _in_time(trails, before) if not _birth(trails, n).meant]
+        sources = _ends(trails, [parent for parent, _ in _parents(trails, node)], nan=False)
+        first = [n for n in _in_time(trails, sources) if not _birth(trails, n).is_intended]
         if first:
-            return Found(_joint(trails, first[0], before), _joint(trails, node, nans))
-        return Found(_joint(trails, node, nans), None)
-    infinities = _ends(trails, [(p, e.number) for p, r in reached for e in r.parents], nan=False)
-    ordered = sorted(_in_time(trails, infinities), key=lambda n: _birth(trails, n).meant)
-    return Found(_joint(trails, ordered[0], infinities) if ordered else None, None)
+            return Explanation(_joint(trails, first[0], sources), _joint(trails, node, nans))
+        return Explanation(_joint(trails, node, nans), None)
+    infinities = _ends(trails, [(p, e.number) for p, r in results for e in r.parents], nan=False)
+    candidates = sorted(_in_time(trails, infinities), key=lambda n: _birth(trails, n).is_intended)
+    return Explanation(_joint(trails, candidates[0], infinities) if candidates else None, None)
 
 
 def _parents(trails: Sequence[Trail], node: Node) -> Iterator[tuple[Node, bool]]:
-    """List what a value was made of: here, or in a collective on all ranks."""
+    """Yield the parents of a value: on its own process, or those that all ranks sent into a collective."""
     process, number = node
-    made = trails[process].made[number]
-    for e in made.parents:
+    value = trails[process].values[number]
+    for e in value.parents:
         yield (process, e.number), e.nan
-    if made.meeting is not None:
-        for other, trail in enumerate(trails):
-            for e in trail.sent.get(made.meeting, ()):
-                yield (other, e.number), e.nan
+    if value.collective is not None:
+        for source, trail in enumerate(trails):
+            for e in trail.sent.get(value.collective, ()):
+                yield (source, e.number), e.nan
 
 
 def _ends(trails: Sequence[Trail], start: Iterable[Node], nan: bool) -> set[Node]:
-    """Walk back from values, along nan only or along all, to those that were made of no others."""
-    stack, seen, ends = list(start), set[Node](), set[Node]()
+    """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
+    stack, visited, ends = list(start), set[Node](), set[Node]()
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
-        before = [other for other, holds in _parents(trails, node) if holds or not nan]
-        stack += before
-        if not before and trails[node[0]].made[node[1]].birth is not None:
+        visited.add(node)
+        sources = [source for source, is_nan in _parents(trails, node) if is_nan or not nan]
+        stack += sources
+        if not sources and trails[node[0]].values[node[1]].birth is not None:
             ends.add(node)
     return ends
 
 
 def _birth(trails: Sequence[Trail], node: Node) -> Birth:
-    found = trails[node[0]].made[node[1]].birth
-    assert found is not None
-    return found
+    birth = trails[node[0]].values[node[1]].birth
+    assert birth is not None
+    return birth
 
 
 def _in_time(trails: Sequence[Trail], nodes: Iterable[Node]) -> list[Node]:
@@ -181,25 +181,25 @@ def _in_time(trails: Sequence[Trail], nodes: Iterable[Node]) -> list[Node]:
 
 
 def _joint(trails: Sequence[Trail], node: Node, nodes: Iterable[Node]) -> Birth:
-    """Return where a value was made, with all ranks that made one there."""
-    found, others = _birth(trails, node), [_birth(trails, n) for n in nodes]
+    """Return the birth of a value, with all ranks that made a value at the same place."""
+    birth, births = _birth(trails, node), [_birth(trails, n) for n in nodes]
 
-    def where(b: Birth) -> Any:
+    def place(b: Birth) -> Any:
         return b.leaf, b.operation, b.line, b.backward
 
-    ranks = sorted({r for b in others if where(b) == where(found) for r in b.ranks})
-    return Birth(**{**asdict(found), "ranks": tuple(ranks)})
+    ranks = sorted({r for b in births if place(b) == place(birth) for r in b.ranks})
+    return Birth(**{**asdict(birth), "ranks": tuple(ranks)})
 
 
-# The watch: it looks at the results of each operation, and follows those that are not finite by their memory.
+# The watch looks at the results of each operation, and tracks non-finite ones by their memory.
 
 
-_OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # which do not read what they write into
+_OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")  # operations that overwrite a tensor without reading it
 _MESSAGES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
 
 
 class Kind(NamedTuple):
-    """What a tensor holds that is not finite."""
+    """The kinds of non-finite elements in a tensor: nan, inf, -inf."""
 
     nan: bool
     above: bool
@@ -209,14 +209,14 @@ class Kind(NamedTuple):
         return any(self)
 
     def __str__(self) -> str:
-        return " and ".join([name for name, there in zip(("nan", "inf", "-inf"), self, strict=True) if there])
+        return " and ".join([name for name, has in zip(("nan", "inf", "-inf"), self, strict=True) if has])
 
 
 _FINITE = Kind(False, False, False)
 
 
 def kind_of(x: torch.Tensor) -> Kind:
-    """Return what a tensor holds that is not finite."""
+    """Return which kinds of non-finite elements a tensor holds."""
     if not is_real(x) or not (x.is_floating_point() or x.is_complex()):
         return _FINITE
     x = x.detach().resolve_conj().resolve_neg()
@@ -227,7 +227,7 @@ def kind_of(x: torch.Tensor) -> Kind:
 
 
 class _Region(NamedTuple):
-    """Memory that a non-finite value lies in; if it is only `expected` there, what makes it one when it is read."""
+    """Memory of a non-finite value. If the value is only `expected`, that function records it once it is read."""
 
     memory: Memory
     number: int
@@ -235,99 +235,104 @@ class _Region(NamedTuple):
 
 
 class Watch:
-    """Follows what is not finite through the operations of one process.
+    """Tracks non-finite values through the operations of one process.
 
     Attributes:
-        trail: what was found.
-        rank: of the process; None where ranks are threads.
+        trail: the trail of the values.
+        rank: the rank of the process; None if ranks are threads.
         size: the number of ranks.
-        meetings: returns how many collectives have run.
+        collective_count: a function that returns how many collectives have run.
     """
 
-    def __init__(self, rank: int | None, size: int, meetings: Callable[[], int]) -> None:
+    def __init__(self, rank: int | None, size: int, collective_count: Callable[[], int]) -> None:
         self.trail = Trail()
-        self.rank, self.size, self.meetings = rank, size, meetings
+        self.rank, self.size, self.collective_count = rank, size, collective_count
         self._regions: dict[int, list[_Region]] = {}
 
-    # ------------------------------------------------------------ what the watch is shown
+    # ------------------------------------------------------------ events
 
     def before(self, operation: WatchedOperation) -> list[Edge]:
-        """Return what those values were made of that the operation may write over."""
+        """Return edges to the non-finite values that the operation may overwrite."""
         return [] if operation.name in _OVERWRITE else self._edges(operation.written, operation)
 
-    def after(self, operation: WatchedOperation, known: list[Edge], results: Sequence[torch.Tensor]) -> None:
-        """Look at what an operation has made."""
+    def after(self, operation: WatchedOperation, overwritten: list[Edge], results: Sequence[torch.Tensor]) -> None:
+        """Record the non-finite results of an operation."""
         name = operation.name
         if name.startswith(_MESSAGES):
             if not name.startswith("_c10d_functional::wait_tensor"):
-                self._sent(operation, results)
+                self._record_messages(operation, results)
             return
         if name == "aten::equal" and self.size > 1 and not bound():
-            # ranks that have ended: the first's value stands for all as a result, so it is made of the others', too
+            # all ranks have ended: the first one's value stands for all as a result, so it descends from the others'
             for e in self._edges(operation.given[1:], operation):
                 self._remember(operation.given[:1], e.number)
             return
         storages = {memory_of(x).storage for x in operation.given if is_real(x)}
         new = [x for x in results if is_real(x) and memory_of(x).storage not in storages]
         if "empty" in name:
-            self._expect(new, self._read_too_early(operation))
+            self._expect(new, self._record_early_read(operation))
             return
         if "lift_fresh" in name:  # a constant: torch.tensor(-math.inf)
             new = [x for x in results if is_real(x)]
-        self._look(operation, known, new)
+        self._record_results(operation, overwritten, new)
 
     def argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
-        """Note an argument, or a rank's part of one, that is not finite."""
+        """Record an argument, or a rank's part of one, if it is not finite."""
         kind = kind_of(x)
         if kind:
-            # a mask in the batch is meant, so it is named only if nothing else is found
-            birth = Birth(self._order(), ranks, leaf, value=str(kind), meant=not kind.nan and not kind.above)
-            self._remember([x], self._made(kind.nan, [], birth))
+            # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
+            birth = Birth(self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above)
+            self._remember([x], self._record(kind.nan, [], birth))
 
     def result(self, x: torch.Tensor, place: str) -> None:
-        """Note a result if it is not finite."""
+        """Record a result if it is not finite."""
         kind = kind_of(x)
         if kind:
-            found = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
-            self.trail.results.append(Reached(place, kind.nan, found))
+            parents = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
+            self.trail.results.append(NonFiniteResult(place, kind.nan, parents))
 
     # ------------------------------------------------------------ operations
 
-    def _look(self, operation: WatchedOperation, known: list[Edge], new: Sequence[torch.Tensor]) -> None:
-        found = [(x, kind_of(x)) for x in (*new, *operation.written)]
-        kind = Kind(*[any(k[i] for _, k in found) for i in range(3)])
+    def _record_results(
+        self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
+    ) -> None:
+        kinds = [(x, kind_of(x)) for x in (*new, *operation.written)]
+        kind = Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         written = {id(x) for x in operation.written}
-        parents = known + self._edges([x for x in operation.given if id(x) not in written], operation) if kind else []
-        for x, _ in found:
+        parents = (
+            overwritten + self._edges([x for x in operation.given if id(x) not in written], operation) if kind else []
+        )
+        for x, _ in kinds:
             self._forget(x)
         if not kind:
             return
         parents = list(dict.fromkeys(parents))
         first = not parents or (kind.nan and not any(e.nan for e in parents))
-        number = self._made(kind.nan, parents, self._birth(operation, kind) if first else None)
-        self._remember([x for x, k in found if k], number)
+        number = self._record(kind.nan, parents, self._birth(operation, kind) if first else None)
+        self._remember([x for x, k in kinds if k], number)
 
-    def _sent(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
-        """Note what goes to other ranks, and that something comes: when, only who waits for it knows."""
-        meeting = self.meetings()
-        receives = "recv" in operation.name
-        if not receives:
-            self.trail.sent.setdefault(meeting, []).extend(self._edges(operation.given, operation))
-        birth = self._birth(operation, _FINITE, given=False)
+    def _record_messages(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
+        """Record the values that are sent to other ranks, and expect values from them. These are recorded when read."""
+        collective = self.collective_count()
+        is_receive = "recv" in operation.name
+        if not is_receive:
+            self.trail.sent.setdefault(collective, []).extend(self._edges(operation.given, operation))
+        birth = self._birth(operation, _FINITE, with_inputs=False)
 
-        def received(nan: bool) -> int:
-            return self._made(nan, [], birth, meeting)
+        def record_received(nan: bool) -> int:
+            return self._record(nan, [], birth, collective)
 
-        self._expect([*results, *operation.written, *(operation.given if receives else ())], received)
+        self._expect([*results, *operation.written, *(operation.given if is_receive else ())], record_received)
 
-    def _read_too_early(self, operation: WatchedOperation) -> Callable[[bool], int]:
-        operation, birth = WatchedOperation(operation.name, [], [], []), list[Birth]()  # tensors would be kept alive
+    def _record_early_read(self, operation: WatchedOperation) -> Callable[[bool], int]:
+        """Return a function that records a read of uninitialized memory. It must not keep the tensors alive."""
+        operation, birth = WatchedOperation(operation.name, [], [], []), list[Birth]()
 
-        def made(nan: bool) -> int:
-            birth[:] = birth or [self._birth(operation, _FINITE, given=False)]
-            return self._made(nan, [], birth[0])
+        def record_read(nan: bool) -> int:
+            birth[:] = birth or [self._birth(operation, _FINITE, with_inputs=False)]
+            return self._record(nan, [], birth[0])
 
-        return made
+        return record_read
 
     # ------------------------------------------------------------ memory
 
@@ -336,79 +341,79 @@ class Watch:
             memory = memory_of(x)
             self._regions.setdefault(memory.storage, []).append(_Region(memory, number))
 
-    def _expect(self, xs: Sequence[torch.Tensor], made: Callable[[bool], int]) -> None:
+    def _expect(self, xs: Sequence[torch.Tensor], record: Callable[[bool], int]) -> None:
         for x in xs:
             if is_real(x) and (x.is_floating_point() or x.is_complex()):
                 memory = memory_of(x)
-                self._regions.setdefault(memory.storage, []).append(_Region(memory, -1, made))
+                self._regions.setdefault(memory.storage, []).append(_Region(memory, -1, record))
 
     def _forget(self, x: torch.Tensor) -> None:
-        """Forget what was in memory that is written over."""
+        """Forget the values in memory that is overwritten."""
         if is_real(x) and x.is_contiguous():
             memory = memory_of(x)
-            self._keep(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
+            self._prune(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
 
-    def _keep(self, storage: int, kept: Callable[[Memory], bool]) -> list[_Region]:
-        left = [r for r in self._regions.get(storage, ()) if not r.memory.gone and kept(r.memory)]
-        if left:
-            self._regions[storage] = left
+    def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_Region]:
+        regions = [r for r in self._regions.get(storage, ()) if not r.memory.gone and keep(r.memory)]
+        if regions:
+            self._regions[storage] = regions
         else:
             self._regions.pop(storage, None)
-        return left
+        return regions
 
     def _edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
-        found = [(x, kind_of(x)) for x in xs]
-        return [e for x, kind in found if kind for e in self._edges_of(x, kind, operation)]
+        kinds = [(x, kind_of(x)) for x in xs]
+        return [e for x, kind in kinds if kind for e in self._edges_of(x, kind, operation)]
 
     def _edges_of(self, x: torch.Tensor, kind: Kind, operation: WatchedOperation) -> list[Edge]:
-        """Return what a tensor that is not finite was made of."""
+        """Return edges to the values that a non-finite tensor holds. Record a captured tensor as a new value."""
         memory = memory_of(x)
-        here = [
+        regions = [
             r
-            for r in self._keep(memory.storage, lambda m: True)
+            for r in self._prune(memory.storage, lambda m: True)
             if r.memory.first < memory.stop and r.memory.stop > memory.first
         ]
-        numbers = [r.number for r in here if r.expected is None]
+        numbers = [r.number for r in regions if r.expected is None]
         if not numbers:
-            expected = next((r.expected for r in reversed(here) if r.expected is not None), None)
-            numbers = [self._captured(kind, operation) if expected is None else expected(kind.nan)]
+            expected = next((r.expected for r in reversed(regions) if r.expected is not None), None)
+            numbers = [self._record_captured(kind, operation) if expected is None else expected(kind.nan)]
             self._remember([x], numbers[0])
-        return [Edge(n, kind.nan and self.trail.made[n].nan) for n in numbers]
+        return [Edge(n, kind.nan and self.trail.values[n].nan) for n in numbers]
 
     # ------------------------------------------------------------ births
 
-    def _made(self, nan: bool, parents: list[Edge], birth: Birth | None, meeting: int | None = None) -> int:
-        self.trail.made.append(Made(nan, parents, birth, meeting))
-        return len(self.trail.made) - 1
+    def _record(self, nan: bool, parents: list[Edge], birth: Birth | None, collective: int | None = None) -> int:
+        self.trail.values.append(NonFiniteValue(nan, parents, birth, collective))
+        return len(self.trail.values) - 1
 
-    def _captured(self, kind: Kind, operation: WatchedOperation) -> int:
-        """Note a tensor that was there before, and is no argument: one that a function captured."""
-        birth = self._birth(operation, kind, given=False)
+    def _record_captured(self, kind: Kind, operation: WatchedOperation) -> int:
+        """Record a tensor from before the call that is no argument: one that a function captured."""
+        birth = self._birth(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
-        meant = not kind.nan and not kind.above
-        return self._made(kind.nan, [], Birth(**{**vars(birth), "leaf": leaf, "meant": meant}))
+        is_intended = not kind.nan and not kind.above
+        return self._record(kind.nan, [], Birth(**{**vars(birth), "leaf": leaf, "is_intended": is_intended}))
 
     def _order(self) -> tuple[int, int, int]:
-        return self.meetings() if self.rank is not None else 0, self.rank or 0, len(self.trail.made)
+        return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.trail.values)
 
-    def _birth(self, operation: WatchedOperation, kind: Kind, given: bool = True) -> Birth:
+    def _birth(self, operation: WatchedOperation, kind: Kind, with_inputs: bool = True) -> Birth:
         place = place_now()
         file, _, number = place.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
         return Birth(
             order=self._order(),
-            ranks=tuple(range(self.size)) if place.collective else self._here(),
+            ranks=tuple(range(self.size)) if place.collective else self._current_rank(),
             operation=f"{name}, in a collective" if place.collective else name,
             value=str(kind),
-            given=_shown(operation) if given else "",
+            inputs=_format_inputs(operation) if with_inputs else "",
             line=place.line,
             code=linecache.getline(file, int(number)).strip() if number else "",
             backward=place.backward,
-            meant=any(not math.isfinite(x) for x in operation.numbers) or "lift_fresh" in operation.name,
+            is_intended=any(not math.isfinite(x) for x in operation.numbers) or "lift_fresh" in operation.name,
         )
 
-    def _here(self) -> tuple[int, ...]:
-        """Return the rank that runs now."""
+    def _current_rank(self) -> tuple[int, ...]:
+        """Return the rank that runs now, as a tuple; an empty one if it is not known."""
         if self.rank is not None:
             return (self.rank,)
         place, axes = 0, bound()
@@ -417,16 +422,16 @@ class Watch:
         return (place,) if axes or self.size == 1 else ()
 
 
-def _shown(operation: WatchedOperation) -> str:
-    """Show what an operation was given: dtypes, shapes, ranges of finite values, and what is not finite."""
-    return ", ".join([_range(x) for x in operation.given[:3] if is_real(x)])
+def _format_inputs(operation: WatchedOperation) -> str:
+    """Format the inputs of an operation: dtypes, shapes, ranges of finite values, and kinds of non-finite ones."""
+    return ", ".join([_format_tensor(x) for x in operation.given[:3] if is_real(x)])
 
 
-def _range(x: torch.Tensor) -> str:
+def _format_tensor(x: torch.Tensor) -> str:
     shape = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     if not x.is_floating_point() or x.itemsize == 1:
         return shape
     finite: Any = x.detach()[torch.isfinite(x.detach())]
-    held = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if finite.numel() else []
-    held += [str(kind)] if (kind := kind_of(x)) else []
-    return f"{shape} of {' and '.join(held)}"
+    parts = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if finite.numel() else []
+    parts += [str(kind)] if (kind := kind_of(x)) else []
+    return f"{shape} of {' and '.join(parts)}"

@@ -1,4 +1,4 @@
-"""calibrate: what this machine reaches, measured in some seconds, as a machine that the cost model takes."""
+"""calibrate: measure the speeds of this machine in a few seconds, for the cost model."""
 
 import os
 import platform
@@ -25,119 +25,119 @@ __all__ = [
     "small_seconds",
 ]
 
-# Stopwatches: how long products, copies, small operations and messages take on this machine.
+# Stopwatches for products, copies, small operations and messages.
 
 
-GROUP = 20  # small operations between two looks at the clock
+GROUP = 20  # small operations between two readings of the clock
 
 
 def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: int = 1) -> float:
-    """Return the median time of a call, over as many as fit a budget of seconds, and at least one.
+    """Return the median seconds of a call, over as many calls as fit the budget, and at least one.
 
     Args:
-        f: what is called; once before, which does not count.
-        device: that its work is waited for on.
-        budget: in seconds.
-        group: how many calls there are between two looks at the clock.
+        f: the function to call. A first call is not counted.
+        device: the device whose work is waited for.
+        budget: the seconds to spend.
+        group: how many calls there are between two readings of the clock.
     """
 
     def run(times: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(times):
             f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - start) / times
 
     run(1)
-    found, end = [], time.perf_counter() + budget
-    while not found or time.perf_counter() < end:
-        found.append(run(group))
-    return statistics.median(found)
+    samples, deadline = [], time.perf_counter() + budget
+    while not samples or time.perf_counter() < deadline:
+        samples.append(run(group))
+    return statistics.median(samples)
 
 
 def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
-    """Return floating-point operations a second of a product of square matrices."""
-    n = 4096 if device.type == "cuda" else 512  # half precision without instructions for it takes 0.3 s
+    """Return the floating-point operations a second of a product of square matrices."""
+    n = 4096 if device.type == "cuda" else 512  # half precision without hardware support takes 0.3 s at 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device, budget)
 
 
 def copy_speed(device: torch.device, budget: float) -> float:
-    """Return bytes a second that a copy of 64 MB (256 on a GPU) reads and writes."""
+    """Return the bytes a second that a copy of 64 MB (256 MB on a GPU) reads and writes."""
     a = torch.zeros((64 if device.type == "cpu" else 256) << 18, device=device)
     b = torch.empty_like(a)
     return 2 * 4 * a.numel() / _seconds(lambda: b.copy_(a), device, budget)
 
 
 def small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> float:
-    """Return how long an operation on a few elements takes."""
+    """Return the seconds of an operation on a few elements."""
     a = torch.zeros(16, dtype=dtype, device=device)
     out = torch.empty_like(a)
     return _seconds(lambda: torch.add(a, a, out=out), device, budget, GROUP)
 
 
 def bytes_to_host(device: torch.device, budget: float) -> float:
-    """Return bytes a second between a GPU and its host's pinned memory, of the slower way."""
+    """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
     host = torch.empty(64 << 18, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    up = _seconds(lambda: there.copy_(host), device, budget / 2)
-    down = _seconds(lambda: host.copy_(there), device, budget / 2)
+    on_device = torch.empty_like(host, device=device)
+    up = _seconds(lambda: on_device.copy_(host), device, budget / 2)
+    down = _seconds(lambda: host.copy_(on_device), device, budget / 2)
     return 4 * host.numel() / max(up, down)
 
 
 def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> float:
-    """Return how long an all_gather of so many float32 a rank takes, the median. All ranks of the group call it."""
-    part, ranks = torch.zeros(numel, device=device), dist.get_world_size(group)
+    """Return the median seconds of an all_gather of `numel` float32 a rank. All ranks of the group must call it."""
+    shard, ranks = torch.zeros(numel, device=device), dist.get_world_size(group)
 
-    def gathered() -> torch.Tensor:  # as a jitted step does
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(part, ranks, group.group_name))
+    def gather() -> torch.Tensor:  # as in a jitted step
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, ranks, group.group_name))
 
-    return _together(gathered, device, times)
+    return _median_of_rounds(gather, device, times)
 
 
-def message_seconds(one: int, other: int, device: torch.device, times: int) -> float:
-    """Return how long a message of a few bytes between two ranks takes, half a round trip. Only these two call it."""
+def message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
+    """Return half the seconds of a round trip of a few bytes between two ranks. Only these two ranks call it."""
     x, rank = torch.zeros(1, device=device), dist.get_rank()
 
     def both_ways() -> None:
-        if rank == one:
-            dist.send(x, other)
-            dist.recv(x, other)
+        if rank == first:
+            dist.send(x, second)
+            dist.recv(x, second)
         else:
-            dist.recv(x, one)
-            dist.send(x, one)
+            dist.recv(x, first)
+            dist.send(x, first)
 
-    return _together(both_ways, device, times) / 2
+    return _median_of_rounds(both_ways, device, times) / 2
 
 
-def _together(f: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Return the median time of a call that others make too: as often on each rank, whatever its clock says."""
-    found = []
+def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Return the median seconds of a collective call. Each rank makes the same number of calls."""
+    seconds = []
     for i in range(times + 2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i >= 2:
-            found.append(time.perf_counter() - began)
-    return statistics.median(found)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KEPT = 0.93  # of a device's memory, as of the machines by name
-ROUNDS = 20  # of each message
+USABLE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
+ROUNDS = 20  # how often each message is timed
 
 
 class Links(NamedTuple):
-    """What messages between ranks take.
+    """The constants of the links between ranks.
 
     Attributes:
         speed: bytes a second.
         latency: seconds of a collective, without the steps of its ring.
-        hop: seconds of a step.
-        ranks: that were measured.
+        hop: seconds of one step of the ring.
+        ranks: how many ranks were measured.
     """
 
     speed: float
@@ -148,20 +148,21 @@ class Links(NamedTuple):
 
 @api_boundary
 def calibrate(seconds: float = 5.0) -> Machine:
-    """Measure what this machine reaches: a product, a copy and a small operation of each dtype, and links if it can.
+    """Measure the speeds of this machine: products, copies and small operations, and links between ranks.
 
-    Alone it measures one device. Under torchrun all ranks measure at once, as they train, and the links between them:
-    within a machine, and between machines where there are several. What was not measured is assumed, and says so.
+    A single process measures one device. Under torchrun all ranks measure at once, as in training. They also measure
+    the links within a machine, and between machines if there are several. Constants that were not measured are
+    assumed, and marked so.
 
     Args:
-        seconds: that it may take, about.
+        seconds: about how many seconds to take.
 
     Returns:
-        A `Machine`; `print(machine.constants())` lists each constant with its source. `fzero calibrate` stores it in
-        the user's cache folder, and `device="calibrated"` takes it from there.
+        A `Machine`; `print(machine.constants())` lists each constant with its source. The command `fzero calibrate`
+        stores the machine in the user's cache folder, and `device="calibrated"` reads it from there.
 
     Raises:
-        ValueError: if `seconds` is no number above 0.
+        ValueError: if `seconds` is not a number above 0.
 
     Example:
         >>> from fzero import tuning
@@ -173,72 +174,83 @@ def calibrate(seconds: float = 5.0) -> Machine:
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected a number above 0")
-    ranks = mesh(dp=-1) if _launched() else None
+    ranks = mesh(dp=-1) if _is_launched() else None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks is not None else max(torch.cuda.device_count(), 1)
-    part = seconds / 8
-    speeds = {dtype: _slowest(product_speed(dtype, device, part)) for dtype in DTYPES}
-    small = {dtype: -_slowest(-small_seconds(dtype, device, part / 2)) for dtype in DTYPES}
-    full, half, other = (speeds[dtype] for dtype in DTYPES)
-    measured = {
-        "flops": (half, f"measured: bfloat16; float16 has {other / half:.2g} times as many"),
-        "slow": (half / full, f"measured: {full / 1e12:,.3g} TFLOP/s of float32"),
-        "device_memory": (copied := _slowest(copy_speed(device, part)), "measured: a copy"),
-        "launch": (max(small.values()), "measured: a sum of 16 elements, of the slowest dtype"),
-        "ranks": (near, "devices that are at hand" if ranks is None else "processes of this machine"),
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks is not None else max(torch.cuda.device_count(), 1)
+    budget = seconds / 8
+    speeds = {dtype: _slowest(product_speed(dtype, device, budget)) for dtype in DTYPES}
+    small = {dtype: -_slowest(-small_seconds(dtype, device, budget / 2)) for dtype in DTYPES}
+    float32, bfloat16, float16 = (speeds[dtype] for dtype in DTYPES)
+    constants = {
+        "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
+        "slow": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
+        "device_memory": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
+        "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
+        "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
-    measured |= _of_the_host(device, copied, near, part)
-    measured |= _of_links(device, near, ranks.size) if ranks is not None and ranks.size > 1 else {}
-    return _machine(device, measured)
+    constants |= _host_constants(device, copy, local_ranks, budget)
+    constants |= _link_constants(device, local_ranks, ranks.size) if ranks is not None and ranks.size > 1 else {}
+    return _machine(device, constants)
 
 
-def _launched() -> bool:
+def _is_launched() -> bool:
     return dist.is_available() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1)
 
 
 def _slowest(speed: float) -> float:
-    """Return the least of what all ranks have measured, so that each says the same."""
+    """Return the smallest value of all ranks, so that all ranks agree."""
     if not (dist.is_available() and dist.is_initialized()):
         return speed
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, speed)
-    return min(found)
+    speeds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(speeds, speed)
+    return min(speeds)
 
 
-def _of_the_host(device: torch.device, copied: float, near: int, part: float) -> dict[str, tuple[float, str]]:
-    """Measure the host's memory, and the copies between it and the device."""
+def _host_constants(device: torch.device, copy: float, local_ranks: int, budget: float) -> dict[str, tuple[float, str]]:
+    """Measure the host's memory, and the copies between host and device."""
     if device.type == "cpu":
-        own = (copied, "measured: a copy, within the one memory that there is")
-        return {"link": own, "host_memory": (copied * near, "measured: a copy, of all ranks of this machine")}
-    share = _slowest(copy_speed(torch.device("cpu"), part)) * near
+        link = (copy, "measured: a copy within host memory")
+        return {"link": link, "host_memory": (copy * local_ranks, "measured: a copy, by all ranks of this machine")}
+    share = _slowest(copy_speed(torch.device("cpu"), budget)) * local_ranks
     return {
-        "link": (_slowest(bytes_to_host(device, part)), "measured: pinned memory, the slower way"),
-        "host_memory": (share, "measured: a copy on the host, of all ranks of this machine"),
+        "link": (_slowest(bytes_to_host(device, budget)), "measured: pinned memory, the slower direction"),
+        "host_memory": (share, "measured: a copy on the host, by all ranks of this machine"),
     }
 
 
-def _of_links(device: torch.device, near: int, size: int) -> dict[str, tuple[float, str]]:
-    """Measure the links between ranks, if all machines have as many."""
-    if size % near:
+def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[str, tuple[float, str]]:
+    """Measure the links between ranks; measure none if machines have different numbers of ranks."""
+    if size % local_ranks:
         return {}
-    found: dict[str, tuple[float, str]] = {}
-    if near > 1:
-        groups = [dist.new_group([*range(k, k + near)]) for k in range(0, size, near)]
-        links = _links(groups[dist.get_rank() // near], dist.get_rank() // near * near, 1, near, device)
-        said = f"measured: all_gather of {near} ranks of this machine"
-        found |= {"peers": (links.speed, said), "latency": (links.latency, said)}
-        found |= {"hop": (links.hop, "measured: half a round trip of a message")}
-    if size > near:
-        groups = [dist.new_group([*range(k, size, near)]) for k in range(near)]
-        links = _links(groups[dist.get_rank() % near], dist.get_rank() % near, near, size // near, device)
-        said = f"measured: all_gather of {size // near} ranks, one of each machine"
-        found |= {"network": (links.speed, said), "far_hop": (links.hop, "measured: half a round trip of a message")}
-        found |= {} if near > 1 else {"latency": (links.latency, said)}
-    return found
+    constants: dict[str, tuple[float, str]] = {}
+    if local_ranks > 1:
+        groups = [dist.new_group([*range(k, k + local_ranks)]) for k in range(0, size, local_ranks)]
+        links = _links(
+            groups[dist.get_rank() // local_ranks], dist.get_rank() // local_ranks * local_ranks, 1, local_ranks, device
+        )
+        source = f"measured: all_gather of {local_ranks} ranks of this machine"
+        constants |= {"peers": (links.speed, source), "latency": (links.latency, source)}
+        constants |= {"hop": (links.hop, "measured: half a round trip of a message")}
+    if size > local_ranks:
+        groups = [dist.new_group([*range(k, size, local_ranks)]) for k in range(local_ranks)]
+        links = _links(
+            groups[dist.get_rank() % local_ranks],
+            dist.get_rank() % local_ranks,
+            local_ranks,
+            size // local_ranks,
+            device,
+        )
+        source = f"measured: all_gather of {size // local_ranks} ranks, one of each machine"
+        constants |= {
+            "network": (links.speed, source),
+            "far_hop": (links.hop, "measured: half a round trip of a message"),
+        }
+        constants |= {} if local_ranks > 1 else {"latency": (links.latency, source)}
+    return constants
 
 
 def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> Links:
-    """Measure the links of a group: a large all_gather, a small one, and a message between its first two ranks."""
+    """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
     numel = (64 if device.type == "cuda" else 4) << 18
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
@@ -249,45 +261,47 @@ def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device
 
 
 def links_of(hop: float, small: float, large: float, total: int, ranks: int) -> Links:
-    """Return the constants by which the cost model says what three messages took.
+    """Fit the constants of the cost model to the times of three messages.
 
     Args:
         hop: seconds of a message of a few bytes.
-        small: of an all_gather of a few bytes.
-        large: of one of many bytes.
-        total: how many these are, of all ranks.
-        ranks: of the group.
+        small: seconds of an all_gather of a few bytes.
+        large: seconds of a large all_gather.
+        total: bytes of the large all_gather, over all ranks.
+        ranks: the number of ranks in the group.
     """
-    hop = min(hop, 0.9 * small / (ranks - 1))  # so that something is left for the collective
+    hop = min(hop, 0.9 * small / (ranks - 1))  # so that the latency stays above 0
     speed = total * (ranks - 1) / ranks / max(large - small, 0.1 * large)
     return Links(speed, small - (ranks - 1) * hop, hop, ranks)
 
 
-def _machine(device: torch.device, measured: dict[str, tuple[float, str]]) -> Machine:
-    """Make a machine of what was measured, and of what is assumed where nothing was."""
-    like = CPU if device.type == "cpu" else H100
-    near = int(measured["ranks"][0])
+def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:
+    """Make a machine from the measured constants. The rest is assumed, as for an H100 or a CPU."""
+    base = CPU if device.type == "cpu" else H100
+    local_ranks = int(constants["ranks"][0])
     if device.type == "cpu":
-        name, memory = f"{os.cpu_count()} cores of {_processor()}", _host_bytes() / near
+        name, memory = f"{os.cpu_count()} cores of {_processor()}", _host_bytes() / local_ranks
     else:
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    name = f"{near} x {name}" if device.type == "cuda" else name
-    measured |= {"device_bytes": (KEPT * memory, f"{KEPT:.0%} of {memory / 1e9:,.0f} GB")}
-    measured |= {"host_copies": measured["host_memory"]}
-    told = {name for name, _, _ in like.sources} - {*measured}
-    sources = [(name, value, source) for name, (value, source) in measured.items()]
+    name = f"{local_ranks} x {name}" if device.type == "cuda" else name
+    constants |= {"device_bytes": (USABLE * memory, f"{USABLE:.0%} of {memory / 1e9:,.0f} GB")}
+    constants |= {"host_copies": constants["host_memory"]}
+    missing = {name for name, _, _ in base.sources} - {*constants}
+    sources = [(name, value, source) for name, (value, source) in constants.items()]
     sources += [
-        (name, value, f"assumed, as of {like.name}: {why}") for name, value, why in like.sources if name in told
+        (name, value, f"assumed, as for {base.name}: {reason}")
+        for name, value, reason in base.sources
+        if name in missing
     ]
-    values = {name: value for name, value, _ in sources} | {"ranks": near}
-    where = (
+    values = {name: value for name, value, _ in sources} | {"ranks": local_ranks}
+    source_text = (
         f"measured on {platform.node()}, torch {torch.version.__version__}, {torch.get_num_threads()} threads a rank"
     )
-    return Machine(name, **values, kind=device.type, source=where, sources=tuple(sources))  # pyright: ignore
+    return Machine(name, **values, kind=device.type, source=source_text, sources=tuple(sources))  # pyright: ignore
 
 
 def _processor() -> str:
-    """Return the name of the processor."""
+    """Return the model name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as f:
             return next(line.partition(":")[2].strip() for line in f if line.startswith("model name"))
@@ -296,10 +310,10 @@ def _processor() -> str:
 
 
 def _host_bytes() -> int:
-    """Return the bytes of this machine's memory, or of the part of it that this process may use."""
+    """Return the bytes of this machine's memory, or the limit of this process's cgroup if that is lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as f:
             return min(memory, int(f.read()))
-    except (OSError, ValueError):  # there is no such limit
+    except (OSError, ValueError):  # there is no limit
         return memory

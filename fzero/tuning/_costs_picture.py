@@ -1,4 +1,4 @@
-"""Seconds of a step by ratio as a picture, with what does not fit in grey."""
+"""Draw the seconds of a step by ratio, with the ratios that do not fit in grey."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-LINES = (  # what is drawn: update, schedule, colour, style, name
-    ("deepspeed", "after", "C7", "-", "DeepSpeed's way"),
+LINES = (  # the lines of the picture: update, schedule, colour, style, name
+    ("deepspeed", "after", "C7", "-", "DeepSpeed's update"),
     ("host", "after", "C0", "-", 'update="host"'),
     ("host", "during", "C0", "--", "  without a clip by the norm"),
     ("host", "across", "C0", ":", "  delay=1"),
@@ -20,7 +20,7 @@ LINES = (  # what is drawn: update, schedule, colour, style, name
 
 
 def draw(costs: "OffloadCosts") -> Any:
-    """Draw costs as a figure of matplotlib."""
+    """Draw costs as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,10 +36,10 @@ def draw(costs: "OffloadCosts") -> Any:
     axes.axvspan(0, first, color="black", alpha=0.12, linewidth=0)
     if costs.first_fit is not None:
         axes.axvline(first, color="black", linewidth=0.8, linestyle="--")
-    at, said = (first, "right") if first > 0.5 else (first, "left")
+    x, side = (first, "right") if first > 0.5 else (first, "left")
     room = size(costs.machine.device_bytes)
-    words = f"no ratio fits {room}" if costs.first_fit is None else f"fits {room} from {first:g}"
-    axes.text(at, 0.97 * top, f" {words} ", ha=said, va="top")
+    label_text = f"no ratio fits {room}" if costs.first_fit is None else f"fits {room} from {first:g}"
+    axes.text(x, 0.97 * top, f" {label_text} ", ha=side, va="top")
     axes.set(
         xlim=(0, 1), ylim=(0, top), xlabel="ratio of the state on the host", ylabel="seconds of a step, by the model"
     )

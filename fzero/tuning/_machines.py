@@ -1,4 +1,4 @@
-"""Machines: their speeds as the cost model takes them, by name from data sheets or measured on this machine."""
+"""Machines: the speeds that the cost model uses, from data sheets or measured on this machine."""
 
 import json
 import math
@@ -18,22 +18,22 @@ __all__ = [
     "Constant",
     "Machine",
     "cache_folder",
-    "calibrated",
     "machine_of",
+    "read_calibrated",
     "save",
-    "written",
+    "write_atomically",
 ]
 
-# A machine as a cost model sees it: speeds of a device, of its links, and of the host that it shares.
+# A machine, for the cost model: the speeds of a device, of its links, and of the host that devices share.
 
 
 class Constant(NamedTuple):
-    """A constant of the cost model, in words.
+    """A constant of the cost model, as text.
 
     Attributes:
-        name: what it is of.
-        value: with its unit.
-        source: where it is from.
+        name: what the constant measures.
+        value: the value with its unit.
+        source: where the value comes from.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Constant(NamedTuple):
 
 
 GIGA, MICRO = 1e9, 1e-6
-CONSTANTS = {  # of a machine, in words, and the unit that suits each
+CONSTANTS = {  # by attribute of `Machine`: a label, the size of the unit, and its name
     "flops": ("products of half precision", 1e12, "TFLOP/s"),
-    "slow": ("those of float32 take", 1, "times as long"),
+    "slow": ("products of float32 take", 1, "times as long"),
     "device_memory": ("memory of a device", GIGA, "GB/s"),
     "launch": ("an operation, at least", MICRO, "us"),
     "peers": ("a device's collectives within a host", GIGA, "GB/s"),
@@ -60,31 +60,32 @@ CONSTANTS = {  # of a machine, in words, and the unit that suits each
 
 @dataclass(frozen=True)
 class Machine:
-    """What one device, its link and its host can do: speeds that are reached, not those of a data sheet.
+    """The speeds that one device, its link and its host reach in practice, not those of a data sheet.
 
-    `dataclasses.replace(machine, link=55e9)` says what you measured.
+    `dataclasses.replace(machine, link=55e9)` sets a speed that you measured.
 
     Attributes:
-        name: of the machine.
+        name: the name of the machine.
         flops: floating-point operations a second that a device reaches in training.
-        device_bytes: bytes of a device's memory that a step may take.
+        device_bytes: bytes of a device's memory that a step may use.
         device_memory: bytes a second that a device reads and writes.
         link: bytes a second between a device and the host, each way.
-        host_memory: bytes a second that the host's processors read and write, all together.
-        host_copies: bytes a second of the host's memory that copies of all devices read and write, all together.
-        ranks: devices that share the host.
-        source: where these numbers are from.
-        kind: of the device, as torch names it.
-        peers: bytes a second that a device sends in a collective within the host, and receives meanwhile.
-        network: likewise between hosts, for each device: it has a way out of its own.
-        latency: seconds that a collective takes at least.
+        host_memory: bytes a second that all of the host's processors together read and write.
+        host_copies: bytes a second of the host's memory that the copies of all devices together read and write.
+        ranks: how many devices share the host.
+        source: where these numbers come from.
+        kind: the type of the device in torch: "cuda" or "cpu".
+        peers: bytes a second that a device sends in an intra-node collective, while it receives as many.
+        network: likewise between hosts. Each device has its own port.
+        latency: the least seconds that a collective takes.
         hop: seconds that each step of a ring within the host adds.
-        far_hop: likewise from host to host.
-        launch: seconds that an operation takes at least.
-        slow: how many times as long a product of float32 takes as one of half precision.
-        links: bytes a second that a device sends along an axis of the mesh, by the axis's name, in place of `peers` and
-            `network`.
-        sources: of constants, `(name, value, source)`; of one that has another value now it is "as given".
+        far_hop: seconds that each step of a ring between hosts adds.
+        launch: the least seconds that an operation takes.
+        slow: the time of a product in float32, as a multiple of its time in half precision.
+        links: bytes a second that a device sends along an axis of the mesh, by the name of the axis. They replace
+            `peers` and `network`.
+        sources: the sources of constants: `(name, value, source)`. A constant whose value was changed since has the
+            source "as given".
 
     Raises:
         ValueError: if a number is not above 0.
@@ -93,7 +94,7 @@ class Machine:
         >>> import dataclasses
         >>> from fzero import tuning
         >>> print(dataclasses.replace(tuning.A100, name="ours", link=25e9, source="measured in March"))
-        ours: 140 TFLOP/s, 37.2 GB at 1,300 GB/s, link 25 GB/s each way; a host for 8 of 300 GB/s, copies 300 GB/s
+        ours: 140 TFLOP/s, 37.2 GB at 1,300 GB/s, link 25 GB/s each way; host of 8 devices: 300 GB/s, copies 300 GB/s
         (measured in March)
     """
 
@@ -118,7 +119,7 @@ class Machine:
     sources: tuple[tuple[str, float, str], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("links", "sources"):  # which JSON has as lists
+        for name in ("links", "sources"):  # JSON turned these tuples into lists
             object.__setattr__(self, name, tuple([tuple(x) for x in getattr(self, name)]))
         for axis, speed in self.links:
             if not isinstance(axis, str) or not _is_speed(speed):
@@ -132,22 +133,23 @@ class Machine:
         speeds = [f"{x / 1e9:,.0f} GB/s" for x in (self.device_memory, self.link, self.host_memory, self.host_copies)]
         return (
             f"{self.name}: {self.flops / 1e12:,.0f} TFLOP/s, {size(self.device_bytes)} at {speeds[0]}, "
-            f"link {speeds[1]} each way; a host for {self.ranks} of {speeds[2]}, copies {speeds[3]}\n({self.source})"
+            f"link {speeds[1]} each way; "
+            f"host of {self.ranks} devices: {speeds[2]}, copies {speeds[3]}\n({self.source})"
         )
 
     def constants(self) -> list[Constant]:
-        """List what the cost model computes with, each with its source."""
-        known = {(name, value): source for name, value, source in self.sources}
-        found = []
-        for name, (words, unit, unit_name) in CONSTANTS.items():
+        """List the constants of the cost model, each with its source."""
+        sources = {(name, value): source for name, value, source in self.sources}
+        constants = []
+        for name, (label, unit, unit_name) in CONSTANTS.items():
             value = getattr(self, name)
-            shown = f"{value / unit:,.4g} {unit_name}".strip()
-            found.append(Constant(words, shown, known.get((name, value), "as given")))
-        given = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
-        return found + given
+            text = f"{value / unit:,.4g} {unit_name}".strip()
+            constants.append(Constant(label, text, sources.get((name, value), "as given")))
+        links = [Constant(f"collectives along {x}", f"{n / GIGA:,.4g} GB/s", "as given") for x, n in self.links]
+        return constants + links
 
     def as_device(self) -> Device:
-        """Return what the cost model of plans takes."""
+        """Return the machine as a `fzero.graph.Device`, for the cost model of plans."""
         return Device(
             self.kind,
             self.flops,
@@ -170,30 +172,30 @@ def _is_speed(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-# Machines by name: those of data sheets, with the shares of them that training reaches, and what was assumed.
+# Machines by name. Their speeds are shares of those in data sheets, as training reaches them; the rest is assumed.
 
 
 NCCL = "NCCL's own model, src/graph/tuning.cc"
 
 
-def _assumed(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Machine:
-    """Make a machine of constants, each with its source."""
+def _make_machine(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -> Machine:
+    """Make a machine from constants, each with its source."""
     values = {constant: value for constant, (value, _) in constants.items()}
     sources = tuple([(constant, value, source) for constant, (value, source) in constants.items()])
-    seen = dict.fromkeys([text for constant, (_, text) in constants.items() if constant in SUMMARY])
-    return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(seen)}", sources=sources)
+    texts = dict.fromkeys([text for constant, (_, text) in constants.items() if constant in SUMMARY])
+    return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(texts)}", sources=sources)
 
 
-SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants of offload
+SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants that offload depends on
 
-NVIDIA: dict[str, Any] = {  # what does not depend on the card
-    "latency": (2e-5, f"8.4 us in {NCCL}, and the start of a kernel on each rank"),
+NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
+    "latency": (2e-5, f"8.4 us in {NCCL}, and the launch of a kernel on each rank"),
     "hop": (3.4e-6, f"{NCCL}: a ring over NVLink"),
     "far_hop": (9.6e-6, f"{NCCL}: a ring over a network"),
-    "launch": (4e-6, "the start of a kernel"),
-    "slow": (2.0, "TF32 has half of the rate"),
+    "launch": (4e-6, "the launch of a kernel"),
+    "slow": (2.0, "TF32 has half the rate"),
 }
-A100 = _assumed(
+A100 = _make_machine(
     "8 x A100 40 GB",
     flops=(140e12, "45% of 312 TFLOP/s"),
     device_bytes=(0.93 * 40e9, "93% of 40 GB"),
@@ -202,11 +204,11 @@ A100 = _assumed(
     host_memory=(300e9, "73% of 2 x 8 channels of DDR4-3200"),
     host_copies=(300e9, "73% of 2 x 8 channels of DDR4-3200"),
     ranks=(8, "a DGX"),
-    peers=(230e9, f"98% of the 235 GB/s that are the most in {NCCL}"),
+    peers=(230e9, f"98% of 235 GB/s, the most in {NCCL}"),
     network=(20e9, "80% of a port of 200 Gb/s for each device"),
     **NVIDIA,
 )
-H100 = _assumed(
+H100 = _make_machine(
     "8 x H100 80 GB",
     flops=(400e12, "40% of 989 TFLOP/s"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
@@ -219,7 +221,7 @@ H100 = _assumed(
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
     **NVIDIA,
 )
-H200 = _assumed(
+H200 = _make_machine(
     "H200 with 16 cores",
     flops=(500e12, "51% of 989 TFLOP/s"),
     device_bytes=(0.93 * 141e9, "93% of 141 GB"),
@@ -227,13 +229,13 @@ H200 = _assumed(
     link=(50e9, "79% of PCIe 5 x16"),
     host_memory=(80e9, "5 GB/s a core"),
     host_copies=(200e9, "40% of 2 x 8 channels of DDR5-4800"),
-    ranks=(1, "a device that is rented by itself"),
+    ranks=(1, "a single rented device"),
     peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
     network=(40e9, "80% of a port of 400 Gb/s for each device"),
     **NVIDIA,
 )
-JIT = "the constants by which fzero.jit compares schedules on a CPU"
-CPU = _assumed(
+JIT = "a constant with which fzero.jit compares schedules on a CPU"
+CPU = _make_machine(
     "two cores, gloo",
     "cpu",
     flops=(5e10, JIT),
@@ -254,31 +256,31 @@ CPU = _assumed(
 MACHINES = {"a100": A100, "h100": H100, "h200": H200, "cpu": CPU}
 
 
-# The user's cache folder: what fzero measured of this machine, and rows that were planned before.
+# The user's cache folder: the calibrated machine, and rows that were planned before.
 
 
 def cache_folder() -> pathlib.Path:
-    """Return the folder: `fzero` in `$XDG_CACHE_HOME`, or in `~/.cache`. It need not be there."""
+    """Return the path of the cache folder: `fzero` in `$XDG_CACHE_HOME` or `~/.cache`. The folder may not exist yet."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fzero"
 
 
-def written(path: pathlib.Path, text: str) -> None:
-    """Write a file whole or not at all, whoever else writes it. Its folder is made."""
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Write a file atomically, also while other processes write it. Create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
-# The machine of a name: of a data sheet, or the one that was calibrated.
+# A machine by its name: one from a data sheet, or the calibrated one.
 
 
 def machine_of(device: Any) -> Machine:
-    """Return the machine of a name, or the one that was given; "calibrated" is the one in the cache folder.
+    """Return the machine of a name. A `Machine` is returned as it is; "calibrated" is the one in the cache folder.
 
     Raises:
         TypeError: if `device` is neither a name nor a machine.
-        ValueError: if no machine has that name, or none was calibrated.
+        ValueError: if no machine has that name, or if "calibrated" was never stored.
     """
     if isinstance(device, Machine):
         return device
@@ -288,9 +290,9 @@ def machine_of(device: Any) -> Machine:
             f"device={device!r}: expected a fzero.tuning.Machine, or one of {', '.join(MACHINES)}, calibrated"
         )
     if device.lower() == "calibrated":
-        return calibrated()
+        return read_calibrated()
     if device.lower() not in MACHINES:
-        raise ValueError(f"device={device!r} is unknown: expected {names}, or a fzero.tuning.Machine of your own")
+        raise ValueError(f"device={device!r} is unknown: expected one of {names}, or a fzero.tuning.Machine")
     return MACHINES[device.lower()]
 
 
@@ -299,25 +301,25 @@ def _path() -> Any:
 
 
 def save(machine: Machine) -> Any:
-    """Keep a machine in the user's cache folder, and return its path."""
-    written(_path(), json.dumps(asdict(machine), indent=1))
+    """Store a machine in the user's cache folder, and return the path."""
+    write_atomically(_path(), json.dumps(asdict(machine), indent=1))
     return _path()
 
 
-def calibrated() -> Machine:
+def read_calibrated() -> Machine:
     """Return the machine that `fzero calibrate` stored.
 
     Raises:
-        ValueError: if there is none, or none that can be read.
+        ValueError: if no machine is stored, or the file cannot be read.
     """
     try:
         return Machine(**json.loads(_path().read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ValueError(
-            "device='calibrated': nothing is stored yet: run `fzero calibrate` on the machine, or "
+            "device='calibrated': no machine is stored yet: run `fzero calibrate` on the machine, or "
             "`torchrun --nproc-per-node N -m fzero calibrate` to measure its links too"
         ) from error
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"device='calibrated': {_path()} cannot be read, run `fzero calibrate` again: {error}"
+            f"device='calibrated': {_path()} cannot be read: {error}. Run `fzero calibrate` again"
         ) from error

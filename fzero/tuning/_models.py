@@ -1,4 +1,4 @@
-"""Transformers by their sizes: presets and configurations of Hugging Face, as parameters without memory."""
+"""Transformers by their sizes, from presets and Hugging Face configurations; their parameters take no memory."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import torch
 
 __all__ = ["PRESETS", "TENSOR", "Params", "Shape", "batch_of", "init", "shape_of"]
 
-# Transformers by their sizes: parameters without memory, a batch, and how parameters are cut over ranks.
+# Transformers by their sizes: meta parameters, a meta batch, and the dimensions along which "tp" splits parameters.
 
 
 Params = dict[str, Any]
 
-# the names of leaves of which each rank along "tp" has a part, and the dimension: heads, hidden units, the vocabulary
+# the leaves that "tp" splits, and the dimension: heads, hidden units, the vocabulary
 TENSOR = {
     **dict.fromkeys(("q.w", "k.w", "v.w", "up.w", "gate.w", "q.b", "k.b", "v.b", "up.b", "head.w", "head.b"), -1),
     **dict.fromkeys(("o.w", "down.w"), -2),
@@ -26,26 +26,26 @@ TENSOR = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a transformer, and which of the common parts it has.
+    """The sizes of a transformer, and the optional parts that it has.
 
     Attributes:
-        name: of the model.
-        width: of the residual stream.
+        name: the name of the model.
+        width: the width of the residual stream.
         depth: the number of blocks.
-        heads: of queries.
-        mlp: the width within a feed-forward part.
-        vocab: tokens, or an image model's classes.
-        kv_heads: of keys and values; as many as `heads` by default.
-        head: the width of a head; `width / heads` by default.
-        gated: whether the feed-forward part has a gate (SwiGLU).
+        heads: the number of heads of queries.
+        mlp: the hidden width of the MLP.
+        vocab: the size of the vocabulary, or the number of classes of an image model.
+        kv_heads: the number of heads of keys and values; 0 for as many as `heads`.
+        head: the width of a head; 0 for `width / heads`.
+        gated: whether the MLP has a gate (SwiGLU).
         norm: "rms", or "layer" with biases.
-        biases: which matrices have a bias: "", "qkv", or "all".
+        biases: the matrices that have a bias: "" for none, "qkv", or "all".
         head_norm: whether queries and keys are normalised.
-        tied: whether the head is the table of tokens.
-        positions: of a learned table; 0 for rotary positions.
+        tied: whether the output head shares the weights of the token embedding.
+        positions: rows of the learned position embedding; 0 for rotary positions.
         task: "causal" language model, "masked" one, or "image" classifier.
-        experts: in each block, and how many of them a token uses; (0, 0) for a dense model.
-        patch: of an image, its side in pixels.
+        experts: the number of experts of a block, and how many of them a token uses; (0, 0) for a dense model.
+        patch: the side of an image patch in pixels.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Shape:
         return self.head or self.width // self.heads
 
     def padded(self, tp: int) -> "Shape":
-        """Return the sizes with a vocabulary that divides over so many ranks, as those who train so pad it."""
+        """Return the sizes with the vocabulary padded to a multiple of `tp`, as usual with tensor parallelism."""
         return replace(self, vocab=-(-self.vocab // tp) * tp)
 
 
 def init(shape: Shape, depth: int) -> Params:
-    """Make the parameters of a model of some blocks, on the meta device."""
+    """Make the parameters of a model with `depth` blocks, on the meta device."""
     d, biased = shape.width, shape.biases == "all"
     params: Params = {"blocks": [_block(shape) for _ in range(depth)]}
     if shape.task == "image":
@@ -86,7 +86,7 @@ def init(shape: Shape, depth: int) -> Params:
         params |= {"tokens": _empty(shape.vocab, d)}
     if shape.positions:
         params |= {"positions": _empty(shape.positions, d)}
-    if shape.task == "masked":  # BERT: its segments, the norm behind the tables, and what stands before the head
+    if shape.task == "masked":  # BERT: segments, the norm after the embeddings, and the layer before the head
         params |= {"segments": _empty(2, d), "norm0": _norm(shape, d), "last": _linear(d, d, True)}
     params |= {"norm": _norm(shape, d)}
     if shape.tied:
@@ -98,8 +98,8 @@ def _empty(*size: int) -> torch.Tensor:
     return torch.empty(size, device="meta")
 
 
-def _linear(inputs: int, outputs: int, bias: bool, *before: int) -> Params:
-    return {"w": _empty(*before, inputs, outputs)} | ({"b": _empty(*before, outputs)} if bias else {})
+def _linear(inputs: int, outputs: int, bias: bool, *leading: int) -> Params:
+    return {"w": _empty(*leading, inputs, outputs)} | ({"b": _empty(*leading, outputs)} if bias else {})
 
 
 def _norm(shape: Shape, width: int) -> Params:
@@ -115,28 +115,28 @@ def _block(shape: Shape) -> Params:
     block |= {"o": _linear(shape.heads * h, d, all_)}
     block |= {"q_norm": _norm(shape, h), "k_norm": _norm(shape, h)} if shape.head_norm else {}
     count = shape.experts[0]
-    before = (count,) if count else ()
-    mlp = {"up": _linear(d, shape.mlp, all_, *before), "down": _linear(shape.mlp, d, all_, *before)}
-    mlp |= {"gate": _linear(d, shape.mlp, all_, *before)} if shape.gated else {}
+    leading = (count,) if count else ()
+    mlp = {"up": _linear(d, shape.mlp, all_, *leading), "down": _linear(shape.mlp, d, all_, *leading)}
+    mlp |= {"gate": _linear(d, shape.mlp, all_, *leading)} if shape.gated else {}
     return block | ({"experts": mlp, "router": _linear(d, count, False)} if count else {"mlp": mlp})
 
 
 def batch_of(shape: Shape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a batch on the meta device: tokens and what is to be told of each, or images and their classes.
+    """Make a batch on the meta device: tokens and a target for each, or images and their classes.
 
     Args:
-        shape: of the model.
-        samples: sequences or images.
-        length: tokens of a sequence; an image's side in pixels.
+        shape: the sizes of the model.
+        samples: the number of sequences or images.
+        length: tokens of a sequence, or the side of an image in pixels.
     """
     if shape.task == "image":
-        kinds = torch.empty(samples, dtype=torch.long, device="meta")
-        return torch.empty(samples, 3, length, length, device="meta"), kinds
+        labels = torch.empty(samples, dtype=torch.long, device="meta")
+        return torch.empty(samples, 3, length, length, device="meta"), labels
     tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
     return tokens, torch.empty_like(tokens)
 
 
-# Models by name: presets, and the configurations that Hugging Face writes beside weights; sizes alone, no download.
+# Models by name: presets, and the config.json that Hugging Face writes beside weights. Nothing is downloaded.
 
 
 LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
@@ -157,10 +157,10 @@ PRESETS = {
 
 
 def shape_of(model: str) -> Shape:
-    """Return the sizes of a model: a preset by name, or a Hugging Face configuration by its file or folder.
+    """Return the sizes of a model: a preset by its name, or a Hugging Face configuration by its file or folder.
 
     Raises:
-        ValueError: if it is none of these. Names the presets.
+        ValueError: if the model is neither. The message lists the presets.
     """
     if model in PRESETS:
         return PRESETS[model]
@@ -170,28 +170,28 @@ def shape_of(model: str) -> Shape:
         return _read(path)
     raise ValueError(
         f"model {model!r} is unknown: expected one of {', '.join(PRESETS)}, a Hugging Face config.json or its folder, "
-        "or module:function for a make_step of yours"
+        "or module:function for your own make_step"
     )
 
 
 def _read(path: pathlib.Path) -> Shape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        kind = config["model_type"]
+        model_type = config["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{os.fspath(path)}: expected a Hugging Face configuration with a model_type: {error}"
         ) from error
-    if kind not in READERS:
+    if model_type not in READERS:
         raise ValueError(
-            f"{os.fspath(path)}: model_type {kind!r} is none of {', '.join(READERS)}: write a make_step for it, and "
-            "name it as module:function"
+            f"{os.fspath(path)}: model_type {model_type!r} is none of {', '.join(READERS)}: write a make_step for it, "
+            "and pass it as module:function"
         )
-    name = config.get("_name_or_path") or path.parent.name or kind
+    name = config.get("_name_or_path") or path.parent.name or model_type
     try:
-        return READERS[kind](name, config)
+        return READERS[model_type](name, config)
     except KeyError as error:
-        raise ValueError(f"{os.fspath(path)}: the configuration of a {kind} lacks {error}") from error
+        raise ValueError(f"{os.fspath(path)}: the configuration of {model_type} lacks {error}") from error
 
 
 def _llama(name: str, c: Mapping[str, Any]) -> Shape:
@@ -227,9 +227,9 @@ def _bert(name: str, c: Mapping[str, Any]) -> Shape:
 
 def _vit(name: str, c: Mapping[str, Any]) -> Shape:
     sizes = (c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"], c["intermediate_size"])
-    places = (c["image_size"] // c["patch_size"]) ** 2 + 1
-    classes = len(c.get("id2label") or range(2))  # as transformers has it by default
-    return Shape(name, *sizes, classes, positions=places, patch=c["patch_size"], task="image")
+    positions = (c["image_size"] // c["patch_size"]) ** 2 + 1
+    classes = len(c.get("id2label") or range(2))  # the default of transformers
+    return Shape(name, *sizes, classes, positions=positions, patch=c["patch_size"], task="image")
 
 
 READERS: dict[str, Callable[[str, Mapping[str, Any]], Shape]] = {

@@ -1,4 +1,4 @@
-"""The smallest ratio of offload whose plan fits a budget."""
+"""Find the smallest ratio of offload whose plan fits a budget."""
 
 import math
 from collections import Counter
@@ -10,20 +10,20 @@ from fzero._notebook import as_text
 from fzero._notice import see
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan, size
-from fzero.tuning._row import MakeStep, World, checked_bytes, planned_at
+from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
 
 __all__ = ["OffloadRatio", "Tried", "offload_ratio"]
 
 
 class Tried(NamedTuple):
-    """What the plan at a ratio says.
+    """A ratio of the search, and the numbers of its plan.
 
     Attributes:
-        ratio: of the state that lies on the host.
-        device_bytes: the peak of the device.
-        host_bytes: the peak of the host's memory, of this rank.
-        down_bytes: that go to the host in a step.
-        up_bytes: that come back.
+        ratio: the share of the optimizer state that lies on the host.
+        device_bytes: peak bytes on the device.
+        host_bytes: peak bytes on the host, for this rank.
+        down_bytes: bytes that a step copies to the host.
+        up_bytes: bytes that a step copies back to the device.
     """
 
     ratio: float
@@ -38,10 +38,10 @@ class OffloadRatio:
     """The smallest ratio of offload that fits, made by `fzero.tuning.offload_ratio`. Print it.
 
     Attributes:
-        ratio: that fits; `1 / parts` less does not.
-        plan: of the step at this ratio.
-        memory_budget: bytes of the device that it fits.
-        tried: the ratios that were planned, in order of the ratio.
+        ratio: the ratio. It fits, and `1 / parts` less does not.
+        plan: the plan of the step at this ratio.
+        memory_budget: the budget of the device, in bytes.
+        tried: all ratios that were planned, in ascending order.
     """
 
     ratio: float
@@ -56,8 +56,8 @@ class OffloadRatio:
         rows = [["ratio", "device", "host", "down", "up", ""]]
         for t in self.tried:
             over = t.device_bytes - self.memory_budget
-            said = f"{size(over)} too much" if over > 0 else "smallest that fits" if t.ratio == self.ratio else "fits"
-            rows.append([f"{t.ratio:g}", *[size(n) for n in t[1:]], said])
+            remark = f"{size(over)} too much" if over > 0 else "smallest that fits" if t.ratio == self.ratio else "fits"
+            rows.append([f"{t.ratio:g}", *[size(n) for n in t[1:]], remark])
         wide = [max([len(row[i]) for row in rows]) for i in range(5)]
         lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
         head = f"ratio {self.ratio:g} fits {size(self.memory_budget)} of the device"
@@ -78,26 +78,25 @@ def offload_ratio(
 ) -> OffloadRatio:
     """Find the smallest ratio of `optim.offload` at which a step fits the device, by its plans.
 
-    The less lies on the host, the sooner a step ends, so the smallest ratio that fits is the one to take. The device's
-    peak falls with the ratio, nearly along a line. So the plans at 0 and 1 tell where to look, and two to six more
-    find it. Nothing runs, and with meta tensors nothing is allocated.
+    The less state lies on the host, the faster a step is, so take the smallest ratio that fits. The peak on the device
+    falls almost linearly with the ratio. So the search starts from the plans at 0 and 1, and needs two to six more.
+    Nothing runs, and with meta tensors nothing is allocated.
 
     Args:
-        make_step: a function from a ratio to `(step, *args)`, which is what `fzero.plan` takes: the step, jitted or
-            not, whose optimizer offloads that ratio, and its arguments, real or meta. It may return a
-            `fzero.graph.Plan`.
-        memory_budget: the bytes of the device that a rank may hold at its peak, arguments included.
-        host_budget: the bytes of host memory that a rank may hold: the machine's, over its ranks.
-        world_size: as of `fzero.plan`: the number of ranks to plan for, or the size of each axis.
+        make_step: a function from a ratio to `(step, *args)`, the arguments of `fzero.plan`: a step, jitted or not,
+            whose optimizer offloads that ratio, and its arguments, real or meta. It may return a `fzero.graph.Plan`.
+        memory_budget: the bytes on the device that a rank may hold at its peak, arguments included.
+        host_budget: the bytes on the host that a rank may hold: the machine's memory over its ranks.
+        world_size: as in `fzero.plan`: the number of ranks to plan for, or the size of each axis.
         parts: ratios are multiples of `1 / parts`.
 
     Returns:
-        An `OffloadRatio`: the ratio, its plan, and what was tried.
+        An `OffloadRatio`: the ratio, its plan, and all ratios that were tried.
 
     Raises:
         TypeError: if `make_step` is no such function.
-        ValueError: if a budget is no positive number of bytes, or `parts` no int from 1 on. If not even a ratio of 1
-            fits, or what it takes on the host does not: says by how much, and what else could be done.
+        ValueError: if a budget is not a positive number of bytes, or `parts` is not an int of at least 1. Also if no
+            ratio fits the device, or the smallest that fits does not fit the host. The message says what would help.
 
     Example:
         >>> import fzero, torch
@@ -123,45 +122,45 @@ def offload_ratio(
          0.63  14.2 MB  4.0 MB  1.3 MB  1.3 MB  smallest that fits
             1  12.6 MB  6.3 MB  2.1 MB  2.1 MB  fits
     """
-    budget = checked_bytes("memory_budget", memory_budget)
-    room = None if host_budget is None else checked_bytes("host_budget", host_budget)
+    budget = check_bytes("memory_budget", memory_budget)
+    room = None if host_budget is None else check_bytes("host_budget", host_budget)
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ValueError(f"parts={parts!r}: expected an int, at least 1")
     plans: dict[int, Plan] = {}
 
     def peak(k: int) -> int:
-        plans[k] = planned_at(make_step, k / parts, world_size)
+        plans[k] = plan_at(make_step, k / parts, world_size)
         return plans[k].peak_bytes
 
     k = first_fit(peak, budget, parts)
     if k is None:
         raise ValueError(_does_not_fit(plans[0], plans[parts], budget))
-    found = OffloadRatio(k / parts, plans[k], budget, tuple([_tried(i / parts, plans[i]) for i in sorted(plans)]))
+    result = OffloadRatio(k / parts, plans[k], budget, tuple([_summary(i / parts, plans[i]) for i in sorted(plans)]))
     if room is not None and (host := plans[k].peak_of("host")) > room:
         raise ValueError(
-            f"host_budget={host_budget:,}: at the smallest ratio that fits the device, {found.ratio:g}, the host holds "
-            f"{host:,} bytes for each rank, {host - room:,.0f} more. More ranks, each with a host's share of "
-            "the state, or a larger memory_budget need less of it"
+            f"host_budget={host_budget:,}: at the smallest ratio that fits the device, {result.ratio:g}, the host "
+            f"holds {host:,} bytes for each rank, {host - room:,.0f} more than the budget. More ranks or a larger "
+            "memory_budget reduce the bytes on the host"
         )
-    return found
+    return result
 
 
 def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | None:
-    """Return the first of 0 to `parts` at which a falling function is at most `budget`; None if it is at none.
+    """Return the first of 0 to `parts` at which a falling function is at most `budget`; None if there is none.
 
-    It looks where a line between the nearest values known meets the budget, each time further from these values. So
-    a line takes two looks, and any other function no more than twice those of halving.
+    Each probe is where the line between the nearest known values meets the budget. Later probes keep a growing distance
+    from these values. So a linear function takes two probes, and any other at most twice as many as bisection.
     """
     if (above := peak(0)) <= budget:
         return 0
     if (below := peak(parts)) > budget:
         return None
-    low, high, looks = 0, parts, 0
+    low, high, probes = 0, parts, 0
     while high - low > 1:
         share = (above - budget) / (above - below)
         guess = low + math.ceil(share * (high - low))
-        least = min(max(1, 2**looks // 2), (high - low) // 2)
-        looks += 1
+        least = min(max(1, 2**probes // 2), (high - low) // 2)
+        probes += 1
         k = min(max(guess, low + least), high - least)
         if (value := peak(k)) <= budget:
             high, below = k, value
@@ -170,23 +169,23 @@ def first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | No
     return high
 
 
-def _tried(ratio: float, plan: Plan) -> Tried:
+def _summary(ratio: float, plan: Plan) -> Tried:
     down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
     return Tried(ratio, plan.peak_of("device"), plan.peak_of("host"), down, up)
 
 
 def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:
-    """Say by how much a step does not fit, what it holds at its peak, and what would need less."""
-    held: Counter[str] = Counter()
+    """Explain by how much a step does not fit, what it holds at its peak, and what would need less memory."""
+    by_kind: Counter[str] = Counter()
     for r in all_.alive(all_.peak_at):
-        held[r.kind] += r.bytes if r.space == "device" else 0
-    said = ", ".join([f"{size(n)} of {kind}" for kind, n in held.most_common(3) if n])
+        by_kind[r.kind] += r.bytes if r.space == "device" else 0
+    parts = ", ".join([f"{size(n)} of {kind}" for kind, n in by_kind.most_common(3) if n])
     peak = all_.peak_bytes
     if none.peak_bytes == peak:
-        why = "as at a ratio of 0: does make_step hand its argument to optim.offload?"
+        remedy = "This is the peak at a ratio of 0, too: does make_step pass its argument to optim.offload?"
     else:
-        why = "A higher stage, fzero.remat, more ranks, more micro-batches or smaller units need less"
+        remedy = "A higher stage, fzero.remat, more ranks, more micro-batches or smaller units need less memory"
     return (
         f"memory_budget={budget:,.0f}: with all of the state on the host the device still holds {peak:,} bytes at its "
-        f"peak, {peak - budget:,.0f} more: {said}. {why}{see('out-of-memory')}"
+        f"peak, {peak - budget:,.0f} more than the budget: {parts}. {remedy}{see('out-of-memory')}"
     )

@@ -7,7 +7,7 @@ __all__ = ["recipe", "warnings_of"]
 
 
 def recipe(config: Configuration) -> str:
-    """Write the lines of a train step in a configuration."""
+    """Return the code of a train step in a configuration."""
     c = config
     pair = "optim.master_weights(optim.adamw(3e-4), precision)"
     pair = f"optim.offload({pair}, {c.offload:g})" if c.offload else pair
@@ -15,66 +15,66 @@ def recipe(config: Configuration) -> str:
         f"# {c}: {c.global_batch} samples a step on {c.world} ranks",
         f"precision = fzero.Precision(param=torch.{c.precision})",
         f"opt = optim.chain(optim.clip_by_global_norm(1.0), {pair})",
-        *_cut(c),
+        *_model_lines(c),
         "",
         "def train_step(params, opt_state, batch):",
-        f"    take = fzero.value_and_grad(loss_fn, precision=precision{_taken(c)})",
-        "    loss, grads = take(params, batch)",
+        f"    grad_fn = fzero.value_and_grad(loss_fn, precision=precision{_grad_options(c)})",
+        "    loss, grads = grad_fn(params, batch)",
         "    updates, opt_state = opt.update(grads, opt_state, params)",
         "    return optim.apply_updates(params, updates), opt_state, loss",
         "",
-        *_sharded(c),
+        *_shard_lines(c),
     ]
     return "\n".join(lines)
 
 
 def _rules(c: Configuration) -> list[str]:
-    """List the rules that split leaves over axes of their own."""
+    """List the rules that split leaves over "tp" and "ep"."""
     return [
-        *(["fzero.parallel.tensor.split(cut)"] if c.tp > 1 else []),
+        *(["fzero.parallel.tensor.split(dims)"] if c.tp > 1 else []),
         *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
     ]
 
 
-def _cut(c: Configuration) -> list[str]:
-    """Write how blocks run, and which ranks have what of the model."""
-    rules, keep = _rules(c), "" if c.remat is True else f", save={_quoted(c.remat)}"
+def _model_lines(c: Configuration) -> list[str]:
+    """Write the lines about blocks, tensor parallelism and the pipeline."""
+    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
     lines = []
     if c.tp > 1:
         lines += [
-            "# names of leaves, and the dimension that is cut; or, of a model of transformers, the rule",
-            "# layers.split of layers = fzero.parallel.tensor.layers(model), and fzero.nn.functional(model, tp=layers)",
-            'cut = {"up": -1, "down": 0}',
+            "# names of leaves, and the dimension that is split; or, for a transformers model, the rule",
+            "# layers.split of layers = fzero.parallel.tensor.layers(model), for fzero.nn.functional(model, tp=layers)",
+            'dims = {"up": -1, "down": 0}',
         ]
     if c.pp == 1:
-        return [*lines, *([f"block = fzero.remat(block{keep})"] if c.remat else [])]
+        return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
     more = f", stages={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
-    more += f", remat={_quoted(c.remat)}" if c.remat else ""
-    more += f", split={_joined(rules)}" if rules else ""
+    more += f", remat={_quote(c.remat)}" if c.remat else ""
+    more += f", split={_join(rules)}" if rules else ""
     return [
         *lines,
-        "# or, of a model of transformers: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
+        "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
         "loss_fn = fzero.pipeline(",
         "    first=first, block=block, last=last,",
-        f"    micro_batches={c.accumulation}, schedule={_quoted(c.schedule)}{more},",
+        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
         ")",
     ]
 
 
-def _taken(c: Configuration) -> str:
-    """Write what `value_and_grad` is given besides."""
+def _grad_options(c: Configuration) -> str:
+    """Write the further arguments of `value_and_grad`."""
     if c.pp > 1:
         return ', reduce="weighted"'
     return (f", micro_batches={c.accumulation}" if c.accumulation > 1 else "") + (", gather=False" if c.remat else "")
 
 
-def _sharded(c: Configuration) -> list[str]:
-    """Write the mesh, and the step on it."""
+def _shard_lines(c: Configuration) -> list[str]:
+    """Write the lines of the mesh, and of the step on it."""
     sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
     rules = _rules(c)
-    split = "loss_fn.split" if c.pp > 1 else _joined(rules)
-    axis = f", axis={_joined([*map(_quoted, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
+    split = "loss_fn.split" if c.pp > 1 else _join(rules)
+    axis = f", axis={_join([*map(_quote, c.mean)])}" if c.tp > 1 or c.pp > 1 else ""
     more = axis + (f", split={split}" if split else "")
     if not more:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
@@ -84,30 +84,30 @@ def _sharded(c: Configuration) -> list[str]:
     ]
     if c.pp > 1:
         lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
-    data = _joined([_quoted(name) for name in c.mean if name != "pp"])
-    return [*lines, f"# give each step mesh.split(batch, {data})"] if axis else lines
+    data = _join([_quote(name) for name in c.mean if name != "pp"])
+    return [*lines, f"# call step with mesh.split(batch, {data})"] if axis else lines
 
 
-def _quoted(word: object) -> str:
+def _quote(word: object) -> str:
     return f'"{word}"' if isinstance(word, str) else str(word)
 
 
-def _joined(words: list[str]) -> str:
+def _join(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
 
 
 def warnings_of(table: Table) -> list[str]:
-    """Say where the numbers of a table are estimates."""
-    gpu = table.machine.kind == "cuda"
-    found = [
-        "no GPU was at hand: peaks are those of torch's operations with fused attention; a GPU's workspaces, context "
-        "and fragmentation are the margin",
-        "seconds are those of torch's operations one by one: Inductor's fused ones take less",
+    """List the ways in which the numbers of a table are estimates."""
+    is_gpu = table.machine.kind == "cuda"
+    caveats = [
+        "peaks were not measured on a GPU: they are those of torch's operations with fused attention; the margin "
+        "covers a GPU's workspaces, context and fragmentation",
+        "seconds are those of unfused torch operations: Inductor's fused kernels take less",
     ]
     if any(r.config.offload for r in table.rows):
-        found.append(
-            "offload's copies count where they stand in the step, and the host's update beside the work that follows it"
+        caveats.append(
+            "copies of offload count at their place in the step; the host's update overlaps with the work after it"
         )
     if any(r.config.precision == "float16" for r in table.rows):
-        found.append("float16 needs a loss scale, which is not in the lines below: fzero.optim.dynamic_loss_scale")
-    return found if gpu else found[1:]
+        caveats.append("float16 needs a loss scale, which the lines below lack: add fzero.optim.dynamic_loss_scale")
+    return caveats if is_gpu else caveats[1:]

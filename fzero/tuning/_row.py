@@ -1,4 +1,4 @@
-"""What one rank's plan says of a configuration, in a few numbers."""
+"""Summarize one rank's plan of a configuration in a few numbers."""
 
 import math
 from collections import Counter
@@ -13,31 +13,32 @@ from fzero.tuning._space import Configuration
 
 __all__ = [
     "Digest",
-    "Made",
     "MakeStep",
     "Row",
+    "StepArgs",
     "World",
-    "checked_bytes",
-    "deeper",
+    "check_bytes",
     "digest_of",
-    "made_at",
-    "planned",
-    "planned_at",
+    "extrapolate",
+    "plan_at",
+    "plan_step",
     "row_from",
     "row_of",
+    "step_at",
 ]
 
-# What one rank's plan says of a configuration, in a few numbers, and on what line they lie over the depth.
+# One rank's plan of a configuration, as a few numbers. Each number is linear in the depth, so it is extrapolated.
 
 
-SLACK = 1.03  # as fzero.jit: without a budget, what a faster schedule may take of the smallest peak
+SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
 
-Place = tuple[str, ...]  # of an operation: its pass, its source line, its target, and which of such ones it is
-Held = Mapping[str, float]  # bytes by kind
+# an operation: its pass, its source line and its target, and "first", "last" or "most" among the operations alike
+Place = tuple[str, ...]
+KindBytes = Mapping[str, float]  # bytes by kind
 
 
-class Way(NamedTuple):
-    """What one schedule of a step takes."""
+class ScheduleCost(NamedTuple):
+    """The peak and the time of a step in one schedule."""
 
     peak_bytes: float
     seconds: float
@@ -45,59 +46,59 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Digest:
-    """What a plan says, as numbers each of which lies on a line over the depth.
+    """The numbers of a plan that are linear in the depth.
 
     Attributes:
-        held: at each place of the step, bytes of the device by kind.
-        moved: bytes of collectives by axis.
-        host: bytes of the host at the peak.
-        flops: of the step.
-        ways: the schedules, by their settings: the one that was kept first.
+        held: bytes on the device by kind, at each place of the step.
+        moved: bytes of collectives and messages, by axis.
+        host: peak bytes on the host.
+        flops: floating-point operations of the step.
+        schedules: the schedules, by their settings. The chosen one is the first.
     """
 
-    held: Mapping[Place, Held]
-    moved: Held
+    held: Mapping[Place, KindBytes]
+    moved: KindBytes
     host: float
     flops: float
-    ways: Mapping[tuple[tuple[str, Any], ...], Way]
+    schedules: Mapping[tuple[tuple[str, Any], ...], ScheduleCost]
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        """The settings of the schedule that was kept."""
-        return next(iter(self.ways))
+        """The settings of the chosen schedule."""
+        return next(iter(self.schedules))
 
     @property
     def fastest(self) -> tuple[tuple[str, Any], ...]:
-        """The settings that `fzero.jit` keeps: the fastest of those within 3% of the smallest."""
-        limit = SLACK * min([way.peak_bytes for way in self.ways.values()])
-        fits = {s: way for s, way in self.ways.items() if way.peak_bytes <= limit}
+        """The settings that `fzero.jit` would choose: the fastest whose peak is within 3% of the smallest."""
+        limit = SLACK * min([cost.peak_bytes for cost in self.schedules.values()])
+        fits = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
         return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
 
     @property
-    def at_peak(self) -> Held:
-        """Bytes of the device by kind where most is alive."""
+    def at_peak(self) -> KindBytes:
+        """Bytes on the device by kind, at the place where most bytes are alive."""
         return max(self.held.values(), key=lambda held: sum(held.values()))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank takes of a configuration, as its plan says. In a pipeline that is the fullest rank.
+    """The memory and the time of a configuration on one rank, by its plan. In a pipeline it is the fullest rank.
 
     Attributes:
         config: the configuration.
-        held: bytes of the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
-        moved: bytes that collectives move in a step, and messages of a pipeline, by axis.
-        seconds: of a step, by the cost model, of the slowest rank.
-        host_bytes: of the host at the peak.
-        flops: of a step, for this rank.
-        in_full: whether the step was planned as it is; else from two of fewer blocks.
-        settings: of the schedule that fzero.jit keeps, as `Plan.settings`.
-        rank: which rank along the pipeline it is.
+        held: bytes on the device at the peak, by kind: "parameters", "optimizer state", "activations", ...
+        moved: bytes that collectives and messages of a pipeline move in a step, by axis.
+        seconds: the time of a step on the slowest rank, by the cost model.
+        host_bytes: peak bytes on the host.
+        flops: floating-point operations of a step on this rank.
+        in_full: whether the step was planned as it is, and not extrapolated from two models of fewer blocks.
+        settings: the settings of the schedule that fzero.jit chooses, as in `Plan.settings`.
+        rank: the rank along the pipeline.
     """
 
     config: Configuration
-    held: Held
-    moved: Held
+    held: KindBytes
+    moved: KindBytes
     seconds: float
     host_bytes: float
     flops: float
@@ -107,22 +108,22 @@ class Row:
 
     @property
     def peak_bytes(self) -> float:
-        """The most bytes of the device that are alive at any time."""
+        """The most bytes that are alive on the device at any time."""
         return sum(self.held.values())
 
     def record(self) -> dict[str, Any]:
-        """Return the row as JSON has it, which has no infinity: `row_from` is the inverse."""
+        """Return the row as values for JSON, with None for infinity. `row_from` is the inverse."""
         settings = {k: None if v == math.inf else v for k, v in self.settings.items()}
         return {**asdict(self), "settings": settings}
 
     @property
     def at_least(self) -> float:
-        """Bytes that a configuration holds which has no smaller a batch, no higher a stage, and no less of remat."""
+        """A lower bound of the peak, also with a larger micro-batch, a lower stage, or less remat or offload."""
         return sum([self.held.get(kind, 0.0) for kind in ("parameters", "optimizer state", "activations")])
 
 
 def digest_of(plan: Plan) -> Digest:
-    """Take from a plan what lies on a line over the depth."""
+    """Return the numbers of a plan that are linear in the depth."""
     by_kind = {kind: live for kind in KINDS if any(live := plan.live_of(kind))}
     held = {place: {kind: live[i] for kind, live in by_kind.items()} for place, i in _places(plan).items()}
     moved: Counter[str] = Counter()
@@ -130,37 +131,37 @@ def digest_of(plan: Plan) -> Digest:
         moved[c.axis] += c.bytes * c.times
     for m in plan.messages:
         moved[m.axis] += m.bytes * m.times
-    ways = {tuple(plan.settings.items()): Way(plan.peak_bytes, plan.seconds)}
-    ways |= {tuple(r.settings.items()): Way(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, ways)
+    schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
+    schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
+    return Digest(held, dict(moved), plan.peak_of("host"), plan.flops, schedules)
 
 
 def _places(plan: Plan) -> dict[Place, int]:
-    """Find where the most is alive of operations that are alike, and their first and their last.
+    """Find the first and the last of the operations that are alike, and the one where most bytes are alive.
 
-    At each such place the bytes that are alive lie on a line over the depth. The peak need not: with more blocks it
-    may come to lie elsewhere.
+    At each such place the live bytes are linear in the depth. The peak need not be linear, since it may move to another
+    place with more blocks.
     """
-    found: dict[Place, int] = {}
+    places: dict[Place, int] = {}
     for i, o in enumerate(plan.operations):
         alike = (o.phase, o.line, o.target)
-        found.setdefault((*alike, "first"), i)
-        found[*alike, "last"] = i
+        places.setdefault((*alike, "first"), i)
+        places[*alike, "last"] = i
         most = (*alike, "most")
-        if most not in found or plan.live[i] > plan.live[found[most]]:
-            found[most] = i
-    return found
+        if most not in places or plan.live[i] > plan.live[places[most]]:
+            places[most] = i
+    return places
 
 
-def deeper(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) -> Digest:
-    """Say what a model of more blocks takes, on the lines through two of fewer.
+def extrapolate(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) -> Digest:
+    """Extrapolate the digests of two models linearly to a model of more blocks.
 
     Args:
-        shallow: a number of blocks, and what they take.
-        deep: likewise, of more blocks.
-        depth: the number of blocks asked for.
+        shallow: a number of blocks, and its digest.
+        deep: a larger number of blocks, and its digest.
+        depth: the number of blocks to extrapolate to.
     """
-    (few, one), (more, two) = shallow, deep
+    (few, low), (more, high) = shallow, deep
 
     def at(a: float, b: float) -> float:
         return a + (b - a) * (depth - few) / (more - few)
@@ -168,17 +169,19 @@ def deeper(shallow: tuple[int, Digest], deep: tuple[int, Digest], depth: int) ->
     def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
         return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
 
-    held = {place: each(one.held[place], two.held[place]) for place in two.held if place in one.held}
-    ways = {s: Way(*map(at, one.ways[s], two.ways[s])) for s in two.ways if s in one.ways}
-    return Digest(held, each(one.moved, two.moved), at(one.host, two.host), at(one.flops, two.flops), ways)
+    held = {place: each(low.held[place], high.held[place]) for place in high.held if place in low.held}
+    schedules = {
+        s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
+    }
+    return Digest(held, each(low.moved, high.moved), at(low.host, high.host), at(low.flops, high.flops), schedules)
 
 
 def row_of(config: Configuration, digests: Mapping[int, Digest], in_full: bool) -> Row:
-    """Make a row of what the plans of some ranks say: of the fullest, but for the seconds, which are the slowest's."""
+    """Make a row from the digests of some ranks: the memory of the fullest rank, and the seconds of the slowest."""
     rank = max(digests, key=lambda r: sum(digests[r].at_peak.values()))
     digest = digests[rank]
     held = {kind: n for kind, n in digest.at_peak.items() if n}
-    seconds = max([d.ways[d.settings].seconds for d in digests.values()])
+    seconds = max([d.schedules[d.settings].seconds for d in digests.values()])
     settings = dict(digest.settings)
     return Row(config, held, digest.moved, seconds, digest.host, digest.flops, in_full, settings, rank)
 
@@ -187,97 +190,97 @@ def row_from(record: Mapping[str, Any]) -> Row:
     """Read a row that `Row.record` made.
 
     Raises:
-        TypeError: if it is none, or has lost a part.
-        KeyError: likewise.
+        TypeError: if the record has unknown fields, or lacks some.
+        KeyError: if it lacks the configuration or the settings.
     """
     settings = {k: math.inf if v is None else v for k, v in record["settings"].items()}
     return Row(**{**record, "config": Configuration(**record["config"]), "settings": settings})
 
 
-# The plan of a step at a ratio, by a function that makes the step.
+# The plan of a step, from a function that makes the step for a ratio or a configuration.
 
 
-Made = tuple[Any, ...]  # a step, and its arguments
+StepArgs = tuple[Any, ...]  # a step and its arguments
 MakeStep = Callable[[Any], Any]
 World = int | Mapping[str, int] | None
 
 
-def planned_at(
+def plan_at(
     make_step: MakeStep, at: Any, world_size: World, device: Device | None = None, settings: Settings | None = None
 ) -> Plan:
     """Plan the step that `make_step` makes for a ratio or a configuration.
 
     Args:
         make_step: the user's function.
-        at: what it is given.
-        world_size: as of `fzero.plan`.
-        device: likewise.
-        settings: of the schedule, if they are known.
+        at: the argument of `make_step`.
+        world_size: as in `fzero.plan`.
+        device: as in `fzero.plan`.
+        settings: the settings of the schedule; by default the plan chooses them.
 
     Raises:
         TypeError: if `make_step` is no function, or returns neither a tuple `(step, *args)` nor a plan.
         ValueError: if it returns a plan and `world_size` is given.
     """
-    made = made_at(make_step, at)
-    if not isinstance(made, Plan):
-        return planned(made, world_size, device, settings)
+    step_args = step_at(make_step, at)
+    if not isinstance(step_args, Plan):
+        return plan_step(step_args, world_size, device, settings)
     if world_size is not None:
         raise ValueError(
-            f"world_size={world_size!r}: make_step({_given(at)}) returned a plan, which is of one world: plan for "
-            "that size there, or return (step, *args)"
+            f"world_size={world_size!r}: make_step({_show(at)}) returned a plan, which is already for one world size: "
+            "plan for this size in make_step, or return (step, *args)"
         )
-    return made
+    return step_args
 
 
-def made_at(make_step: MakeStep, at: Any) -> Made | Plan:
+def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
     """Call `make_step`, and return the step and its arguments, or the plan.
 
     Raises:
-        TypeError: if it is no function, or returns neither.
+        TypeError: if `make_step` is no function, or returns neither of them.
     """
     if not callable(make_step):
         word = "ratio" if isinstance(at, Real) else "configuration"
         raise TypeError(
             f"make_step={make_step!r}: expected a function ({word}) -> (step, *args), or -> fzero.graph.Plan"
         )
-    made = make_step(at)
-    if isinstance(made, Plan) or (isinstance(made, tuple) and made and callable(made[0])):
-        return made
-    given = type(made).__name__
-    if isinstance(made, tuple):
-        given = f"({', '.join([type(x).__name__ for x in made])})"
+    result = make_step(at)
+    if isinstance(result, Plan) or (isinstance(result, tuple) and result and callable(result[0])):
+        return result
+    type_name = type(result).__name__
+    if isinstance(result, tuple):
+        type_name = f"({', '.join([type(x).__name__ for x in result])})"
     raise TypeError(
-        f"make_step({_given(at)}) returned {given}: expected (step, *args), what fzero.plan takes, or a "
-        f"fzero.graph.Plan"
+        f"make_step({_show(at)}) returned {type_name}: expected (step, *args), the arguments of fzero.plan, "
+        f"or a fzero.graph.Plan"
     )
 
 
-def planned(
-    made: Made,
+def plan_step(
+    step_args: StepArgs,
     world_size: World,
     device: Device | None = None,
     settings: Settings | None = None,
     rank: int | Mapping[str, int] = 0,
 ) -> Plan:
-    """Plan a step and its arguments. The other arguments are as of `planned_at`, and `rank` as of `fzero.plan`."""
-    step, *args = made
+    """Plan a step with its arguments. `rank` is as in `fzero.plan`, the rest as in `plan_at`."""
+    step, *args = step_args
     if settings is not None:
         step = step if isinstance(step, Jitted) else jit(step)
         step = step.untraced(knobs=Knobs.of(settings))
     mesh = getattr(step, "mesh", None)
-    same = isinstance(mesh, Mesh) and mesh.size == world_size  # then it may have several axes
+    same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
     return plan(step, *args, world_size=None if same else world_size, device=device, rank=rank)
 
 
-def _given(at: Any) -> str:
+def _show(at: Any) -> str:
     return f"{at:g}" if isinstance(at, Real) else str(at)
 
 
-def checked_bytes(name: str, value: Any) -> float:
-    """Return a budget, if it is a positive number of bytes.
+def check_bytes(name: str, value: Any) -> float:
+    """Return a budget as a float, after a check that it is a positive number of bytes.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name}={value!r}: expected a number of bytes above 0, such as 75e9")

@@ -1,4 +1,4 @@
-"""Planning the configurations of a space: which need no plan, and how the others are planned, on several processes."""
+"""Plan the configurations of a space on several processes, and skip those that need no plan."""
 
 import functools
 import hashlib
@@ -18,8 +18,19 @@ import fzero.tree
 from fzero.graph import Plan, Settings, paused_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
-from fzero.tuning._machines import Machine, cache_folder, written
-from fzero.tuning._row import Digest, Made, MakeStep, Row, deeper, digest_of, made_at, planned, row_from, row_of
+from fzero.tuning._machines import Machine, cache_folder, write_atomically
+from fzero.tuning._row import (
+    Digest,
+    MakeStep,
+    Row,
+    StepArgs,
+    digest_of,
+    extrapolate,
+    plan_step,
+    row_from,
+    row_of,
+    step_at,
+)
 from fzero.tuning._space import Configuration, Space
 
 __all__ = [
@@ -31,14 +42,14 @@ __all__ = [
     "fullest_of",
     "in_order",
     "pool_of",
-    "refined",
+    "refine",
     "rows_of",
 ]
 
-# Processes that plan: forked from this one, which has torch and the user's functions already.
+# Processes that plan. They are forked, so that they have torch and the user's functions already.
 
 
-class _Here(Executor):
+class _InProcess(Executor):
     """Calls a function at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -49,90 +60,91 @@ class _Here(Executor):
 
 @contextmanager
 def pool_of(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
-    """Yield what starts `run` on a value, here or on forked processes, and returns its future.
+    """Yield a function that starts `run` on a value, in this process or a forked one, and returns the future.
 
     Args:
-        count: of processes; 1 for none beside this one.
-        run: a function, which the processes have from the fork, since a user's cannot be sent.
+        count: the number of processes; with 1 this process runs all calls.
+        run: the function. Processes inherit it by the fork, since a user's function may not pickle.
     """
     if count == 1:
-        yield lambda given: _Here().submit(run, given)
+        yield lambda value: _InProcess().submit(run, value)
         return
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a fork keeps none of its parent's threads
+    torch.set_num_threads(1)  # the threads of a parent do not survive a fork
     pool = ProcessPoolExecutor(count, get_context("fork"), _inherit, (run,))
     try:
-        yield lambda given: pool.submit(_run, given)
+        yield lambda value: pool.submit(_run, value)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
 
 
-_inherited: list[Callable[[Any], Any]] = []  # of a forked process: what its parent gave it
+_functions: list[Callable[[Any], Any]] = []  # in a forked process: the functions that it inherited
 
 
 def _inherit(run: Callable[[Any], Any]) -> None:
-    _inherited.append(run)
+    _functions.append(run)
 
 
-def _run(given: Any) -> Any:
-    return _inherited[-1](given)
+def _run(value: Any) -> Any:
+    return _functions[-1](value)
 
 
-# Rows that were planned before, in the user's cache folder, by all that they depend on.
+# Rows that were planned before, in the user's cache folder. The key of a row covers all that it depends on.
 
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Reads and writes rows of one step on one machine.
+    """Reads and writes the cached rows of one step on one machine.
 
     Attributes:
-        key: a string that says all that the step depends on beside the configuration.
-        machine: that is planned for.
+        key: a string that covers all that the step depends on, besides the configuration.
+        machine: the machine that the rows are planned for.
     """
 
     key: str
     machine: Machine
 
-    def read(self, asked: Configuration | Row) -> Row | None:
-        """Return the row that was planned before; None if there is none, or none that can be read."""
+    def read(self, request: Configuration | Row) -> Row | None:
+        """Return the cached row; None if there is none, or if it cannot be read."""
         try:
-            return row_from(json.loads(self._path(asked).read_text(encoding="utf-8")))
+            return row_from(json.loads(self._path(request).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def write(self, asked: Configuration | Row, row: Row) -> None:
-        """Keep a row. Where the folder cannot be written, as in some containers, nothing is kept."""
+    def write(self, request: Configuration | Row, row: Row) -> None:
+        """Cache a row. Nothing is cached where the folder cannot be written, as in some containers."""
         try:
-            written(self._path(asked), json.dumps(row.record()))
+            write_atomically(self._path(request), json.dumps(row.record()))
         except OSError:
             return
 
-    def _path(self, asked: Configuration | Row) -> pathlib.Path:
-        what = asked.record() if isinstance(asked, Row) else asdict(asked)
-        told = [self.key, asdict(self.machine), what, _source(), torch.version.__version__, platform.python_version()]
-        name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    def _path(self, request: Configuration | Row) -> pathlib.Path:
+        item = request.record() if isinstance(request, Row) else asdict(request)
+        parts = [self.key, asdict(self.machine), item, _source(), torch.version.__version__, platform.python_version()]
+        name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return cache_folder() / "rows" / f"{name}.json"
 
 
 @functools.cache
 def _source() -> str:
-    """Return what tells one state of fzero's code from another: a version alone does not while it is written."""
+    """Return a hash of fzero's code. The version alone would not change while the code is edited."""
     folder = pathlib.Path(fzero.tree.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)} {path.read_bytes()!r}".encode())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(folder)} {path.read_bytes()!r}".encode())
+    return digest.hexdigest()
 
 
-# Planning one configuration: as it is, or by two of fewer blocks; a pipeline on each rank that may be the fullest.
+# One configuration is planned as it is, or extrapolated from two models of fewer blocks. A pipeline is planned on each
+# rank that may be the fullest.
 #
-# Numbers of blocks from which more are told. With fewer, what starts ahead has not all begun. Where every second block
-# may be of another kind, they are odd for odd depths, and even for even ones.
+# Plans of these numbers of blocks are extrapolated to more blocks. With fewer blocks, not all prefetches would have
+# begun. Where every second block may be of another kind, an odd depth needs odd numbers, and an even depth even ones.
 SHALLOW = {1: (3, 5), 0: (4, 6)}
 ALIKE = (4, 5)
 
-Digests = Mapping[int, Digest]  # by rank along the pipeline; 0 where there is none
+Digests = Mapping[int, Digest]  # by rank along the pipeline; by 0 without a pipeline
 
 
 @dataclass(frozen=True)
@@ -141,132 +153,132 @@ class Measure:
 
     Attributes:
         make_step: the user's function.
-        machine: to plan for.
-        kept: the rows that were planned before, if they are kept.
+        machine: the machine to plan for.
+        cache: the rows that were planned before; None to plan all rows anew.
     """
 
     make_step: MakeStep
     machine: Machine
-    kept: PlanCache | None = None
+    cache: PlanCache | None = None
 
-    def __call__(self, asked: Configuration | Row) -> Row:
-        """Plan a configuration: as it is, or by two of fewer blocks. Of a row, plan it as it is by its schedule."""
-        known = None if self.kept is None else self.kept.read(asked)
-        if known is not None:
-            return known
-        with paused_collector():  # plans hold many small objects, and none of them goes before its row is made
-            row = self._in_full(asked) if isinstance(asked, Row) else self._row(asked)
-        if self.kept is not None:
-            self.kept.write(asked, row)
+    def __call__(self, request: Configuration | Row) -> Row:
+        """Plan a configuration, as it is or from two models of fewer blocks. Plan a row in full, with its schedule."""
+        cached = None if self.cache is None else self.cache.read(request)
+        if cached is not None:
+            return cached
+        with paused_collector():  # plans hold many small objects, and all of them live until the row is made
+            row = self._in_full(request) if isinstance(request, Row) else self._row(request)
+        if self.cache is not None:
+            self.cache.write(request, row)
         return row
 
     def _row(self, config: Configuration) -> Row:
         shallow = depths_of(config, getattr(self.make_step, "blocks_alike", False))
-        found = None if shallow is None else self._by_two(config, shallow)
-        in_full = found is None
-        return row_of(config, self._planned(config) if found is None else found, in_full)
+        digests = None if shallow is None else self._by_two(config, shallow)
+        in_full = digests is None
+        return row_of(config, self._plan(config) if digests is None else digests, in_full)
 
     def _in_full(self, row: Row) -> Row:
-        known = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
-        return row_of(row.config, self._planned(row.config, known), in_full=True)
+        settings = {**dict.fromkeys(fullest_of(row.config)), row.rank: row.settings}
+        return row_of(row.config, self._plan(row.config, settings), in_full=True)
 
     def _by_two(self, config: Configuration, shallow: tuple[int, int]) -> Digests | None:
-        """Extrapolate all schedules, and say what that one holds which fzero.jit would keep; None if there is none."""
+        """Extrapolate all schedules, and digest the one that fzero.jit would choose; None if the plans share none."""
         assert config.depth is not None
-        plans = {n: self._planned(replace(config, depth=n)) for n in shallow}
-        found = _deeper(plans, config.depth)
-        if not all(digest.ways for digest in found.values()):
+        plans = {n: self._plan(replace(config, depth=n)) for n in shallow}
+        digests = _extrapolate(plans, config.depth)
+        if not all(digest.schedules for digest in digests.values()):
             return None
-        kept = {rank: dict(digest.fastest) for rank, digest in found.items()}
+        fastest = {rank: dict(digest.fastest) for rank, digest in digests.items()}
         for n, plan in plans.items():
-            others = {rank: settings for rank, settings in kept.items() if dict(plan[rank].settings) != settings}
-            if others:
-                plans[n] = {**plan, **self._planned(replace(config, depth=n), others)}
-        found = _deeper(plans, config.depth)
-        return found if all(digest.ways for digest in found.values()) else None
+            replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
+            if replans:
+                plans[n] = {**plan, **self._plan(replace(config, depth=n), replans)}
+        digests = _extrapolate(plans, config.depth)
+        return digests if all(digest.schedules for digest in digests.values()) else None
 
-    def _planned(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
-        """Plan a configuration on each rank that may be the fullest, or the slowest; on some, by known schedules."""
-        known = settings or dict.fromkeys(fullest_of(config))
+    def _plan(self, config: Configuration, settings: Mapping[int, Settings | None] | None = None) -> Digests:
+        """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
+        by_rank = settings or dict.fromkeys(fullest_of(config))
         try:
-            made = made_at(self.make_step, config)
-            if isinstance(made, Plan):
-                return {0: digest_of(made)}
-            check_mesh(made, config)
+            step_args = step_at(self.make_step, config)
+            if isinstance(step_args, Plan):
+                return {0: digest_of(step_args)}
+            check_mesh(step_args, config)
             device = self.machine.as_device()
-            places = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in known}
-            plans = {r: planned(made, config.world, device, known[r], at) for r, at in places.items()}
+            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in by_rank}
+            plans = {r: plan_step(step_args, config.world, device, by_rank[r], at) for r, at in positions.items()}
             return {rank: digest_of(plan) for rank, plan in plans.items()}
         except Exception as error:
-            error.add_note(f"fzero.tune: while it planned {config}")
+            error.add_note(f"fzero.tune: while planning {config}")
             raise
 
 
 def depths_of(config: Configuration, alike: bool = False) -> tuple[int, int] | None:
-    """Return two numbers of blocks that say what the configuration's takes; None where it has few itself.
+    """Return two numbers of blocks from which to extrapolate a configuration; None where it has few blocks itself.
 
-    Those of a pipeline give each of its stages as many more, and leave equally many over.
+    In a pipeline both numbers leave the same remainder as the depth when they are divided over the stages.
 
     Args:
         config: the configuration.
-        alike: whether all blocks are, and not only every second one.
+        alike: whether all blocks are alike, and not only every second one.
     """
     if config.depth is None:
         return None
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
-    each, left = divmod(config.depth, stages)
-    few, more = ALIKE if alike else SHALLOW[each % 2]
-    return (few * stages + left, more * stages + left) if each > more else None
+    each, rest = divmod(config.depth, stages)
+    few, many = ALIKE if alike else SHALLOW[each % 2]
+    return (few * stages + rest, many * stages + rest) if each > many else None
 
 
 def fullest_of(config: Configuration) -> tuple[int, ...]:
-    """List the ranks along the pipeline of which one holds most, and one takes longest.
+    """List the ranks along the pipeline that may hold most memory, or take longest.
 
-    The first has the embedding and most micro-batches in flight, the last the head. Those between
-    are alike but for what is in flight. The one with most of it may be fuller than the first, since messages come to it
-    from both sides.
+    The first rank has the embedding and the most micro-batches in flight. The last rank has the head. Ranks between
+    them differ only by the micro-batches in flight. The one with the most may hold more than the first rank, since it
+    receives messages from both sides.
     """
     if config.pp == 1:
         return (0,)
-    made = schedule(config.schedule, config.pp, config.accumulation, config.pipeline_stages)
-    between = sorted(range(1, config.pp - 1), key=made.in_flight, reverse=True)[:1]
+    pp_schedule = schedule(config.schedule, config.pp, config.accumulation, config.pipeline_stages)
+    between = sorted(range(1, config.pp - 1), key=pp_schedule.in_flight, reverse=True)[:1]
     return (0, *between, config.pp - 1)
 
 
-def check_mesh(made: Made, config: Configuration) -> None:
+def check_mesh(step_args: StepArgs, config: Configuration) -> None:
     """Check that a step runs on a mesh with the axes of its configuration.
 
     Raises:
-        ValueError: if it does not: it would be planned for other ranks than its row says.
+        ValueError: if the mesh lacks an axis: the step would be planned for other ranks than its row says.
     """
-    mesh = getattr(made[0], "mesh", None)
-    wanted = {name: n for name, n in (("pp", config.pp), ("ep", config.ep), ("tp", config.tp)) if n > 1}
+    mesh = getattr(step_args[0], "mesh", None)
+    expected = {name: n for name, n in (("pp", config.pp), ("ep", config.ep), ("tp", config.tp)) if n > 1}
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else {}
-    if wanted and {name: sizes.get(name) for name in wanted} != wanted:
-        axes = ", ".join([f"{name}={n}" for name, n in wanted.items()])
+    if expected and {name: sizes.get(name) for name in expected} != expected:
+        axes = ", ".join([f"{name}={n}" for name, n in expected.items()])
         raise ValueError(
-            f"make_step({config}) returned a step on {mesh!r}, and the configuration has {axes}: make the mesh by "
+            f"make_step({config}) returned a step on {mesh!r}, but the configuration has {axes}: make the mesh with "
             "fzero.mesh(**config.axes)"
         )
 
 
-def _deeper(plans: Mapping[int, Digests], depth: int) -> Digests:
-    """Extrapolate each rank's plan from two, by their numbers of blocks."""
-    (few, one), (more, two) = plans.items()
-    return {rank: deeper((few, one[rank]), (more, two[rank]), depth) for rank in one}
+def _extrapolate(plans: Mapping[int, Digests], depth: int) -> Digests:
+    """Extrapolate the digest of each rank from two numbers of blocks."""
+    (few, low), (more, high) = plans.items()
+    return {rank: extrapolate((few, low[rank]), (more, high[rank]), depth) for rank in low}
 
 
-IN_FULL = 3  # how many of the fastest that fit are planned as they are
+IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
 
 Start = Callable[[Configuration | Row], Future[Row]]
 
 
 class Skipped(NamedTuple):
-    """A configuration that was not planned, since it holds no less than one that does not fit.
+    """A configuration that was not planned, since it holds no less than another that does not fit.
 
     Attributes:
-        config: that was not planned.
-        as_little_as: one that was, whose parameters, state and activations alone are too much.
+        config: the configuration that was not planned.
+        as_little_as: a planned one whose parameters, optimizer state and activations alone exceed the budget.
     """
 
     config: Configuration
@@ -274,34 +286,34 @@ class Skipped(NamedTuple):
 
 
 def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator[Row | Skipped]:
-    """Plan a space, those that hold least first. What holds no less than one that does not fit is skipped.
+    """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
-    A free process begins with what may come to be skipped, rather than wait; its row is then left out. So what is
-    yielded does not depend on the number of processes. Its order does.
+    A free process does not wait: it begins with a configuration that may be skipped later. The row of such a
+    configuration is then left out. So the set of results does not depend on the number of processes; their order does.
 
     Args:
-        space: of configurations.
-        start: begins to plan one.
-        workers: how many are planned at once.
-        budget: bytes that a rank may hold.
+        space: the configurations.
+        start: begins to plan a configuration.
+        workers: how many configurations are planned at once.
+        budget: the bytes that a rank may hold.
     """
     order = [*space]
     leaner = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
-    too_large: dict[Configuration, bool] = {}  # of those that are decided
+    too_large: dict[Configuration, bool] = {}  # of the configurations that are decided
     started: dict[Configuration, Future[Row]] = {}
     while len(too_large) < len(order):
-        left = [c for c in order if c not in too_large]
-        for c in left:
-            known = next((x for x in leaner[c] if too_large.get(x)), None)
-            if known is not None:
-                too_large[c] = False  # what holds no less than this one holds no less than that
-                yield Skipped(c, known)
+        undecided = [c for c in order if c not in too_large]
+        for c in undecided:
+            smaller = next((x for x in leaner[c] if too_large.get(x)), None)
+            if smaller is not None:
+                too_large[c] = False  # a larger one is skipped by `smaller` as well
+                yield Skipped(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
                 too_large[c] = row.at_least > budget
                 yield row
-        left = [c for c in left if c not in too_large]
-        fresh = [c for c in left if c not in started]
+        undecided = [c for c in undecided if c not in too_large]
+        fresh = [c for c in undecided if c not in started]
         running = [f for f in started.values() if not f.done()]
         for c in sorted(fresh, key=lambda c: not all(x in too_large for x in leaner[c]))[: workers - len(running)]:
             started[c] = start(c)
@@ -309,18 +321,18 @@ def rows_of(space: Space, start: Start, workers: int, budget: float) -> Iterator
         wait(running, return_when=FIRST_COMPLETED)
 
 
-def in_order(space: Space, found: Iterable[Row | Skipped], budget: float) -> tuple[list[Row], list[Skipped]]:
-    """Put rows, and what was skipped, in the order of the space, each of these beside the first that says why."""
+def in_order(space: Space, results: Iterable[Row | Skipped], budget: float) -> tuple[list[Row], list[Skipped]]:
+    """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
     place = {c: i for i, c in enumerate(space)}
-    parts = sorted(found, key=lambda x: place[x.config])
+    parts = sorted(results, key=lambda x: place[x.config])
     rows = [x for x in parts if isinstance(x, Row)]
     large = [r.config for r in rows if r.at_least > budget]
     skipped = [x.config for x in parts if isinstance(x, Skipped)]
     return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
-def refined(rows: Sequence[Row], start: Start, budget: float) -> list[Row]:
-    """Plan in full the fastest rows that fit, until the first three are; the best is always one of them."""
+def refine(rows: Sequence[Row], start: Start, budget: float) -> list[Row]:
+    """Plan the fastest rows that fit in full, until the first three are; the best is always one of them."""
     rows = list(rows)
     while True:
         first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:IN_FULL]

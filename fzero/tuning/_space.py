@@ -1,4 +1,4 @@
-"""Configurations of a step: the dimensions over which `fzero.tune` looks, as data."""
+"""Configurations of a step: the dimensions of the search of `fzero.tune`, as data."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,29 @@ from fzero.parallel.schedules import NAMES
 __all__ = ["Configuration", "Dimensions", "Space", "space_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REMATS = (False, "matmuls", True)  # from the most that is kept for the backward pass to the least
+REMATS = (False, "matmuls", True)  # from the most residuals to the fewest
 USUAL = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How one step is to be made: what `fzero.tune` hands to `make_step`.
+    """The settings of one step: the argument that `fzero.tune` passes to `make_step`.
 
     Attributes:
-        stage: of ZeRO, 0 to 3.
-        micro_batch: samples that a rank differentiates at once.
-        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or, of a
-            pipeline, of `fzero.pipeline`.
-        remat: what blocks run again for the backward pass: nothing, all but "matmuls", or all.
+        stage: the stage of ZeRO, 0 to 3.
+        micro_batch: samples of a micro-batch on one rank.
+        accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of
+            `fzero.pipeline` where there is a pipeline.
+        remat: what blocks recompute in the backward pass: False for nothing, "matmuls" for all but matrix products,
+            True for all.
         precision: the dtype of parameters: "float32", "bfloat16" or "float16".
-        offload: the share of the optimizer's state on the host: the ratio of `optim.offload`.
-        ranks: data-parallel ranks.
-        depth: how many blocks to make; None where `fzero.tune` was given no depth.
-        ep: the size of the mesh's axis that experts are split over, within the data-parallel ranks.
-        tp: the size of the mesh's axis along which each rank has a part of every matrix.
-        pp: the size of the mesh's axis along which the stages of a pipeline lie.
-        schedule: of a pipeline, by its name.
+        offload: the share of the optimizer state on the host: the ratio of `optim.offload`.
+        ranks: the number of data-parallel ranks.
+        depth: how many blocks to build; None if `fzero.tune` got no depth.
+        ep: the size of the mesh axis over which experts are split, within the data-parallel ranks.
+        tp: the size of the mesh axis along which each rank holds part of every matrix.
+        pp: the size of the mesh axis along which the stages of a pipeline lie.
+        schedule: the name of the pipeline schedule.
 
     Example:
         >>> import fzero
@@ -63,41 +64,41 @@ class Configuration:
 
     @property
     def world(self) -> int:
-        """All ranks: the data-parallel ones, times those along `tp` and `pp`."""
+        """The number of all ranks: the data-parallel ranks times `tp` times `pp`."""
         return self.ranks * self.tp * self.pp
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the mesh, for `fzero.mesh(**config.axes)`: ranks along the last are neighbours in a machine."""
-        own = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}
-        return {name: n for name, n in own.items() if n > 1 or name == "dp"}
+        """The axes of the mesh, for `fzero.mesh(**config.axes)`. Ranks along the last axis are neighbours in a host."""
+        sizes = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "tp": self.tp}
+        return {name: n for name, n in sizes.items() if n > 1 or name == "dp"}
 
     @property
     def mean(self) -> tuple[str, ...]:
-        """The axes of the mean, for `fzero.shard(axis=)`: those of the data, and that of a pipeline."""
+        """The axes over which losses are averaged, for `fzero.shard(axis=)`: those of data, and the pipeline's."""
         return tuple([name for name in ("dp", "ep", "pp") if name in self.axes])
 
     @property
     def pipeline_stages(self) -> int:
-        """How many stages of a pipeline a rank holds: `stages=` of `fzero.pipeline`."""
+        """How many pipeline stages a rank holds: `stages=` of `fzero.pipeline`."""
         return max(NAMES[self.schedule].least, 1)
 
     @property
     def policy(self) -> Precision:
-        """The precision as `fzero.value_and_grad` and `optim.master_weights` take it."""
+        """The precision, for `fzero.value_and_grad` and `optim.master_weights`."""
         return Precision(param=DTYPES[self.precision])
 
     def __str__(self) -> str:
-        said = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
-        said += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
-        said += [f"offload {self.offload:g}"] if self.offload else []
-        said += [f"{name} {n}" for name, n in (("ep", self.ep), ("tp", self.tp)) if n > 1]
-        return ", ".join([*said, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
+        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} x {self.accumulation}", self.precision]
+        parts += [] if self.remat is False else ["remat" if self.remat is True else f"remat but {self.remat}"]
+        parts += [f"offload {self.offload:g}"] if self.offload else []
+        parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("tp", self.tp)) if n > 1]
+        return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
-        """Return whether a rank surely holds no fewer parameters, states and activations than that of another."""
+        """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
         return (
-            (self.precision, self.depth, self._places) == (other.precision, other.depth, other._places)
+            (self.precision, self.depth, self._layout) == (other.precision, other.depth, other._layout)
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
             and REMATS.index(self.remat) <= REMATS.index(other.remat)
@@ -105,12 +106,12 @@ class Configuration:
         )
 
     @property
-    def _places(self) -> "Places":
-        return Places(self.ranks, self.ep, self.tp, self.pp, self.schedule)
+    def _layout(self) -> "Layout":
+        return Layout(self.ranks, self.ep, self.tp, self.pp, self.schedule)
 
 
-class Places(NamedTuple):
-    """How ranks are laid out, in the words of `Configuration`."""
+class Layout(NamedTuple):
+    """How ranks are laid out. The fields are those of `Configuration`."""
 
     ranks: int
     ep: int
@@ -120,7 +121,7 @@ class Places(NamedTuple):
 
 
 class Dimensions(NamedTuple):
-    """The dimensions of a search as they were given, in the words of `fzero.tune`."""
+    """The dimensions of a search, unchecked. The fields are the arguments of `fzero.tune`."""
 
     world_size: int
     global_batch: int
@@ -141,14 +142,14 @@ class Space:
     """The values of each dimension, checked.
 
     Attributes:
-        stages: of ZeRO.
-        micro_batches: samples that a rank differentiates at once; each layout has those that divide.
-        remat: as of `Configuration`.
-        precision: likewise.
-        offload: likewise.
-        places: the layouts of the ranks.
-        global_batch: samples of one step.
-        depth: the number of blocks, if it is known.
+        stages: the stages of ZeRO.
+        micro_batches: sizes of micro-batches; a layout uses the sizes that divide the samples of its ranks.
+        remat: as in `Configuration`.
+        precision: as in `Configuration`.
+        offload: as in `Configuration`.
+        layouts: the layouts of the ranks.
+        global_batch: samples of one step, over all ranks.
+        depth: the number of blocks; None if it is not known.
     """
 
     stages: tuple[int, ...]
@@ -156,149 +157,158 @@ class Space:
     remat: tuple[bool | str, ...]
     precision: tuple[str, ...]
     offload: tuple[float, ...]
-    places: tuple[Places, ...]
+    layouts: tuple[Layout, ...]
     global_batch: int
     depth: int | None
 
     def __iter__(self) -> Iterator[Configuration]:
-        """List the configurations, those that hold least first."""
+        """Yield the configurations, the smallest first."""
         lean = (
             sorted(self.micro_batches),
             sorted(self.remat, key=REMATS.index, reverse=True),
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
-            sorted(self.places, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
+            sorted(self.layouts, key=lambda x: (x.tp * x.pp, x.tp, x.ep), reverse=True),
         )
-        for m, remat, stage, offload, precision, places in product(*lean):
-            k, rest = divmod(self.global_batch // places.ranks, m)
-            if not rest:
-                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **places._asdict())
+        for m, remat, stage, offload, precision, layout in product(*lean):
+            k, remainder = divmod(self.global_batch // layout.ranks, m)
+            if not remainder:
+                yield Configuration(stage, m, k, remat, precision, offload, depth=self.depth, **layout._asdict())
 
 
-def space_of(asked: Dimensions) -> Space:
-    """Check the dimensions of a search.
+def space_of(options: Dimensions) -> Space:
+    """Check the dimensions of a search, and return its space.
 
     Raises:
-        ValueError: if a value is none of its dimension's, no layout of the ranks has it, or a batch does not divide.
-            Names what was given.
+        ValueError: if a dimension does not take a value, no layout of the ranks has it, or a batch does not divide. The
+            message shows the value.
     """
     for word in ("world_size", "global_batch", "depth"):
-        if not (_counts(value := getattr(asked, word)) or (word == "depth" and value is None)):
+        if not (_is_count(value := getattr(options, word)) or (word == "depth" and value is None)):
             raise ValueError(f"{word}={value!r}: expected an int, at least 1")
-    world = asked.world_size
-    _checked("stages", asked.stages, lambda x: x in range(4) and type(x) is int, "of 0 to 3")
-    kept = f"of {REMATS}"
-    _checked("remat", asked.remat, lambda x: any(x is known or x == known == "matmuls" for known in REMATS), kept)
-    _checked("precision", asked.precision, DTYPES.__contains__, f"of {', '.join(map(repr, DTYPES))}")
-    _checked("offload", asked.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
+    world = options.world_size
+    _check_values("stages", options.stages, lambda x: x in range(4) and type(x) is int, "ints from 0 to 3")
+    remats = f"values of {REMATS}"
+    _check_values("remat", options.remat, lambda x: any(x is r or x == r == "matmuls" for r in REMATS), remats)
+    _check_values("precision", options.precision, DTYPES.__contains__, f"names of {', '.join(map(repr, DTYPES))}")
+    _check_values("offload", options.offload, lambda x: not isinstance(x, bool) and 0 <= x <= 1, "ratios from 0 to 1")
     for word in ("ep", "tp", "pp"):
-        values = getattr(asked, word)
-        _checked(word, values, lambda x: _counts(x) and world % x == 0, f"that divides world_size={world}")
-    _checked("schedule", asked.schedule, NAMES.__contains__, f"of {', '.join(map(repr, NAMES))}")
-    own = USUAL if asked.micro_batches is None else asked.micro_batches
-    _checked("micro_batches", own, _counts, "ints, at least 1")
-    places = _layouts(asked)
-    if asked.micro_batches is not None:
-        _check_micro_batches(asked, places)
+        values = getattr(options, word)
+        _check_values(word, values, lambda x: _is_count(x) and world % x == 0, f"ints that divide world_size={world}")
+    _check_values("schedule", options.schedule, NAMES.__contains__, f"names of {', '.join(map(repr, NAMES))}")
+    micro_batches = USUAL if options.micro_batches is None else options.micro_batches
+    _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
+    layouts = _layouts(options)
+    if options.micro_batches is not None:
+        _check_micro_batches(options, layouts)
     return Space(
-        stages=tuple(asked.stages),
-        micro_batches=tuple(own),
-        remat=tuple(asked.remat),
-        precision=tuple(asked.precision),
-        offload=tuple(asked.offload),
-        places=tuple(places),
-        global_batch=asked.global_batch,
-        depth=asked.depth,
+        stages=tuple(options.stages),
+        micro_batches=tuple(micro_batches),
+        remat=tuple(options.remat),
+        precision=tuple(options.precision),
+        offload=tuple(options.offload),
+        layouts=tuple(layouts),
+        global_batch=options.global_batch,
+        depth=options.depth,
     )
 
 
-def _layouts(asked: Dimensions) -> list[Places]:
-    """List the layouts of the ranks. Where values do not go together, that pair is left out.
+def _layouts(options: Dimensions) -> list[Layout]:
+    """List the layouts of the ranks, without the combinations of values that do not fit together.
 
     Raises:
-        ValueError: if a value goes with no other, or the batch divides over none.
+        ValueError: if a value stands in no layout, or the batch divides over none.
     """
-    world = asked.world_size
-    found = []
-    for ep, tp, pp, schedule in product(asked.ep, asked.tp, asked.pp, asked.schedule):
-        ranks, rest = divmod(world, tp * pp)
-        if not rest and ranks % ep == 0 and (pp > 1 or schedule == asked.schedule[0]):
-            found.append(Places(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
-    _check_each(asked, found, f"world_size={world} is no multiple of tp x pp, and of ep in what they leave")
-    even = [x for x in found if asked.global_batch % x.ranks == 0]
+    world = options.world_size
+    layouts = []
+    for ep, tp, pp, schedule in product(options.ep, options.tp, options.pp, options.schedule):
+        ranks, remainder = divmod(world, tp * pp)
+        if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
+            layouts.append(Layout(ranks, ep, tp, pp, schedule if pp > 1 else Configuration.schedule))
+    _check_each(options, layouts, f"world_size={world} is no multiple of tp x pp, or the rest is no multiple of ep")
+    even = [x for x in layouts if options.global_batch % x.ranks == 0]
     if not even:
-        _say_which_divide(asked, found)
-    _check_each(
-        asked, even, f"global_batch={asked.global_batch} does not divide over the data-parallel ranks it leaves"
-    )
-    if asked.depth is None:
+        _raise_indivisible(options, layouts)
+    _check_each(options, even, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
+    if options.depth is None:
         return even
-    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].least, 1) <= asked.depth]
-    _check_each(asked, deep, f"a model of {asked.depth} blocks has fewer than the stages of its pipeline")
+    deep = [x for x in even if x.pp == 1 or x.pp * max(NAMES[x.schedule].least, 1) <= options.depth]
+    _check_each(options, deep, f"a model of {options.depth} blocks has fewer blocks than its pipeline has stages")
     return deep
 
 
-def _check_each(asked: Dimensions, places: Sequence[Places], why: str) -> None:
+def _check_each(options: Dimensions, layouts: Sequence[Layout], reason: str) -> None:
     """Check that each value stands in some layout.
 
     Raises:
-        ValueError: if one does not. Says why.
+        ValueError: if one does not. The message gives the reason.
     """
     for word in ("ep", "tp", "pp"):
-        for value in getattr(asked, word):
-            if not any(getattr(x, word) == value for x in places):
+        for value in getattr(options, word):
+            if not any(getattr(x, word) == value for x in layouts):
                 axes = [
-                    f"{w}={tuple(getattr(asked, w))}" for w in ("ep", "tp", "pp") if tuple(getattr(asked, w)) != (1,)
+                    f"{w}={tuple(getattr(options, w))}"
+                    for w in ("ep", "tp", "pp")
+                    if tuple(getattr(options, w)) != (1,)
                 ]
-                raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {why}")
+                raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 
-def _say_which_divide(asked: Dimensions, places: Sequence[Places]) -> None:
-    """Raise the error of a batch that no layout divides."""
-    least = min([x.ranks for x in places])
-    local = asked.global_batch // least
-    near = [f"{n * least}" for n in (local, local + 1) if n]
-    over = f"world_size={asked.world_size} ranks"
-    if least != asked.world_size:
-        over = f"the {least} data-parallel ranks that world_size={asked.world_size} has at the least"
+def _raise_indivisible(options: Dimensions, layouts: Sequence[Layout]) -> None:
+    """Raise the error for a batch that divides over no layout."""
+    least = min([x.ranks for x in layouts])
+    local = options.global_batch // least
+    nearest = [f"{n * least}" for n in (local, local + 1) if n]
+    over = f"world_size={options.world_size} ranks"
+    if least != options.world_size:
+        over = f"the {least} data-parallel ranks that world_size={options.world_size} has at least"
     raise ValueError(
-        f"global_batch={asked.global_batch} does not divide over {over}: the nearest that do are {' and '.join(near)}"
+        f"global_batch={options.global_batch} does not divide over {over}: "
+        f"the nearest that do are {' and '.join(nearest)}"
     )
 
 
-def _check_micro_batches(asked: Dimensions, places: Sequence[Places]) -> None:
-    """Check that each micro-batch divides the samples of a rank in some layout."""
-    assert asked.micro_batches is not None
-    for m in asked.micro_batches:
-        if all(asked.global_batch // x.ranks % m for x in places):
-            ranks = min([x.ranks for x in places])
-            local = asked.global_batch // ranks
+def _check_micro_batches(options: Dimensions, layouts: Sequence[Layout]) -> None:
+    """Check that each micro-batch divides the samples of a rank in some layout.
+
+    Raises:
+        ValueError: if one does not.
+    """
+    assert options.micro_batches is not None
+    for m in options.micro_batches:
+        if all(options.global_batch // x.ranks % m for x in layouts):
+            ranks = min([x.ranks for x in layouts])
+            local = options.global_batch // ranks
             raise ValueError(
-                f"micro_batches={tuple(asked.micro_batches)}: {m} does not divide the {local} samples of a rank, which "
-                f"are global_batch={asked.global_batch} over {ranks} ranks; {_divisors(local)} do"
+                f"micro_batches={tuple(options.micro_batches)}: {m} does not divide the {local} samples of a rank, "
+                f"which are global_batch={options.global_batch} over {ranks} ranks; {_divisors(local)} do"
             )
 
 
-def _counts(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _checked(word: str, values: Any, takes: Any, said: str) -> None:
-    """Check that values of a dimension are some, and each one that it takes."""
+def _check_values(word: str, values: Any, allows: Any, expected: str) -> None:
+    """Check that the values of a dimension are a sequence, not empty, allowed, and different.
+
+    Raises:
+        ValueError: if they are not.
+    """
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-        raise ValueError(f"{word}={values!r}: expected a tuple {said}")
+        raise ValueError(f"{word}={values!r}: expected a tuple of {expected}")
     for x in values:
         try:
-            known = takes(x)
+            is_allowed = allows(x)
         except TypeError:
-            known = False
-        if not known:
-            raise ValueError(f"{word}={tuple(values)}: {x!r} is none {said}")
+            is_allowed = False
+        if not is_allowed:
+            raise ValueError(f"{word}={tuple(values)}: {x!r} is not allowed: expected {expected}")
     if len(set(values)) < len(values):
-        raise ValueError(f"{word}={tuple(values)}: a value stands twice")
+        raise ValueError(f"{word}={tuple(values)}: a value occurs twice")
 
 
 def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, n + 1) if n % d == 0]
-    return ", ".join(found if len(found) < 9 else [*found[:8], "..."])
+    divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(divisors if len(divisors) < 9 else [*divisors[:8], "..."])

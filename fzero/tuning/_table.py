@@ -19,8 +19,8 @@ from fzero.tuning._space import Configuration
 
 __all__ = ["Best", "Table"]
 
-AXES = {"ep": 1, "tp": 1, "pp": 1, "schedule": "1f1b"}  # settings that are told where some row has another value
-Used = Callable[[dict[str, Any]], dict[str, Any]]
+AXES = {"ep": 1, "tp": 1, "pp": 1, "schedule": "1f1b"}  # shown only if some row has another value than this default
+SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Best:
     """The fastest configuration that fits.
 
     Attributes:
-        row: what it takes.
-        reason: why no faster one was chosen.
+        row: the row of the configuration.
+        reason: why no faster configuration was chosen.
     """
 
     row: Row
@@ -37,7 +37,7 @@ class Best:
 
     @property
     def config(self) -> Configuration:
-        """The configuration, as `make_step` takes it."""
+        """The configuration: the argument of `make_step`."""
         return self.row.config
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Table:
-    """Configurations of a step and what each takes, made by `fzero.tune`. Print it, plot it, ask for the best.
+    """Configurations of a step with their memory and time, made by `fzero.tune`. Print it, plot it, or call `best()`.
 
     Attributes:
         rows: the configurations that were planned.
-        skipped: those that were not, since they hold no less than one that does not fit.
-        machine: that was planned for.
-        memory: bytes of a device, as given.
-        budget: bytes of them that a plan may count.
+        skipped: configurations that were not planned, since they hold no less than one that does not fit.
+        machine: the machine that the rows are planned for.
+        memory: the argument `memory` of `fzero.tune`: bytes of a device, or None.
+        budget: the bytes of a device that a plan may use.
     """
 
     rows: tuple[Row, ...]
@@ -70,47 +70,47 @@ class Table:
 
     @property
     def too_large(self) -> list[Row]:
-        """The rows that do not fit, those that lack least first."""
+        """The rows that do not fit, the smallest first."""
         return sorted([r for r in self.rows if r.peak_bytes > self.budget], key=lambda r: (r.peak_bytes, r.seconds))
 
     @property
     def frontier(self) -> list[Row]:
-        """The rows than which none is both faster and smaller, the fastest first."""
-        found: list[Row] = []
+        """The Pareto frontier: rows to which no other row is both faster and smaller. The fastest is first."""
+        rows: list[Row] = []
         for row in _by_time(self.rows):
-            if not found or row.peak_bytes < found[-1].peak_bytes:
-                found.append(row)
-        return found
+            if not rows or row.peak_bytes < rows[-1].peak_bytes:
+                rows.append(row)
+        return rows
 
     def best(self) -> Best:
-        """Return the fastest configuration that fits, and what the next faster one lacks.
+        """Return the fastest configuration that fits, and why no faster one was chosen.
 
         Raises:
-            ValueError: if none fits. Says by how much the smallest does not, and what would need less.
+            ValueError: if none fits. The message shows the smallest one, and settings that would need less memory.
         """
         if not self.fitting:
             raise ValueError(self._nothing_fits())
         row = self.fitting[0]
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
-            return Best(row, "None that was planned is faster")
+            return Best(row, "No planned configuration is faster")
         lacks, kind = faster[0].peak_bytes - self.budget, _largest(faster[0])
         return Best(
             row,
-            f"Of {len(faster)} that would be faster the nearest, {faster[0].config}, lacks {size(lacks)}: "
-            f"it holds {kind}",
+            f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
+            f"{size(lacks)} too large: it holds {kind}",
         )
 
     def rules(self) -> list[Verdict]:
-        """Say which rules of experts the best configuration keeps, where it deviates, and why; none if nothing fits."""
+        """Return the verdict of each expert rule on the best configuration; an empty list if nothing fits."""
         fitting = self.fitting
         return verdicts(fitting[0], fitting, self.machine.ranks) if fitting else []
 
     def _nothing_fits(self) -> str:
-        """Say by how much nothing fits, and what was not tried that needs less."""
+        """Explain by how much the smallest row does not fit, and which settings would need less memory."""
         row = self.too_large[0]
         c = row.config
-        untried = [
+        remedies = [
             (c.stage < 3, "stage 3"),
             (c.remat is not True, "remat=True"),
             (c.micro_batch > 1, "a smaller micro-batch"),
@@ -123,7 +123,7 @@ class Table:
         parts = ", ".join([f"{size(n)} of {kind}" for kind, n in _parts(row)[:3]])
         return (
             f"no configuration fits {size(self.budget)}: the smallest, {c}, takes {size(row.peak_bytes)}, "
-            f"{size(row.peak_bytes - self.budget)} more: {parts}. Try {', or '.join([x for y, x in untried if y])}"
+            f"{size(row.peak_bytes - self.budget)} too much: {parts}. Try {', or '.join([x for y, x in remedies if y])}"
         )
 
     def __repr__(self) -> str:
@@ -133,13 +133,13 @@ class Table:
         return _table_views.text(self)
 
     def __rich__(self) -> Any:
-        return _table_views.rendered(self)
+        return _table_views.render(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw peak against seconds, with the budget as a line and the frontier, into an image file (matplotlib).
 
         Args:
-            path: of the file: its ending says the format, such as ".png" or ".svg".
+            path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
         """
         _table_views.draw(self).savefig(path, dpi=120)
 
@@ -147,18 +147,18 @@ class Table:
         return shown(str(self), "peak against seconds", lambda: _table_views.draw(self))
 
     def records(self) -> list[dict[str, Any]]:
-        """List the rows as flat dictionaries: what `to_csv` writes."""
-        return [_record(row, self.budget, self._used) for row in [*self.fitting, *self.too_large]]
+        """List the rows as flat dictionaries: the records that `to_csv` writes."""
+        return [_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
 
     @property
-    def _used(self) -> Used:
-        """Return what leaves of a configuration's settings those that some configuration uses."""
+    def _select_settings(self) -> SettingsFilter:
+        """Return a function that drops the axes that no configuration uses from a dict of settings."""
         configs = [x.config for x in (*self.rows, *self.skipped)]
-        axes = {name for name, usual in AXES.items() if any(getattr(c, name) != usual for c in configs)}
+        axes = {name for name, default in AXES.items() if any(getattr(c, name) != default for c in configs)}
         return lambda settings: {k: v for k, v in settings.items() if k not in AXES or k in axes}
 
     def to_csv(self) -> str:
-        """Write the rows as CSV: those that fit first, the fastest first."""
+        """Return the rows as CSV: rows that fit come first, the fastest at the top."""
         records, out = self.records(), io.StringIO()
         names = list(dict.fromkeys([name for record in records for name in record]))
         writer = csv.DictWriter(out, names, restval=0, lineterminator="\n")
@@ -167,12 +167,12 @@ class Table:
         return out.getvalue()
 
     def to_json(self) -> str:
-        """Write the table as JSON, with the machine's constants and what was not planned."""
+        """Return the table as JSON, with the machine's constants and the skipped configurations."""
         head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
-        used = self._used
-        skipped = [{name: used(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
-        best = {"config": used(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
-        rows = [{**r.record(), "config": used(asdict(r.config))} for r in self.rows]
+        select = self._select_settings
+        skipped = [{name: select(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
+        best = {"config": select(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
+        rows = [{**r.record(), "config": select(asdict(r.config))} for r in self.rows]
         return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped})
 
     @classmethod
@@ -180,15 +180,15 @@ class Table:
         """Read a table that `to_json` wrote.
 
         Raises:
-            ValueError: if the text is none.
+            ValueError: if the text is not such a table.
         """
         try:
-            found = json.loads(text)
-            rows = [row_from(r) for r in found["rows"]]
+            data = json.loads(text)
+            rows = [row_from(r) for r in data["rows"]]
             skipped = [
-                Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in found["skipped"]
+                Skipped(Configuration(**s["config"]), Configuration(**s["as_little_as"])) for s in data["skipped"]
             ]
-            return cls(tuple(rows), tuple(skipped), Machine(**found["machine"]), found["memory"], found["budget"])
+            return cls(tuple(rows), tuple(skipped), Machine(**data["machine"]), data["memory"], data["budget"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
 
@@ -206,9 +206,9 @@ def _largest(row: Row) -> str:
     return f"{size(most)} of {kind}"
 
 
-def _record(row: Row, budget: float, used: Used) -> dict[str, Any]:
+def _record(row: Row, budget: float, select: SettingsFilter) -> dict[str, Any]:
     return {
-        **used(asdict(row.config)),
+        **select(asdict(row.config)),
         "peak_bytes": row.peak_bytes,
         "over_bytes": max(row.peak_bytes - budget, 0),
         "seconds": row.seconds,

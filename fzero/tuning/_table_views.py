@@ -1,4 +1,4 @@
-"""A table of configurations as text and as a picture."""
+"""Render a table of configurations as text and as a picture."""
 
 import io
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,20 @@ __all__ = [
     "axes_shown",
     "axis_of",
     "cells",
-    "compared",
     "draw",
     "duration",
     "headline",
     "moved_shown",
     "notes",
-    "rendered",
+    "render",
+    "render_comparison",
     "text",
 ]
 
-# A table of configurations as text, by rich.
+# A table of configurations as text, with rich.
 
 
-SHOWN, MISSES = 12, 6  # rows that fit, and those that nearly do
+MAX_FITS, MAX_MISSES = 12, 6  # how many rows are shown that fit, and that nearly fit
 PARTS = {
     "params": ("parameters",),
     "state": ("optimizer state",),
@@ -43,92 +43,92 @@ def text(table: "Table") -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(rendered(table))
+    Console(file=out, width=200, color_system=None).print(render(table))
     return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
 
 
-def rendered(table: "Table") -> Any:
-    """Render the answer, the rows, and the constants behind them."""
+def render(table: "Table") -> Any:
+    """Render the headline, the rows, the best configuration, and the constants behind the seconds."""
     from rich.console import Group
     from rich.text import Text
 
-    best = str(table.best()) if table.fitting else "nothing fits; best() says what would need less"
+    best = str(table.best()) if table.fitting else "nothing fits; best() shows what would need less memory"
     rules = [f"rule {verdict}" for verdict in table.rules()]
     return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *rules, *notes(table)])))
 
 
 def headline(table: "Table") -> str:
-    """Say how many configurations fit, and what."""
-    given = f" ({size(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
-    tried = len(table.rows) + len(table.skipped)
-    return f"{len(table.fitting)} of {tried} configurations fit {size(table.budget)}{given} of {table.machine.name}"
+    """Return a line on how many configurations fit the budget."""
+    remark = f" ({size(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
+    total = len(table.rows) + len(table.skipped)
+    return f"{len(table.fitting)} of {total} configurations fit {size(table.budget)}{remark} of {table.machine.name}"
 
 
 def notes(table: "Table") -> list[str]:
-    """Say what is left out, and where the numbers are from."""
-    found = []
+    """Return lines on skipped and extrapolated rows, unused links, and the sources of constants."""
+    lines = []
     if table.skipped:
-        found.append(f"{len(table.skipped)} were not planned: each holds no less than one that does not fit")
+        lines.append(f"{len(table.skipped)} were not planned: each holds no less than another that does not fit")
     rough = sum([not r.in_full for r in table.rows])
-    found += [f"{rough} rows (~) are told from two models of fewer blocks"] if rough else []
+    lines += [f"{rough} rows (~) are extrapolated from two models of fewer blocks"] if rough else []
     moved = {axis for row in table.rows for axes in row.moved for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.links if axis not in moved]
-    found += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
+    lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
     constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
-    found.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
-    return found
+    lines.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
+    return lines
 
 
 def _rows(table: "Table") -> Any:
-    from rich.table import Table as Drawn
+    from rich.table import Table as RichTable
 
-    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    axes, ways = axes_shown(table), moved_shown(table)
-    moved = ["moved", *[f"over {way}" for way in ways]]
+    grid = RichTable(box=None, pad_edge=False, header_style="bold")
+    axes, moved_axes = axes_shown(table), moved_shown(table)
+    moved = ["moved", *[f"over {axis}" for axis in moved_axes]]
     columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *PARTS, *moved, "seconds", ""]
     for name in columns:
         left = name in ("remat", "precision", "schedule", "")
-        drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
+        grid.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
-    for row in [*fits[:SHOWN], *misses[:MISSES]]:
+    for row in [*fits[:MAX_FITS], *misses[:MAX_MISSES]]:
         over = row.peak_bytes - table.budget
-        said = f"{size(over)} too much" if over > 0 else "fits"
+        verdict = f"{size(over)} too much" if over > 0 else "fits"
         style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
-        shown = cells(row)
-        settings, numbers, seconds = shown[:5], shown[5:-1], shown[-1]
-        along = [size(n) if (n := row.moved.get(way, 0)) else "-" for way in ways]
+        texts = cells(row)
+        settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
+        along = [size(n) if (n := row.moved.get(axis, 0)) else "-" for axis in moved_axes]
         places = [axis_of(row.config, name) for name in axes]
-        drawn.add_row(*settings, *places, *numbers, *along, seconds, said, style=style)
-    hidden = max(len(fits) - SHOWN, 0), max(len(misses) - MISSES, 0)
+        grid.add_row(*settings, *places, *numbers, *along, seconds, verdict, style=style)
+    hidden = max(len(fits) - MAX_FITS, 0), max(len(misses) - MAX_MISSES, 0)
     if any(hidden):
-        drawn.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
-    return drawn
+        grid.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
+    return grid
 
 
 def axes_shown(table: "Table") -> list[str]:
-    """List the settings of further axes that have a column: those that are used, and a schedule where there are two."""
+    """List the axes that have a column: those that a row uses, and the schedule if there are several."""
     configs = [r.config for r in table.rows]
     axes = [name for name in ("ep", "tp", "pp") if any(getattr(c, name) > 1 for c in configs)]
     return axes + (["schedule"] if len({c.schedule for c in configs if c.pp > 1}) > 1 else [])
 
 
 def moved_shown(table: "Table") -> list[str]:
-    """List the axes whose bytes have a column: those of more than a thousandth in a row, if they are several."""
-    found: dict[str, None] = {}
+    """List the axes whose moved bytes have a column: those above a thousandth of a row, if there are several."""
+    axes_by_name: dict[str, None] = {}
     for row in table.rows:
         least = sum(row.moved.values()) / 1000
-        found |= dict.fromkeys([axes for axes, n in row.moved.items() if n > least])
+        axes_by_name |= dict.fromkeys([axes for axes, n in row.moved.items() if n > least])
     order = {"dp": 0, "dp,ep": 1, "ep": 2, "tp": 4, "pp": 5}
-    return sorted(found, key=lambda axes: (order.get(axes, 3), axes)) if len(found) > 1 else []
+    return sorted(axes_by_name, key=lambda axes: (order.get(axes, 3), axes)) if len(axes_by_name) > 1 else []
 
 
 def axis_of(config: "Configuration", name: str) -> str:
-    """Write a configuration's size of a further axis, or its schedule."""
+    """Format the size of an axis of a configuration, or its schedule."""
     return "-" if name == "schedule" and config.pp == 1 else str(getattr(config, name))
 
 
 def cells(row: "Row") -> list[str]:
-    """Write a row's numbers in the units that suit them."""
+    """Format the numbers of a row, with suitable units."""
     c = row.config
     parts = [sum([row.held.get(kind, 0) for kind in kinds]) for kinds in PARTS.values()]
     return [
@@ -145,35 +145,40 @@ def cells(row: "Row") -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
+    """Format seconds with a suitable unit."""
     if seconds >= 0.1:
         return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
 
 
-def compared(one: "Table", other: "Table", names: tuple[str, str]) -> Any:
-    """Render the configurations that two tables have, side by side, the fastest of the second first.
+def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -> Any:
+    """Render the configurations that two tables share, side by side. They are sorted by the seconds of the second.
 
     Args:
-        one: a table.
-        other: another.
-        names: of both.
+        first: a table.
+        second: another table.
+        names: the names of both tables.
     """
-    from rich.table import Table as Drawn
+    from rich.table import Table as RichTable
 
-    before = {r.config: r for r in one.rows}
-    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    for name in ("configuration", *[f"{what}, {n}" for what in ("peak", "seconds") for n in names], "peak", "seconds"):
-        drawn.add_column(name, justify="left" if name == "configuration" else "right", no_wrap=True)
-    for row in sorted(other.rows, key=lambda r: r.seconds):
-        if (old := before.get(row.config)) is not None:
+    old_rows = {r.config: r for r in first.rows}
+    grid = RichTable(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "configuration",
+        *[f"{column}, {n}" for column in ("peak", "seconds") for n in names],
+        "peak",
+        "seconds",
+    ):
+        grid.add_column(name, justify="left" if name == "configuration" else "right", no_wrap=True)
+    for row in sorted(second.rows, key=lambda r: r.seconds):
+        if (old := old_rows.get(row.config)) is not None:
             peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
             changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
-            drawn.add_row(str(row.config), *map(size, peaks), *map(duration, times), *changes)
-    alone = [len(a.rows) - drawn.row_count for a in (one, other)]
-    if any(alone):
-        drawn.add_row(f"{alone[0]} only in {names[0]}, {alone[1]} only in {names[1]}", style="dim")
-    return drawn
+            grid.add_row(str(row.config), *map(size, peaks), *map(duration, times), *changes)
+    unique = [len(a.rows) - grid.row_count for a in (first, second)]
+    if any(unique):
+        grid.add_row(f"{unique[0]} only in {names[0]}, {unique[1]} only in {names[1]}", style="dim")
+    return grid
 
 
 # A table of configurations as a picture: peak against seconds.
@@ -183,7 +188,7 @@ MARKERS = ("o", "^", "s", "D")  # by stage
 
 
 def draw(table: "Table") -> Any:
-    """Draw a table as a figure of matplotlib."""
+    """Draw a table as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,8 +211,8 @@ def draw(table: "Table") -> Any:
     )
     if table.fitting:
         best = table.fitting[0]
-        at = (best.seconds, best.peak_bytes / 1e9)
-        axes.plot(*at, "o", ms=14, mfc="none", mec="C2", mew=2, linestyle="none", label=f"best: {best.config}")
+        point = (best.seconds, best.peak_bytes / 1e9)
+        axes.plot(*point, "o", ms=14, mfc="none", mec="C2", mew=2, linestyle="none", label=f"best: {best.config}")
     axes.set(xlabel="seconds of a step, by the model", ylabel="peak of a rank, GB")
     axes.set(title=f"{len(table.fitting)} of {len(table.rows) + len(table.skipped)} fit {table.machine.name}")
     axes.set_ylim(bottom=0)
@@ -217,5 +222,5 @@ def draw(table: "Table") -> Any:
 
 
 def _edge(axes: Any) -> Any:
-    """Return the coordinates whose x is a share of the axes, and whose y is the data's."""
+    """Return the transform whose x is a share of the axes, and whose y is in data units."""
     return axes.get_yaxis_transform()

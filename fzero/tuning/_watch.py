@@ -1,4 +1,4 @@
-"""watch: a step that says what it took, beside what was planned, while it trains."""
+"""watch: compare the measured memory and time of a step with its plan, while it trains."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,23 +15,23 @@ from fzero.observe import Rows
 from fzero.tuning._machines import Machine, machine_of
 from fzero.tuning._table_views import duration
 
-__all__ = ["Hint", "Meter", "Reading", "Taken", "Watched", "hints_of", "meter_of", "watch"]
+__all__ = ["Hint", "Measurement", "Meter", "Reading", "Watched", "hints_of", "meter_of", "watch"]
 
-# Meters: what one call of a step takes, by a device's own counters, without waiting for the device.
+# Meters measure one call of a step with the counters of its device, without waiting for the device.
 
 
-class Taken(NamedTuple):
-    """What one call took.
+class Measurement(NamedTuple):
+    """The measurement of one call.
 
     Attributes:
-        seconds: returns how long it ran, on its device; waits for its end.
-        waited: returns how long the device had nothing of the step to do before it; 0 for the first. To be asked
-            when the call has ended.
-        is_over: returns whether the device has come to its end.
-        added_bytes: the most that it held at once beside what was there before; None if that was not measured.
-        before_bytes: what was there before; None where no counter says so.
-        reserved_bytes: the most that the device's allocator held, used or not; None where there is no such.
-        retries: how often the allocator had to give its cache back, since the process began.
+        seconds: a function that waits for the end of the call, and returns how long it ran on its device.
+        waited: a function that returns how long the device idled between the last call and this one; 0 for the first.
+            Call it after the call has ended.
+        is_over: a function that returns whether the device has finished the call.
+        added_bytes: the most bytes alive at once, in addition to those before the call; None if not measured.
+        before_bytes: the bytes alive before the call; None if there is no counter.
+        reserved_bytes: the most bytes that the caching allocator reserved; None without such an allocator.
+        retries: how often the allocator freed its cache and tried again, since the process began.
     """
 
     seconds: Callable[[], float]
@@ -44,67 +44,67 @@ class Taken(NamedTuple):
 
 
 class Meter:
-    """Measures calls of a step on a CPU: by its clock, and by the events of torch's allocator."""
+    """Measures calls of a step on a CPU, by the clock and by the events of torch's allocator."""
 
     def __init__(self) -> None:
-        self._ended: float | None = None
+        self._last_end: float | None = None
 
-    def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Taken]:
+    def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Measurement]:
         """Run a call.
 
         Args:
-            call: the step with its arguments.
-            memory: whether its peak is measured, which takes some milliseconds.
+            call: the step, bound to its arguments.
+            memory: whether to measure its peak, which takes some milliseconds.
         """
-        began = time.perf_counter()
-        waited = 0.0 if self._ended is None else began - self._ended
+        start = time.perf_counter()
+        waited = 0.0 if self._last_end is None else start - self._last_end
         added = None
         if memory:
-            with _torch.allocations() as found:
+            with _torch.allocations() as record:
                 out = call()
-            added = found.peak
+            added = record.peak
         else:
             out = call()
-        self._ended = ended = time.perf_counter()
-        return out, Taken(lambda: ended - began, lambda: waited, lambda: True, added)
+        self._last_end = end = time.perf_counter()
+        return out, Measurement(lambda: end - start, lambda: waited, lambda: True, added)
 
 
 class _CudaMeter(Meter):
-    """Measures calls on a GPU: by events on its stream, and by the counters of torch's caching allocator."""
+    """Measures calls on a GPU, by events on its stream and by the counters of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._last: Any = None  # the event of the last call's end
 
-    def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Taken]:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Measurement]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before = torch.cuda.memory_allocated(self._device) if memory else None
         if memory:
             torch.cuda.reset_peak_memory_stats(self._device)
-        began.record(torch.cuda.current_stream(self._device))
+        start.record(torch.cuda.current_stream(self._device))
         out = call()
-        ended.record(torch.cuda.current_stream(self._device))
-        last, self._last = self._last, ended
+        end.record(torch.cuda.current_stream(self._device))
+        last, self._last = self._last, end
 
         def seconds() -> float:
-            ended.synchronize()
-            return began.elapsed_time(ended) / 1e3
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
 
-        taken = Taken(
+        measurement = Measurement(
             seconds,
-            lambda: 0.0 if last is None else last.elapsed_time(began) / 1e3,
-            ended.query,
+            lambda: 0.0 if last is None else last.elapsed_time(start) / 1e3,
+            end.query,
         )
         if before is not None:
             stats = torch.cuda.memory_stats(self._device)
-            taken = taken._replace(
+            measurement = measurement._replace(
                 added_bytes=stats["allocated_bytes.all.peak"] - before,
                 before_bytes=before,
                 reserved_bytes=stats["reserved_bytes.all.peak"],
                 retries=stats["num_alloc_retries"],
             )
-        return out, taken
+        return out, measurement
 
 
 def meter_of(tensors: list[torch.Tensor]) -> Meter:
@@ -113,45 +113,45 @@ def meter_of(tensors: list[torch.Tensor]) -> Meter:
     return Meter() if device is None else _CudaMeter(device)
 
 
-# Readings: what a step took, beside what its plan says; and what it means where the two part.
+# Readings compare a measurement with its plan. Hints explain the differences.
 
 
-APART = 0.05  # from what share on a peak is said to be apart from its plan
-LOOSE = 0.10  # likewise, of what the allocator holds and has not handed out
-IDLE = 0.10  # from what share of the time on that passes between steps
-SLOW = 1.3  # from how many times a plan's seconds on
-FEW = 3  # calls whose median is a usual time
-SMALL = 1 << 20  # bytes that are worth no hint
+PEAK_TOLERANCE = 0.05  # hint at a peak that exceeds its plan by more than this share
+RESERVED_TOLERANCE = 0.10  # hint at reserved bytes that exceed the peak by more than this share
+IDLE_SHARE = 0.10  # hint at idle time between steps above this share
+SLOW_FACTOR = 1.3  # hint at a step slower than its plan by this factor
+MIN_CALLS = 3  # calls that a median needs at least
+MIN_BYTES = 1 << 20  # smaller differences deserve no hint
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call of a step took, beside its plan.
+    """The measurement of one call of a step, and its plan.
 
     Attributes:
         step: the number of the call.
-        taken: what a meter says.
-        plan: of the call; None where nothing was planned, as of ranks in lockstep.
-        timed: whether the plan's seconds are of a machine that was named or calibrated.
-        first: whether the call was traced or compiled, so that its time is no one's.
+        taken: the measurement.
+        plan: the plan of the call; None if there is none, as for ranks in lockstep.
+        timed: whether the seconds of the plan are for a machine that the user chose.
+        first: whether the call included tracing or compilation, so that its time is not typical.
     """
 
     step: int
-    taken: Taken
+    taken: Measurement
     plan: Plan | None
     timed: bool
     first: bool
 
     @property
     def seconds(self) -> float:
-        """How long the call ran. Waits for the device."""
+        """The seconds of the call. Reading this waits for the device."""
         return self.taken.seconds()
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most bytes of the device that were held at once; None where they were not measured.
+        """The peak bytes on the device; None if they were not measured.
 
-        Where no counter says what was there before the call, it is taken to be the arguments.
+        Without a counter, the bytes before the call are assumed to be those of the arguments.
         """
         taken, plan = self.taken, self.plan
         before = taken.before_bytes if taken.before_bytes is not None else plan and plan.argument_bytes
@@ -159,43 +159,43 @@ class Reading:
 
     @property
     def above(self) -> float:
-        """By what share the peak is above the plan's; 0 where one of them is not known."""
+        """The share by which the peak exceeds the plan's; 0 if one of them is not known."""
         peak, plan = self.peak_bytes, self.plan
         return 0.0 if peak is None or plan is None or not plan.peak_bytes else peak / plan.peak_bytes - 1
 
     def scalars(self) -> dict[str, float]:
-        """Return what was measured and planned by name, as writers of `fzero.observe` take it. Waits for the device."""
-        found: dict[str, float] = {"time/seconds": self.seconds, "time/between": self.taken.waited()}
+        """Return the measured and planned numbers by name, for writers of `fzero.observe`. Waits for the device."""
+        scalars: dict[str, float] = {"time/seconds": self.seconds, "time/between": self.taken.waited()}
         if self.plan is not None and self.timed:
-            found["time/planned"] = self.plan.seconds
+            scalars["time/planned"] = self.plan.seconds
         if self.peak_bytes is not None:
-            found["memory/peak_bytes"] = self.peak_bytes
+            scalars["memory/peak_bytes"] = self.peak_bytes
         if self.plan is not None:
-            found["memory/planned_bytes"] = self.plan.peak_bytes
+            scalars["memory/planned_bytes"] = self.plan.peak_bytes
         if self.taken.reserved_bytes is not None:
-            found["memory/reserved_bytes"] = self.taken.reserved_bytes
-        return found
+            scalars["memory/reserved_bytes"] = self.taken.reserved_bytes
+        return scalars
 
     def __str__(self) -> str:
-        """Say in a line what was measured, and in brackets what was planned. Waits for the device."""
-        said = []
+        """Format the measured numbers as a line, with the planned ones in brackets. Waits for the device."""
+        parts = []
         if self.peak_bytes is not None and self.plan is not None:
-            said.append(f"peak {size(self.peak_bytes)} (plan {size(self.plan.peak_bytes)}, {self.above:+.1%})")
+            parts.append(f"peak {size(self.peak_bytes)} (plan {size(self.plan.peak_bytes)}, {self.above:+.1%})")
         elif self.taken.added_bytes is not None:
-            said.append(f"adds {size(self.taken.added_bytes)} to its arguments")
+            parts.append(f"adds {size(self.taken.added_bytes)} to its arguments")
         elif self.plan is not None:
-            said.append(f"peak not measured (plan {size(self.plan.peak_bytes)})")
+            parts.append(f"peak not measured (plan {size(self.plan.peak_bytes)})")
         planned = f" (plan {duration(self.plan.seconds)})" if self.plan is not None and self.timed else ""
-        said.append(f"{duration(self.seconds)}{planned}{', with tracing and compilation' if self.first else ''}")
-        return f"step {self.step}: {', '.join(said)}"
+        parts.append(f"{duration(self.seconds)}{planned}{', with tracing and compilation' if self.first else ''}")
+        return f"step {self.step}: {', '.join(parts)}"
 
 
 class Hint(NamedTuple):
-    """Why what was measured parts from the plan, and what to do.
+    """A difference between measurement and plan, and its remedy.
 
     Attributes:
-        name: of the cause: "outside the step", "workspaces", "fragmentation", "out of room", "between steps", "slow".
-        text: what was seen, and what to do.
+        name: the cause: "outside the step", "workspaces", "fragmentation", "out of room", "between steps", "slow".
+        text: the observation, and the remedy.
     """
 
     name: str
@@ -206,93 +206,93 @@ class Hint(NamedTuple):
 
 
 def hints_of(readings: Sequence[Reading]) -> list[Hint]:
-    """Name what parts from the plan in the last of some readings that lie side by side.
+    """List hints for the last of some consecutive readings.
 
     Args:
-        readings: of calls one after the other, of which the last has its memory measured.
+        readings: readings of consecutive calls. The memory of the last call was measured.
     """
     last = readings[-1]
     return [*_memory_hints(last), *_allocator_hints(last, readings[0]), *_time_hints(readings)]
 
 
 def _memory_hints(last: Reading) -> list[Hint]:
-    """Name whose bytes are above the plan: those that were there before the step, or those that it adds."""
+    """Return hints if the bytes before the step, or those that it adds, exceed the plan."""
     plan, added = last.plan, last.taken.added_bytes
     if plan is None or added is None:
         return []
-    least = max(APART * plan.peak_bytes, SMALL)
-    said = f"peak {last.above:.0%} above plan"
-    found = []
+    least = max(PEAK_TOLERANCE * plan.peak_bytes, MIN_BYTES)
+    prefix = f"peak {last.above:.0%} above plan"
+    hints = []
     before = last.taken.before_bytes
     if before is not None and before - plan.argument_bytes > least:
-        found.append(
+        hints.append(
             Hint(
                 "outside the step",
-                f"{said}: {size(before - plan.argument_bytes)} are held beside the step's arguments, such as a second "
-                "copy of the parameters, batches fetched ahead, or a model that was not donated to init",
+                f"{prefix}: {size(before - plan.argument_bytes)} are held besides the step's arguments, such as a "
+                "second copy of the parameters, batches fetched ahead, or a model that was not donated to init",
             )
         )
     if added - plan.added_bytes > least:
-        found.append(
+        hints.append(
             Hint(
                 "workspaces",
-                f"{said}: the step itself adds {size(added - plan.added_bytes)} more than planned: workspaces of "
+                f"{prefix}: the step itself adds {size(added - plan.added_bytes)} more than planned: workspaces of "
                 "kernels, or layouts that a compiler chose; docs/plan.md#how-true-it-is lists them",
             )
         )
-    return found
+    return hints
 
 
 def _allocator_hints(last: Reading, first: Reading) -> list[Hint]:
-    """Name what a caching allocator does with memory that nobody asked for."""
+    """Return hints on fragmentation and retries of the caching allocator."""
     reserved, peak = last.taken.reserved_bytes, last.peak_bytes
-    found = []
-    if reserved is not None and peak is not None and reserved - peak > max(LOOSE * peak, SMALL):
+    hints = []
+    if reserved is not None and peak is not None and reserved - peak > max(RESERVED_TOLERANCE * peak, MIN_BYTES):
         over = f"{reserved / last.plan.peak_bytes - 1:.0%} above plan" if last.plan is not None else "above its use"
-        found.append(
+        hints.append(
             Hint(
                 "fragmentation",
                 f"the allocator holds {size(reserved)}, {over}, of which {size(reserved - peak)} were never used at "
-                "once; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.cuda.empty_cache() behind "
+                "once; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.cuda.empty_cache() after "
                 "init",
             )
         )
     if last.taken.retries > first.taken.retries:
-        found.append(
+        hints.append(
             Hint(
                 "out of room",
-                f"the allocator gave back its cache {last.taken.retries - first.taken.retries} times to find room, and "
-                "waited for the device each time; a smaller micro-batch or a higher stage needs less",
+                f"the allocator freed its cache {last.taken.retries - first.taken.retries} times to find room, and "
+                "waited for the device each time; a smaller micro-batch or a higher stage needs less memory",
             )
         )
-    return found
+    return hints
 
 
 def _time_hints(readings: Sequence[Reading]) -> list[Hint]:
-    """Name what takes more time than the plan, by the median of all calls that were not compiled."""
-    usual = [r for r in readings if not r.first]
-    if len(usual) < FEW:
+    """Return hints on idle time and slow steps, by the medians of all calls without compilation."""
+    steady = [r for r in readings if not r.first]
+    if len(steady) < MIN_CALLS:
         return []
-    seconds, waited = (median(found) for found in zip(*[(r.seconds, r.taken.waited()) for r in usual], strict=True))
-    found = []
-    if waited > IDLE * (seconds + waited):
-        found.append(
+    seconds, waited = (median(values) for values in zip(*[(r.seconds, r.taken.waited()) for r in steady], strict=True))
+    hints = []
+    if waited > IDLE_SHARE * (seconds + waited):
+        hints.append(
             Hint(
                 "between steps",
                 f"{duration(waited)} pass between two steps, {waited / (seconds + waited):.0%} of the time: batches, "
                 "logs or checkpoints; fzero.data.batches(..., num_workers=4) loads ahead",
             )
         )
-    plan = usual[-1].plan
-    if plan is not None and usual[-1].timed and seconds > SLOW * plan.seconds:
-        found.append(
+    plan = steady[-1].plan
+    if plan is not None and steady[-1].timed and seconds > SLOW_FACTOR * plan.seconds:
+        hints.append(
             Hint(
                 "slow",
-                f"a step takes {duration(seconds)}, {seconds / plan.seconds:.1f} times what is planned; "
+                f"a step takes {duration(seconds)}, {seconds / plan.seconds:.1f} times the planned time; "
                 "print(fzero.profile(step, ...)) shows where the time goes",
             )
         )
-    return found
+    return hints
 
 
 @api_boundary
@@ -304,30 +304,31 @@ def watch(
     device: str | Machine | None = None,
     say: Callable[[str], Any] | None = print,
 ) -> "Watched":
-    """Watch a jitted step: its measured peak and time beside the plan's, and a hint where they part.
+    """Watch a jitted step: compare its measured peak and time with its plan, and explain differences by hints.
 
-    The result is called like the step, and returns what it returns. The first call that compiles nothing is
-    measured, and each `every`-th one: that costs some milliseconds on a CPU, and some microseconds on a GPU. No call
-    waits for the device. A line is said for each measured call, and each hint once.
+    Call the result like the step; it returns the same results. It measures memory at the first call without
+    compilation, and at each `every`-th call. That costs some milliseconds on a CPU, and some microseconds on a GPU. No
+    call waits for the device. Each measured call is reported by a line, and each hint once.
 
-    On a GPU the peak is that of torch's caching allocator, whose peak counters are reset for it. On a CPU it is told by
-    the allocator's events, of the threads that torch starts: what gloo allocates in its own is not seen.
+    On a GPU the peak comes from torch's caching allocator, whose peak counters are reset. On a CPU it comes from the
+    allocator's events in threads that torch starts. Allocations of gloo's own threads are not seen.
 
     Args:
-        step: a step that `fzero.jit` made.
-        *writers: of `fzero.observe`, such as `tensorboard("runs/gpt")`: they get each call's seconds, and the bytes of
-            those that are measured.
-        every: how many calls there are between two that are measured.
-        first: the number of the first call, as of a run that goes on.
-        device: "h100" or the like, or a `fzero.tuning.Machine`, whose seconds are compared. By default none is.
-        say: what a line is given to; None for silence.
+        step: a step that `fzero.jit` returned.
+        *writers: writers of `fzero.observe`, such as `tensorboard("runs/gpt")`. They get the seconds of each call, and
+            the bytes of measured calls.
+        every: memory is measured once in this number of calls.
+        first: the number of the first call, for a run that resumes.
+        device: a name such as "h100", or a `fzero.tuning.Machine`. Its planned seconds are compared with the measured
+            ones. By default seconds are not compared.
+        say: a function that gets each line; None for silence.
 
     Returns:
-        A `Watched` step. On a mesh of processes rank 0 writes and says.
+        A `Watched` step. On a mesh of processes only rank 0 writes and reports.
 
     Raises:
         TypeError: if `step` is not jitted, or a writer is no function.
-        ValueError: if `every` is no number of calls, or `device` is unknown.
+        ValueError: if `every` or `first` is not a number of calls, or `device` is unknown.
 
     Example:
         >>> import fzero, torch
@@ -349,17 +350,17 @@ def watch(
         raise ValueError(f"first={first!r}: expected the number of a call, 0 or more")
     for writer in writers:
         if not callable(writer):
-            raise TypeError(f"a writer is a function of rows, such as fzero.observe.jsonl(path), not {writer!r}")
+            raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
     return Watched(step, writers, every, first, None if device is None else machine_of(device), say)
 
 
 class Watched:
-    """A step that is watched. Make it with `fzero.tuning.watch`; what else the step offers, it offers too.
+    """A watched step, made by `fzero.tuning.watch`. It forwards the attributes of the jitted step.
 
     Attributes:
         step: the jitted step.
-        last: what the last measured call took; None before the first.
-        hints: what parted from the plan in it.
+        last: the reading of the last measured call; None before the first.
+        hints: the hints of that reading.
     """
 
     last: Reading | None
@@ -381,14 +382,16 @@ class Watched:
         self._leads = mesh is None or mesh.rank == 0
         self._meter: Meter | None = None
         self._calls = 0
-        self._compiled = False  # whether the last call was traced, so that the next is the first that is not
-        self._kept: list[Reading] = []  # those that are not written yet
-        self._due = 0  # how many of them are to be
-        self._plans: dict[int, Plan] = {}  # by the plan that the step has, one with the machine's seconds
-        self._told: set[str] = set()
+        self._compiled = (
+            False  # whether the last call was traced, so that the next one is the first without compilation
+        )
+        self._pending: list[Reading] = []  # readings that are not written yet
+        self._due_count = 0  # how many of them the next write covers
+        self._plans: dict[int, Plan] = {}  # by the id of the step's plan: the same plan with the machine's seconds
+        self._reported: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """Forward to the jitted step: init, gather, plan, mesh, and what else it offers."""
+        """Return the attribute of the jitted step: init, gather, plan, mesh, and so on."""
         if name.startswith("_") or name == "step":
             raise AttributeError(name)
         return getattr(self.step, name)
@@ -400,50 +403,58 @@ class Watched:
         """Run the step, and measure it.
 
         Args:
-            *args: the step's arguments.
-            **kwargs: likewise.
+            *args: the positional arguments of the step.
+            **kwargs: the keyword arguments of the step.
 
         Returns:
-            The step's results. What it raises is raised, and no such call is measured.
+            The results of the step. If the step raises, so does this, and the call is not measured.
         """
-        if _torch.in_transform():  # of a trace it is a part like any other
+        if _torch.in_transform():  # within a trace, the step is traced like any function
             return self.step(*args, **kwargs)
-        if self._due and self._kept[self._due - 1].taken.is_over():
-            self._write(self._due)
+        if self._due_count and self._pending[self._due_count - 1].taken.is_over():
+            self._write(self._due_count)
         if self._meter is None:
             self._meter = meter_of(tree.tensors((args, kwargs)))
         traces, every = self.step.traces, self._calls % self._every == 0
         memory = traces > 0 and (every or self._compiled)
-        plan = self.step.plan(*args, **kwargs) if traces > 1 else None  # there are several to choose from
-        out, taken = self._meter(lambda: self.step(*args, **kwargs), memory)
+        plan = (
+            self.step.plan(*args, **kwargs) if traces > 1 else None
+        )  # with several plans, choose the one of these arguments
+        out, measurement = self._meter(lambda: self.step(*args, **kwargs), memory)
         self._compiled = self.step.traces > traces
-        self._kept.append(Reading(self._first + self._calls, taken, self._plan(plan), self._timed, self._compiled))
+        self._pending.append(
+            Reading(self._first + self._calls, measurement, self._plan(plan), self._timed, self._compiled)
+        )
         self._calls += 1
         if memory or every:
-            self._due = len(self._kept)
+            self._due_count = len(self._pending)
         return out
 
     @property
     def _timed(self) -> bool:
         return self._machine is not None
 
-    def _plan(self, known: Plan | None) -> Plan | None:
-        """Return the plan of a call, with the machine's seconds: the one that is known, or the last that was made."""
+    def _plan(self, plan: Plan | None) -> Plan | None:
+        """Return a plan with the machine's seconds; by default the last plan of the step."""
         if len(self._plans) != self.step.traces:
             device = None if self._machine is None else self._machine.as_device()
             plans = zip(self.step.plans(), self.step.plans(device), strict=True)
             self._plans = {id(plan): timed for plan, timed in plans}
-        if known is not None:
-            return self._plans[id(known)]
+        if plan is not None:
+            return self._plans[id(plan)]
         return next(reversed(self._plans.values()), None)
 
     def flush(self) -> None:
-        """Write the calls that are kept, and say what was measured. Waits for the device."""
-        self._write(len(self._kept))
+        """Write the pending readings, and report the last measured one. Waits for the device."""
+        self._write(len(self._pending))
 
     def _write(self, count: int) -> None:
-        """Write the first of the readings that are kept, and say what the last measured one is."""
-        readings, self._kept, self._due = self._kept[:count], self._kept[count:], max(self._due - count, 0)
+        """Write the first `count` pending readings, and report the last measured one of them."""
+        readings, self._pending, self._due_count = (
+            self._pending[:count],
+            self._pending[count:],
+            max(self._due_count - count, 0),
+        )
         measured = [i for i, r in enumerate(readings) if r.taken.added_bytes is not None and not r.first]
         if measured:
             self.last = readings[measured[-1]]
@@ -455,15 +466,15 @@ class Watched:
             writer(rows)
         if measured and self._say is not None:
             self._say(str(self.last))
-            for hint in [h for h in self.hints if h.name not in self._told]:
-                self._told.add(hint.name)
+            for hint in [h for h in self.hints if h.name not in self._reported]:
+                self._reported.add(hint.name)
                 self._say(f"  {hint}")
 
     def __enter__(self) -> "Watched":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write what is left, and close the writers."""
+        """Write the pending readings, and close the writers."""
         try:
             self.flush()
         finally:

@@ -1,4 +1,4 @@
-"""fzero plan: what fits a machine, in which settings, and how fast, as a command."""
+"""fzero plan: the command that lists which settings fit a machine, and how fast they are."""
 
 import argparse
 import html
@@ -23,31 +23,31 @@ from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._models import PRESETS, Shape, init, shape_of
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe, warnings_of
-from fzero.tuning._row import Row, made_at, planned
+from fzero.tuning._row import Row, plan_step, step_at
 from fzero.tuning._space import REMATS
 from fzero.tuning._steps import model_step
 from fzero.tuning._table import Table
-from fzero.tuning._table_views import axes_shown, axis_of, compared, duration, headline, notes
+from fzero.tuning._table_views import axes_shown, axis_of, duration, headline, notes, render_comparison
 from fzero.tuning._tune import tune
 
 __all__ = ["page", "run"]
 
-# A table of configurations as one page that any browser opens, by itself.
+# A table of configurations as one self-contained page for any browser.
 
 
-POINTS = 600  # of the timeline
+POINTS = 600  # points of the timeline
 
 
 def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -> str:
-    """Write a page with the answer, the table, a picture of it, and the memory of the best over its step.
+    """Return a page with the best configuration, the table, its picture, and the memory of the best over its step.
 
     Args:
-        table: of configurations.
-        name: of the model.
-        make_step: that the table was made by, for the timeline; None leaves it out.
+        table: the table of configurations.
+        name: the name of the model.
+        make_step: the function that the table was made with, for the timeline; None leaves the timeline out.
     """
     best = table.best() if table.fitting else None
-    said = {
+    fields = {
         "name": name,
         "headline": headline(table),
         "best": str(best) if best else "nothing fits",
@@ -60,7 +60,7 @@ def page(table: Table, name: str, make_step: Callable[..., Any] | None = None) -
         "timeline": _timeline(table, make_step) if best and make_step else None,
     }
     frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(said).replace("</", "<\\/")  # which would end the script
+    data = json.dumps(fields).replace("</", "<\\/")  # a bare </ would end the script
     return frame.replace("{{title}}", html.escape(f"fzero plan {name}")).replace("{{data}}", data)
 
 
@@ -88,20 +88,22 @@ def _row(row: Any, budget: float) -> dict[str, Any]:
 
 
 def _timeline(table: Table, make_step: Callable[..., Any]) -> dict[str, Any]:
-    """Plan the best again, and say what is alive at some points of its step: at each the most since the one before."""
+    """Plan the best row again, and sample its live bytes. Each point shows the maximum since the point before."""
     row = table.fitting[0]
-    made = made_at(make_step, row.config)
-    at = {"pp": row.rank} if row.config.pp > 1 else 0
+    step_args = step_at(make_step, row.config)
+    rank = {"pp": row.rank} if row.config.pp > 1 else 0
     device = table.machine.as_device()
-    plan = made if isinstance(made, Plan) else planned(made, row.config.world, device, row.settings, at)
+    plan = (
+        step_args if isinstance(step_args, Plan) else plan_step(step_args, row.config.world, device, row.settings, rank)
+    )
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
     edges = sorted({round(i * count / POINTS) for i in range(POINTS + 1)})
-    at = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
+    points = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
     return {
-        "phases": [phases[i] for i in at],
-        "kinds": {kind: [live[i] for i in at] for kind, live in by_kind.items() if any(live)},
+        "phases": [phases[i] for i in points],
+        "kinds": {kind: [live[i] for i in points] for kind, live in by_kind.items() if any(live)},
     }
 
 
@@ -116,13 +118,13 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit code: 0, 1 if nothing fits, 2 for a wrong argument.
     """
-    asked = _parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        if asked.command == "calibrate":
-            return _calibrate(asked)
-        return _compare(asked.compare) if asked.compare else _plan(asked)
+        if args.command == "calibrate":
+            return _calibrate(args)
+        return _compare(args.compare) if args.compare else _plan(args)
     except (ValueError, OSError) as error:
-        print(f"fzero {asked.command}: {error}", file=sys.stderr)
+        print(f"fzero {args.command}: {error}", file=sys.stderr)
         return 2
 
 
@@ -130,46 +132,56 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
     commands = parser.add_subparsers(dest="command", required=True)
     measure = commands.add_parser("calibrate", help="measure this machine for --device calibrated")
-    measure.add_argument("--seconds", type=float, default=5.0, help="that it may take, about")
-    plan = commands.add_parser("plan", help="what fits, and how fast it is by a cost model")
+    measure.add_argument("--seconds", type=float, default=5.0, help="about how many seconds to take")
+    plan = commands.add_parser("plan", help="list which settings fit, and how fast they are by a cost model")
     plan.add_argument(
         "model", nargs="?", help=f"{', '.join(PRESETS)}; a config.json or its folder; or module:make_step"
     )
-    plan.add_argument("--world", type=int, help="all ranks")
+    plan.add_argument("--world", type=int, help="the number of all ranks")
     plan.add_argument("--batch", type=int, help="samples of one step, over all ranks")
-    plan.add_argument("--length", type=int, help="tokens of a sequence; of an image model pixels of a side")
-    plan.add_argument("--memory", type=_bytes, help="of a device, such as 80GB; by default what the device has")
+    plan.add_argument("--length", type=int, help="tokens of a sequence, or the side of an image in pixels")
+    plan.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --device")
     plan.add_argument("--device", default="h100", help=f"one of {', '.join(MACHINES)}, calibrated")
     plan.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
-    plan.add_argument("--margin", type=float, help="the share of --memory that a plan does not see; 0.07 on a GPU")
-    plan.add_argument("--stages", type=_listed(int), default=(1, 2, 3), metavar="1,2,3")
-    plan.add_argument("--micro-batches", type=_listed(int), metavar="1,2,4", help="by default 1 to 16, as they divide")
-    plan.add_argument("--remat", type=_listed(_remat), default=REMATS, metavar="no,matmuls,yes")
-    plan.add_argument("--precision", type=_listed(str), default=("bfloat16",), metavar="bfloat16,float32")
-    plan.add_argument("--offload", type=_listed(float), default=(0.0,), metavar="0,0.5,1", help="of the state")
-    plan.add_argument("--ep", type=_listed(int), metavar="1,8", help="ranks that experts are split over; 1 and up to 8")
-    plan.add_argument("--tp", type=_listed(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
-    plan.add_argument("--pp", type=_listed(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
-    plan.add_argument("--schedule", type=_listed(str), default=("1f1b",), metavar="1f1b,zb", help="of the pipeline")
-    plan.add_argument("--depth", type=int, help="blocks; of module:make_step, which must then build config.depth")
+    plan.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
+    plan.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3")
     plan.add_argument(
-        "--explicit-attention", action="store_true", help="attention written out, which keeps its weights"
+        "--micro-batches", type=_list_of(int), metavar="1,2,4", help="by default 1 to 16, as far as they divide"
+    )
+    plan.add_argument("--remat", type=_list_of(_remat), default=REMATS, metavar="no,matmuls,yes")
+    plan.add_argument("--precision", type=_list_of(str), default=("bfloat16",), metavar="bfloat16,float32")
+    plan.add_argument("--offload", type=_list_of(float), default=(0.0,), metavar="0,0.5,1", help="shares of the state")
+    plan.add_argument(
+        "--ep", type=_list_of(int), metavar="1,8", help="ranks that experts are split over; by default 1, and up to 8"
+    )
+    plan.add_argument("--tp", type=_list_of(int), default=(1,), metavar="1,8", help="ranks that share each matrix")
+    plan.add_argument("--pp", type=_list_of(int), default=(1,), metavar="1,4", help="ranks along a pipeline")
+    plan.add_argument("--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,zb", help="pipeline schedules")
+    plan.add_argument("--depth", type=int, help="number of blocks; with module:make_step, it must build config.depth")
+    plan.add_argument(
+        "--explicit-attention",
+        action="store_true",
+        help="write attention out, so that its weights are saved for the backward pass",
     )
     plan.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
-    plan.add_argument("--no-cache", action="store_true", help="plan all rows anew; of models by name they are kept")
+    plan.add_argument(
+        "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
+    )
     plan.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
     plan.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
-    plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page that any browser opens")
+    plan.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page for any browser")
     plan.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
-    plan.add_argument("--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="two tables of --json")
+    plan.add_argument(
+        "--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="compare two tables that --json wrote"
+    )
     return parser
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
-    return float(found[1]) * UNITS[found[2].upper()]
+    return float(match[1]) * UNITS[match[2].upper()]
 
 
 def _links(text: str) -> dict[str, float]:
@@ -179,7 +191,7 @@ def _links(text: str) -> dict[str, float]:
     return {axis: _bytes(speed) for axis, _, speed in pairs}
 
 
-def _listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     def values(text: str) -> tuple[Any, ...]:
         return tuple([kind(part) for part in text.split(",")])
 
@@ -193,31 +205,31 @@ def _remat(text: str) -> bool | str:
     return REMAT[text]
 
 
-def _plan(asked: argparse.Namespace) -> int:
-    """Plan, print the table, what to paste and what to mind, and write the files that were asked for."""
+def _plan(args: argparse.Namespace) -> int:
+    """Plan, print the table, the caveats and the lines to paste, and write the files of the options."""
     from rich.console import Console
 
-    needed = ["model", "world", "batch"] + ([] if ":" in (asked.model or "") else ["length"])
-    missing = [f"--{name}" if name != "model" else "MODEL" for name in needed if getattr(asked, name) is None]
+    required = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
+    missing = [f"--{name}" if name != "model" else "MODEL" for name in required if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing; fzero plan --help shows an example of each")
-    make_step, shape = _made(asked)
-    depth = shape.depth if shape and asked.depth is None else asked.depth
-    if asked.ep is None:
-        asked.ep = _usual_ep(shape, asked.world)
-    table = _tuned(asked, make_step, depth)
+    make_step, shape = _make_step_of(args)
+    depth = shape.depth if shape and args.depth is None else args.depth
+    if args.ep is None:
+        args.ep = _usual_ep(shape, args.world)
+    table = _tune_with_progress(args, make_step, depth)
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
-    name = shape.name if shape else asked.model
-    console.print(f"{name}, {asked.batch} samples a step, on {asked.world} ranks", style="bold")
+    name = shape.name if shape else args.model
+    console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)
-    said = _others(shape, asked) if shape else []
-    for line in said:
-        console.print(f"others say: {line}", style="dim")
+    estimates = _estimates(shape, args) if shape else []
+    for line in estimates:
+        console.print(f"other estimators: {line}", style="dim")
     for line in warnings_of(table):
         console.print(f"note: {line}", style="yellow")
     if table.fitting:
         console.print("\n" + recipe(table.best().config), markup=False)
-    _write(asked, table, name, make_step)
+    _write(args, table, name, make_step)
     if table.fitting:
         return 0
     try:
@@ -227,95 +239,97 @@ def _plan(asked: argparse.Namespace) -> int:
     return 1
 
 
-def _made(asked: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
-    """Return the function that makes steps, and the sizes of a model by name."""
-    if ":" not in asked.model or pathlib.Path(asked.model).exists():
-        return model_step(asked.model, length=asked.length, explicit=asked.explicit_attention), shape_of(asked.model)
-    module, _, name = asked.model.partition(":")
+def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], Shape | None]:
+    """Return `make_step`, and the sizes of a model by name; None for a function of the user's."""
+    if ":" not in args.model or pathlib.Path(args.model).exists():
+        return model_step(args.model, length=args.length, explicit=args.explicit_attention), shape_of(args.model)
+    module, _, name = args.model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name), None
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {asked.model!r}: expected module:function, of which {error}") from error
+        raise ValueError(f"model {args.model!r}: expected module:function: {error}") from error
 
 
 def _usual_ep(shape: Shape | None, world: int) -> tuple[int, ...]:
-    """Return 1, and of a mixture the most ranks of a machine that its experts can be split over."""
+    """Return the default of --ep: 1, and for a mixture the most ranks of a machine that divide its experts."""
     most = math.gcd(shape.experts[0], world, 8) if shape and shape.experts[0] else 1
     return (1,) if most == 1 else (1, most)
 
 
-def _tuned(asked: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
-    """Tune beside a bar, above which each row stands as soon as it is planned."""
+def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
+    """Tune, with a progress bar. Each row is printed above it as soon as it is planned."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=None)
 
-        def seen(x: Any) -> None:
+        def on_result(x: Any) -> None:
             progress.advance(task)
             if isinstance(x, Row):
                 progress.console.print(f"{x.config}: {size(x.peak_bytes)}, {duration(x.seconds)}", highlight=False)
 
         return tune(
             make_step,
-            world_size=asked.world,
-            global_batch=asked.batch,
-            device=asked.device,
-            memory=asked.memory,
-            margin=asked.margin,
-            stages=asked.stages,
-            micro_batches=asked.micro_batches,
-            remat=asked.remat,
-            precision=asked.precision,
-            offload=asked.offload,
-            ep=asked.ep,
-            tp=asked.tp,
-            pp=asked.pp,
-            schedule=asked.schedule,
-            links=asked.links,
+            world_size=args.world,
+            global_batch=args.batch,
+            device=args.device,
+            memory=args.memory,
+            margin=args.margin,
+            stages=args.stages,
+            micro_batches=args.micro_batches,
+            remat=args.remat,
+            precision=args.precision,
+            offload=args.offload,
+            ep=args.ep,
+            tp=args.tp,
+            pp=args.pp,
+            schedule=args.schedule,
+            links=args.links,
             depth=depth,
-            workers=asked.workers,
-            cache=not asked.no_cache,
-            seen=seen,
+            workers=args.workers,
+            cache=not args.no_cache,
+            seen=on_result,
         )
 
 
-def _others(shape: Shape, asked: argparse.Namespace) -> list[str]:
-    """Say what other estimators say of the model."""
+def _estimates(shape: Shape, args: argparse.Namespace) -> list[str]:
+    """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
-    near = min(int(machine_of(asked.device).ranks), asked.world)
-    hosts = max(asked.world // near, 1)
+    near = min(int(machine_of(args.device).ranks), args.world)
+    hosts = max(args.world // near, 1)
     return [str(x) for x in peer_estimates(tree.numel(params), largest, near=near, hosts=hosts)]
 
 
-def _write(asked: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:
-    if asked.json:
-        asked.json.write_text(table.to_json(), encoding="utf-8")
-    if asked.csv:
-        asked.csv.write_text(table.to_csv(), encoding="utf-8")
-    if asked.html:
-        asked.html.write_text(page(table, name, make_step), encoding="utf-8")
-    if asked.plot:
-        table.plot(asked.plot)
-    for path in filter(None, (asked.json, asked.csv, asked.html, asked.plot)):
+def _write(args: argparse.Namespace, table: Table, name: str, make_step: Callable[..., Any]) -> None:
+    if args.json:
+        args.json.write_text(table.to_json(), encoding="utf-8")
+    if args.csv:
+        args.csv.write_text(table.to_csv(), encoding="utf-8")
+    if args.html:
+        args.html.write_text(page(table, name, make_step), encoding="utf-8")
+    if args.plot:
+        table.plot(args.plot)
+    for path in filter(None, (args.json, args.csv, args.html, args.plot)):
         print(f"wrote {path}", file=sys.stderr)
 
 
-def _calibrate(asked: argparse.Namespace) -> int:
-    """Measure this machine, print each constant with its source, and store it; rank 0 does, of several."""
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine, print each constant with its source, and store them. Of several ranks, rank 0 does so."""
     from rich.console import Console
-    from rich.table import Table as Drawn
+    from rich.table import Table as RichTable
 
-    machine = calibrate(asked.seconds)
+    machine = calibrate(args.seconds)
     if int(os.environ.get("RANK", 0)) == 0:
-        drawn = Drawn("constant", "value", "source", box=None, pad_edge=False, header_style="bold", title=machine.name)
+        grid = RichTable(
+            "constant", "value", "source", box=None, pad_edge=False, header_style="bold", title=machine.name
+        )
         for constant in machine.constants():
-            drawn.add_row(*constant)
+            grid.add_row(*constant)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
-        console.print(drawn)
+        console.print(grid)
         console.print(f"({machine.source})\nstored in {save(machine)}: fzero plan --device calibrated")
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -325,8 +339,8 @@ def _calibrate(asked: argparse.Namespace) -> int:
 def _compare(paths: Sequence[pathlib.Path]) -> int:
     from rich.console import Console
 
-    one, other = (Table.from_json(path.read_text(encoding="utf-8")) for path in paths)
+    first, second = (Table.from_json(path.read_text(encoding="utf-8")) for path in paths)
     Console(width=None if sys.stdout.isatty() else 180, highlight=False).print(
-        compared(one, other, (paths[0].name, paths[1].name))
+        render_comparison(first, second, (paths[0].name, paths[1].name))
     )
     return 0

@@ -46,12 +46,18 @@ MUTANTS = [
         Fault("sums are in half precision", "_sum", dropped("dtype=A")),
     ),
     *File("observe/_metrics.py", METRICS).faults(
-        Fault("metrics of other steps are lost", "MetricsLog.flush", becomes("A(self._kept)", "A(self._kept[-1:])")),
-        Fault("each step waits", "_named", becomes("A.detach() if B else A", "A.tolist()")),
+        Fault(
+            "metrics of other steps are lost", "MetricsLog.flush", becomes("A(self._pending)", "A(self._pending[-1:])")
+        ),
+        Fault("each step waits", "_by_path", becomes("A.detach() if B else A", "A.tolist()")),
         Fault("what is left is not written", "MetricsLog.__exit__", skipped("self.A()")),
-        Fault("what is no number is told each time", "MetricsLog._tell_nonfinite", skipped("self._told.add(A)")),
-        Fault("one metric is told", "MetricsLog._tell_nonfinite", becomes("A not in self._told", "not self._told")),
-        Fault("lines are repeated", "_before", always("A < B")),
+        Fault("what is no number is told each time", "MetricsLog._report_nonfinite", skipped("self._reported.add(A)")),
+        Fault(
+            "one metric is told",
+            "MetricsLog._report_nonfinite",
+            becomes("A not in self._reported", "not self._reported"),
+        ),
+        Fault("lines are repeated", "_lines_before", always("A < B")),
         Fault("TensorBoard shows both", "_TensorBoard.__call__", dropped("purge_step=A[0][0]")),
     ),
 ]

@@ -29,11 +29,13 @@ MUTANTS = [
     *File("observe/_lines.py", PROFILING).faults(
         Fault("a second forward pass is backward", "spans.after", never("A.B", at="2 of 2")),
         Fault("a function is its outermost", "function_at", becomes("min", "max")),
-        Fault("operations begin together", "_placed", becomes("A += B.C", "A += 0")),
-        Fault("all that is not backward is forward", "_placed", (bare("A > B[-1]"), constant("update", "forward"))),
+        Fault("operations begin together", "_place_spans", becomes("A += B.C", "A += 0")),
+        Fault(
+            "all that is not backward is forward", "_place_spans", (bare("A > B[-1]"), constant("update", "forward"))
+        ),
     ),
     *File("observe/_profile.py", PROFILING).faults(
-        Fault("the cheapest have colours", "_of_dearest", bare("-A")),
+        Fault("the cheapest have colours", "_colours_of_top", bare("-A")),
         Fault("labels overlap", "label", constant(4, 0)),
         Fault("bars join over those above them", "bars", becomes("A(B)[:C + 1]", "A(B)[C:C + 1]")),
     ),

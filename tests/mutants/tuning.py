@@ -29,10 +29,10 @@ MUTANTS = [
         ),
         Fault("the world's size is forgotten", "offload_ratio.peak", becomes("world_size", "None")),
         Fault("a step that ignores the ratio is not told", "_does_not_fit", never("none.A == B")),
-        Fault("what the host holds is said to be the device's", "_tried", constant("device", "host")),
+        Fault("what the host holds is said to be the device's", "_summary", constant("device", "host")),
     ),
     *File("tuning/_row.py", RATIO).faults(
-        Fault("a budget may be nan", "checked_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
+        Fault("a budget may be nan", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
     *File("tuning/_costs.py", COSTS).faults(
         Fault(
@@ -60,7 +60,7 @@ MUTANTS = [
             becomes("max(A.B / C.link, D)", "max(2 * A.B / C.link, D)"),
         ),
         Fault("the device updates all of it", "OffloadCosts.seconds", always("A == 'device'")),
-        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + begun")),
+        Fault("the host waits for no gradient", "OffloadCosts.seconds", bare("A + first_unit")),
         Fault(
             "the chain is beside the passes", "OffloadCosts.seconds", becomes("A + max(B, chain)", "max(A + B, chain)")
         ),

@@ -126,5 +126,5 @@ def test_a_flame_chart(tmp_path: pathlib.Path):
     found.plot(tmp_path / "flame.png")
     assert (tmp_path / "flame.png").read_bytes().startswith(b"\x89PNG")
     html = found._repr_html_()
-    assert "the dearest lines" in html and "data:image/png;base64," in html
+    assert "the most expensive lines" in html and "data:image/png;base64," in html
     assert repr(found).startswith("Profile(train_step: ")

@@ -74,7 +74,7 @@ def test_metrics_of_a_step_hold_no_graph():
     x = torch.ones((), requires_grad=True)
     log = observe.log(Kept(), every=2)
     log(0, {"loss": x * 2})
-    assert not log._kept[0][1]["loss"].requires_grad
+    assert not log._pending[0][1]["loss"].requires_grad
 
 
 def test_a_users_rate_is_kept():
@@ -100,21 +100,21 @@ def test_each_metric_that_is_no_number_is_told_once(caplog):
             log(i + 1, {"loss": torch.tensor(math.nan if i > 2 else 1.0), "norm": math.inf if i > 0 else 1.0, "lr": i})
     told = [r.message.split(":")[1] for r in caplog.records]
     assert told == [
-        " the metric 'norm' is inf at step 2 of the log (told once)",
-        " the metric 'loss' is nan at step 4 of the log (told once)",
+        " the metric 'norm' is inf at step 2 of the log (reported once)",
+        " the metric 'loss' is nan at step 4 of the log (reported once)",
     ]
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda: observe.log(every=0), ValueError, "every=0: expected a number of steps"),
-    (lambda: observe.log("runs"), TypeError, "a writer is a function of rows"),
+    (lambda: observe.log("runs"), TypeError, "writer 'runs': expected a function of rows"),
     (lambda: observe.log()(0, torch.ones(())), TypeError, "metrics need names"),
     (lambda: observe.log()(0, {"x": torch.ones(2)}), TypeError, "the metric 'x' is .*expected one number"),
     (lambda: observe.log()(0, {"x": "a"}), TypeError, "the metric 'x' is .*expected one number"),
     (
         lambda: observe.log()(0, {"x": fzero.mesh(dp=2).split(torch.ones(2))}),
         TypeError,
-        r"'x' differs by rank: average it in the step, fzero.collectives.pmean\(x\)",
+        r"'x' differs by rank: average it in the step by fzero.collectives.pmean\(x\)",
     ),
 ]
 

@@ -14,7 +14,7 @@ from fzero.__main__ import main
 from fzero.tuning import CPU, H100, _calibrate
 from fzero.tuning import _calibrate as _stopwatch
 from fzero.tuning._calibrate import links_of
-from fzero.tuning._machines import calibrated, save
+from fzero.tuning._machines import read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.test_costs import machines
 
@@ -37,15 +37,16 @@ def test_what_is_measured_goes_to_its_constant(clock):
     measured = {name for name, source in sources.items() if source.startswith("measured")}
     assert measured == {
         "products of half precision",
-        "those of float32 take",
+        "products of float32 take",
         "memory of a device",
         "an operation, at least",
         "copies between a device and its host",
         "memory of a host",
     }
-    assert sources["a collective, at least"].startswith("assumed, as of two cores, gloo")
+    assert sources["a collective, at least"].startswith("assumed, as for two cores, gloo")
     assert (
-        "float16 has 0.25 times as many" in sources["products of half precision"] and "as given" not in sources.values()
+        "float16 reaches 0.25 times as much" in sources["products of half precision"]
+        and "as given" not in sources.values()
     )
     assert torch.__version__ in machine.source and 1e8 < machine.device_bytes < 1e14
 
@@ -77,7 +78,7 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
 def test_a_machine_is_read_as_it_was_stored(machine):
     machine = replace(machine, sources=(("flops", machine.flops, "measured"),), links=(("dp", 1e9),))
     save(machine)
-    assert calibrated() == machine
+    assert read_calibrated() == machine
 
 
 def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
@@ -86,7 +87,7 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     assert "all_gather of 2 ranks of this machine" in done[0].stdout and not done[1].stdout
-    machine = calibrated()
+    machine = read_calibrated()
     assert (
         machine.ranks == 2 and machine.peers != CPU.peers and machine.hop != CPU.hop and machine.network == CPU.network
     )
@@ -102,28 +103,28 @@ def test_ranks_on_two_machines_measure_what_is_between(cache):
     variables = [{**rank_variables(r, 2, port), "LOCAL_WORLD_SIZE": 1, "XDG_CACHE_HOME": cache} for r in range(2)]
     done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
-    machine = calibrated()
+    machine = read_calibrated()
     assert machine.ranks == 1 and machine.network != CPU.network and machine.far_hop != CPU.far_hop
     assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
 
 
 def test_nothing_stored_says_what_to_run(cache, capsys):
-    with pytest.raises(ValueError, match="nothing is stored yet: run `fzero calibrate`"):
+    with pytest.raises(ValueError, match="no machine is stored yet: run `fzero calibrate`"):
         fzero.tuning.watch(fzero.jit(lambda x: x), device="calibrated")
     words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--device", "calibrated"]
-    assert main(words) == 2 and "nothing is stored yet" in capsys.readouterr().err
+    assert main(words) == 2 and "no machine is stored yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ("", "{", "[]", '{"name": "x"}', json.dumps({"name": "x", "flops": -1})))
 def test_what_cannot_be_read_says_so(cache, text):
     path = save(H100)
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"calibrated.json cannot be read, run `fzero calibrate` again"):
-        calibrated()
+    with pytest.raises(ValueError, match=r"calibrated.json cannot be read: .*Run `fzero calibrate` again"):
+        read_calibrated()
 
 
 @pytest.mark.parametrize("seconds", (0, -1, True, "5"))
 def test_a_wrong_time_is_refused(seconds):
     with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
         tuning.calibrate(seconds)
-    assert _calibrate.KEPT < 1
+    assert _calibrate.USABLE < 1

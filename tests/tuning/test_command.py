@@ -38,7 +38,7 @@ def test_it_says_what_fits_and_what_to_paste(capsys):
     assert main([*WORDS, "--memory", "1GB"]) == 0
     said = capsys.readouterr().out
     assert "4 of 4 configurations fit 930.0 MB (1.0 GB less a margin)" in said and "\nbest: stage " in said
-    assert "others say: DeepSpeed, ZeRO-3" in said and "note: no GPU was at hand" in said
+    assert "other estimators: DeepSpeed, ZeRO-3" in said and "note: peaks were not measured on a GPU" in said
     lines = said[said.index("precision = fzero") :]
     assert re.search(r"fzero.jit\(fzero.shard\(train_step, stage=[23], mesh=fzero.mesh\(dp=-1\)\)\)", lines)
 
@@ -98,7 +98,7 @@ def test_it_compares_two_tables(files, capsys):
 
 def test_what_fits_nothing_says_by_how_much(capsys):
     assert main([*WORDS, "--memory", "10kB"]) == 1
-    assert re.search(r"no configuration fits 9.3 kB: .* more: .*Try ", capsys.readouterr().err)
+    assert re.search(r"no configuration fits 9.3 kB: .* too much: .*Try ", capsys.readouterr().err)
 
 
 def test_a_function_of_yours_is_planned(capsys):

@@ -202,9 +202,9 @@ def test_it_prints_its_assumptions_and_the_answer():
     said = str(opt_30b())
     for words in (
         "30 B parameters on 8 ranks at stage 3, 2,048 tokens a rank and step, 8 FLOPs a parameter and token with remat",
-        "400 TFLOP/s, 74.4 GB at 2,600 GB/s, link 50 GB/s each way; a host for 8 of 480 GB/s",
+        "400 TFLOP/s, 74.4 GB at 2,600 GB/s, link 50 GB/s each way; host of 8 devices: 480 GB/s",
         "assumed: 40% of 989 TFLOP/s, 93% of 80 GB, 78% of 3,350 GB/s, 79% of PCIe 5 x16",
-        "fits 74.4 GB from ratio 0.04. With all offloaded DeepSpeed's way takes 3.1 times as long as at that ratio",
+        "fits 74.4 GB from ratio 0.04. With all state offloaded, DeepSpeed's update takes 3.1 times as long",
     ):
         assert words in said, said
     assert re.search(r"^update, schedule +0 +0.04 +0.1 .* 1$", said, re.MULTILINE)
@@ -251,12 +251,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no offload": (
         lambda: tuning.planned_work(lambda r: planned(0.0)),
         ValueError,
-        r"make_step: its plan at ratio 1 has no more on the host than that at 0: does it hand .* has a state",
+        r"make_step: its plan at ratio 1 holds no more state on the host than .* ratio 0: does it pass .* has a state",
     ),
     "updates on the device": (
         lambda: tuning.planned_work(lambda r: planned(r, update="device")),
         ValueError,
-        r'make_step: its step updates on the device: plan it with update="host", the costs have both',
+        r'make_step: its step updates on the device: use update="host", from which both costs follow',
     ),
 }
 

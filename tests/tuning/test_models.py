@@ -179,7 +179,7 @@ def test_a_wrong_model_is_refused(name):
         ('{"model_type": "mamba"}', "model_type 'mamba' is none of llama, .*: write a make_step"),
         (
             json.dumps({"model_type": "llama", "hidden_size": 3}),
-            "the configuration of a llama lacks 'num_hidden_layers'",
+            "the configuration of llama lacks 'num_hidden_layers'",
         ),
     ],
 )

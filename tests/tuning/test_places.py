@@ -14,7 +14,7 @@ from fzero.parallel.schedules._named import NAMES
 from fzero.tuning import CPU, H100, Configuration, Table
 from fzero.tuning._models import PRESETS
 from fzero.tuning._recipe import recipe
-from fzero.tuning._row import Digest, Way, row_of
+from fzero.tuning._row import Digest, ScheduleCost, row_of
 from fzero.tuning._search import Measure, depths_of, fullest_of
 from fzero.tuning._space import Dimensions, space_of
 from fzero.tuning.command import page
@@ -138,7 +138,7 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
 
 def test_a_row_takes_what_the_slowest_rank_does():
     def digest(peak: float, seconds: float) -> Digest:
-        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): Way(peak, seconds)})
+        return Digest({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
     row = row_of(Configuration(1, 1, 4, pp=4), {0: digest(9, 1.0), 1: digest(8, 2.0), 3: digest(7, 3.0)}, True)
     assert (row.peak_bytes, row.seconds, row.rank, row.moved) == (9, 3.0, 0, {"pp": 9})
@@ -271,7 +271,7 @@ def test_the_lines_to_paste_run(changed):
     assert ("step.init" in said) == (config.pp > 1)
     state = (names["params"], names["opt_state"]) if config.pp > 1 else step.init(params, names["opt"])
     batch = torch.randn(config.global_batch, 8)
-    (call,) = [line.removeprefix("# give each step ") for line in said.splitlines() if "give each step" in line]
+    (call,) = [line.removeprefix("# call step with ") for line in said.splitlines() if "call step with" in line]
     given = eval(call, {"mesh": mesh, "batch": batch})
     assert fzero.plan(step, *state, given).peak_bytes
     found = step.step(*state, given)[2]  # without compiling it
@@ -282,16 +282,19 @@ def test_the_lines_to_paste_run(changed):
 # ---------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is none that divides world_size=8"),
-    "a pp of nothing": ({"pp": (0,)}, r"pp=\(0,\): 0 is none"),
-    "an unknown schedule": ({"schedule": ("gpip",)}, r"schedule=\('gpip',\): 'gpip' is none of 'gpipe', '1f1b'"),
+    "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is not allowed: expected ints that divide world_size=8"),
+    "a pp of nothing": ({"pp": (0,)}, r"pp=\(0,\): 0 is not allowed"),
+    "an unknown schedule": (
+        {"schedule": ("gpip",)},
+        r"schedule=\('gpip',\): 'gpip' is not allowed: expected names of 'gpipe', '1f1b'",
+    ),
     "axes that do not make up the world": (
         {"tp": (4,), "pp": (1, 4)},
         r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of tp x pp",
     ),
     "a batch that does not divide": (
         {"global_batch": 2, "micro_batches": (1,), "tp": (1, 2)},
-        r"global_batch=2 does not divide over the 4 data-parallel ranks that world_size=8 has at the least",
+        r"global_batch=2 does not divide over the 4 data-parallel ranks that world_size=8 has at least",
     ),
     "a batch that one layout cannot divide": (
         {"global_batch": 4, "micro_batches": (1,), "tp": (1, 2)},
@@ -299,7 +302,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more stages than blocks": (
         {"pp": (1, 4), "depth": 3},
-        r"no configuration has pp=4: a model of 3 blocks has fewer than the stages",
+        r"no configuration has pp=4: a model of 3 blocks has fewer blocks than its pipeline has stages",
     ),
 }
 
@@ -316,10 +319,10 @@ def test_a_step_on_another_mesh_is_refused():
         return make_step(replace(config, tp=1))
 
     with pytest.raises(
-        ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh by fzero.mesh\(\*\*"
+        ValueError, match=r"returned a step on Mesh\(dp=4.*has tp=2: make the mesh with fzero.mesh\(\*\*"
     ) as found:
         fzero.tune(flat, **{**ASKED, "tp": (2,)})
-    assert "while it planned stage 3" in found.value.__notes__[0]
+    assert "while planning stage 3" in found.value.__notes__[0]
 
 
 def test_heads_that_do_not_divide_are_refused(monkeypatch):
@@ -328,7 +331,9 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch):
     for tp, what in ((8, "4 heads"), (4, "2 heads of keys and values")):
         with pytest.raises(ValueError, match=rf"tp={tp} does not divide the {what} of llama"):
             step(Configuration(1, 1, 1, tp=tp))
-    with pytest.raises(ValueError, match=r"pp=2 by 'interleaved': llama has 2 blocks, fewer than stages"):
+    with pytest.raises(
+        ValueError, match=r"pp=2 by 'interleaved': llama has 2 blocks, fewer than the pipeline has stages"
+    ):
         step(Configuration(1, 1, 4, pp=2, schedule="interleaved"))
 
 

@@ -113,7 +113,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "arguments alone": (
         {"make_step": lambda r: (torch.ones(1), 2)},
         TypeError,
-        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), what fzero.plan takes, or a "
+        r"make_step\(0\) returned \(Tensor, int\): expected \(step, \*args\), the arguments of fzero.plan, or a "
         r"fzero.graph.Plan",
     ),
     "a plan of one world": ({"world_size": 8}, ValueError, r"world_size=8: make_step\(0\) returned a plan"),
@@ -122,18 +122,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too small": (
         {"memory_budget": ALL - 7},
         ValueError,
-        rf"with all of the state on the host the device still holds {ALL:,} bytes at its peak, 7 more: .* of parameters"
+        rf"with all of the state on the host the device still holds {ALL:,} bytes at its peak, 7 more .* of parameters"
         r".*fzero.remat, more ranks, more micro-batches.*docs/trouble.md#out-of-memory",
     ),
     "no offload": (
         {"make_step": lambda r: planned(0.0), "memory_budget": 1000},
         ValueError,
-        r"as at a ratio of 0: does make_step hand its argument to optim.offload\?",
+        r"the peak at a ratio of 0, too: does make_step pass its argument to optim.offload\?",
     ),
     "too small a host": (
         {"memory_budget": ALL, "host_budget": HOST - 5, "parts": 1},
         ValueError,
-        rf"at the smallest ratio that fits the device, 1, the host holds {HOST:,} bytes for each rank, 5 more",
+        rf"at the smallest ratio that fits the device, 1, the host holds {HOST:,} bytes for each rank, 5 more than",
     ),
 }
 for _value in (0, -1.0, None, True, "75 GB", math.inf, math.nan):

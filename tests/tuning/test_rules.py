@@ -28,26 +28,26 @@ def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
 @pytest.mark.parametrize(
     "rule,best,other,why",
     [
-        (STAGE, {"stage": 2, "moved": 1e9}, {"stage": 1, "moved": 2e9}, "it moves 2.0 GB where 1.0 GB are enough"),
-        (STAGE, {"stage": 2}, {"stage": 0}, "its collectives are less hidden"),
+        (STAGE, {"stage": 2, "moved": 1e9}, {"stage": 1, "moved": 2e9}, "it moves 2.0 GB instead of 1.0 GB"),
+        (STAGE, {"stage": 2}, {"stage": 0}, "its collectives overlap less with compute"),
         (REMAT, {"remat": True}, {"remat": "matmuls", "flops": 1.5e12}, "it computes 50% more"),
         (OFFLOAD, {"offload": 1.0}, {"offload": 0.5, "host": 1e9}, "it waits for the host"),
-        (EXPERTS, {"ep": 1}, {"ep": 4, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
-        (SPREAD, {"pp": 4}, {"pp": 2, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (EXPERTS, {"ep": 1}, {"ep": 4, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
+        (SPREAD, {"pp": 4}, {"pp": 2, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
         (SPREAD, {"tp": 4}, {"tp": 1, "pp": 2, "accumulation": 3}, "its pipeline is idle for 25% of the time"),
-        (WITHIN, {"pp": 4}, {"tp": 4, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (WITHIN, {"pp": 4}, {"tp": 4, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
         (
             CHUNKS,
             {"pp": 4, "micro_batch": 8, "accumulation": 1},
             {"pp": 4, "micro_batch": 1, "accumulation": 8},
-            "it starts its operations 8 times and not 1",
+            "it launches its operations 8 times instead of 1",
         ),
-        (MICRO, {}, {"micro_batch": 8, "accumulation": 1, "moved": 3e9}, "it moves 3.0 GB where 1.0 GB are enough"),
+        (MICRO, {}, {"micro_batch": 8, "accumulation": 1, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
         (
             ACCUMULATION,
             {"micro_batch": 8, "accumulation": 1},
             {"micro_batch": 1, "accumulation": 8},
-            "it starts its operations 8 times and not 1",
+            "it launches its operations 8 times instead of 1",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why
 
 def test_what_the_model_cannot_tell_is_said():
     (kept, why) = judged(row(1.0, stage=2), row(1.004, stage=1))[STAGE]
-    assert not kept and why.endswith("takes 0.4% more, which is less than such a model can tell")
+    assert not kept and why.endswith("takes 0.4% more, which is less than the cost model can resolve")
 
 
 def test_settings_are_chosen_at_the_smallest_micro_batch():
@@ -113,7 +113,7 @@ def test_a_pipeline_is_filled_and_not_overfilled():
 def test_bytes_are_told_by_axis():
     two = replace(row(1.5, stage=1), moved={"dp": 1e9, "tp": 2e9})
     why = judged(row(1.0, stage=2), two)[STAGE][1]
-    assert why.endswith("it moves 3.0 GB (1.0 GB along dp, 2.0 GB along tp) where 1.0 GB are enough")
+    assert why.endswith("it moves 3.0 GB (1.0 GB along dp, 2.0 GB along tp) instead of 1.0 GB")
 
 
 def test_only_what_fits_and_differs_in_one_thing_is_compared():

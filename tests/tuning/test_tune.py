@@ -101,7 +101,7 @@ def test_the_first_three_are_planned_in_full():
     table = fzero.tune(make_step, **asked, memory=1e12)
     assert [r.in_full for r in table.fitting[:3]] == [True] * 3
     rough = sum(not r.in_full for r in table.rows)
-    assert rough >= 3 and f"{rough} rows (~) are told from two models" in str(table) and " ~" in str(table)
+    assert rough >= 3 and f"{rough} rows (~) are extrapolated from two models" in str(table) and " ~" in str(table)
 
 
 def test_two_runs_say_the_same_on_any_number_of_processes():
@@ -142,9 +142,10 @@ def test_the_reason_names_what_the_nearest_faster_one_lacks():
     )
     table = replace(tried(), rows=(huge, small, large), budget=2e9)
     assert table.best().row == small and table.frontier == [huge, large, small]
-    said = f"Of 2 that would be faster the nearest, {large.config}, lacks 500.0 MB: it holds 2.0 GB of activations"
+    said = f"Of 2 faster configurations that do not fit, the smallest, {large.config}, is 500.0 MB too large: "
+    said += "it holds 2.0 GB of activations"
     assert table.best().reason == said
-    assert replace(table, budget=1e10).best().reason == "None that was planned is faster"
+    assert replace(table, budget=1e10).best().reason == "No planned configuration is faster"
 
 
 def test_it_plots(tmp_path):
@@ -198,14 +199,26 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"micro_batches=\(1, 3\): 3 does not divide the 64 samples of a rank, .*; 1, 2, 4, 8, 16, 32, 64 do",
     ),
-    "a stage": ({"stages": (1, 4)}, ValueError, r"stages=\(1, 4\): 4 is none of 0 to 3"),
-    "a true stage": ({"stages": (True,)}, ValueError, r"stages=\(True,\): True is none"),
-    "a dtype": ({"precision": ("fp8",)}, ValueError, r"precision=\('fp8',\): 'fp8' is none of 'float32', 'bfloat16'"),
+    "a stage": ({"stages": (1, 4)}, ValueError, r"stages=\(1, 4\): 4 is not allowed: expected ints from 0 to 3"),
+    "a true stage": ({"stages": (True,)}, ValueError, r"stages=\(True,\): True is not allowed"),
+    "a dtype": (
+        {"precision": ("fp8",)},
+        ValueError,
+        r"precision=\('fp8',\): 'fp8' is not allowed: expected names of 'float32', 'bfloat16'",
+    ),
     "a word alone": ({"precision": "bfloat16"}, ValueError, r"precision='bfloat16': expected a tuple"),
-    "a remat": ({"remat": (1,)}, ValueError, r"remat=\(1,\): 1 is none"),
-    "a ratio": ({"offload": (0, 1.5)}, ValueError, r"offload=\(0, 1.5\): 1.5 is none ratios from 0 to 1"),
-    "an ep that does not divide": ({"ep": (3,)}, ValueError, r"ep=\(3,\): 3 is none that divides world_size=4"),
-    "twice": ({"stages": (1, 1)}, ValueError, r"stages=\(1, 1\): a value stands twice"),
+    "a remat": ({"remat": (1,)}, ValueError, r"remat=\(1,\): 1 is not allowed"),
+    "a ratio": (
+        {"offload": (0, 1.5)},
+        ValueError,
+        r"offload=\(0, 1.5\): 1.5 is not allowed: expected ratios from 0 to 1",
+    ),
+    "an ep that does not divide": (
+        {"ep": (3,)},
+        ValueError,
+        r"ep=\(3,\): 3 is not allowed: expected ints that divide world_size=4",
+    ),
+    "twice": ({"stages": (1, 1)}, ValueError, r"stages=\(1, 1\): a value occurs twice"),
     "no ranks": ({"world_size": 0}, ValueError, r"world_size=0: expected an int, at least 1"),
     "no depth": ({"depth": 0}, ValueError, r"depth=0: expected an int"),
     "no memory": ({"memory": "80GB"}, ValueError, r"memory='80GB': expected a number of bytes above 0"),
@@ -248,7 +261,7 @@ def test_an_error_in_a_step_says_of_which_configuration():
 
     with pytest.raises(ValueError, match="has no mesh") as found:
         fzero.tune(broken, **SPACE)
-    assert "while it planned stage 3, micro-batch 8 x 8" in found.value.__notes__[0]
+    assert "while planning stage 3, micro-batch 8 x 8" in found.value.__notes__[0]
 
 
 def test_what_is_no_table_is_refused():

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tuning
 from fzero._torch import profiling
 from fzero.tuning import CPU, Reading
-from fzero.tuning._watch import Taken, hints_of, meter_of
+from fzero.tuning._watch import Measurement, hints_of, meter_of
 
 
 def watch(*args: Any, **asked: Any) -> Any:
@@ -161,7 +161,9 @@ PLAN: Any = SimpleNamespace(
 
 def reading(seconds: float = 1.0, waited: float = 0.0, first: bool = False, plan: Any = PLAN, **taken: Any) -> Reading:
     usual = {"added_bytes": 6_000_000_000, "before_bytes": 4_000_000_000, "reserved_bytes": 10_200_000_000}
-    return Reading(3, Taken(lambda: seconds, lambda: waited, lambda: True, **{**usual, **taken}), plan, True, first)
+    return Reading(
+        3, Measurement(lambda: seconds, lambda: waited, lambda: True, **{**usual, **taken}), plan, True, first
+    )
 
 
 CASES: dict[str, tuple[list[Reading], list[str]]] = {
@@ -198,7 +200,7 @@ def test_hints_say_by_how_much_and_what_to_do():
     assert said.startswith("fragmentation: the allocator holds 11.2 GB, 12% above plan, of which 1.2 GB")
     assert "expandable_segments" in said
     said = str(hints_of([reading(before_bytes=5_500_000_000, reserved_bytes=None)])[0])
-    assert "peak 15% above plan: 1.5 GB are held beside the step's arguments" in said
+    assert "peak 15% above plan: 1.5 GB are held besides the step's arguments" in said
 
 
 def test_a_hint_is_said_once():
@@ -300,7 +302,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"expected a jitted step, fzero.tuning.watch\(fzero.jit",
     ),
-    "a writer that is none": ((STEP, "runs"), {}, TypeError, "a writer is a function of rows, .* not 'runs'"),
+    "a writer that is none": ((STEP, "runs"), {}, TypeError, "writer 'runs': expected a function of rows"),
     "no calls": ((STEP,), {"every": 0}, ValueError, "every=0: expected a number of calls"),
     "a true call": ((STEP,), {"every": True}, ValueError, "every=True"),
     "before the first": ((STEP,), {"first": -1}, ValueError, "first=-1"),
