@@ -84,7 +84,9 @@ MUTANTS = [
         Fault("sequences share their seats", "_flat", bare("A + B")),
         Fault("seats are counted in binary", "expert_capacity", bare("round(A, 9)")),
         Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
-        Fault("rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(got))")),
+        Fault(
+            "rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(recv_rows))")
+        ),
         Fault("counts stay at home", "sort_rows", becomes("A(counts, B)", "counts")),
         Fault("there is room for one choice", "sort_rows", becomes("min(A, B // C)", "1")),
         Fault(
@@ -151,7 +153,7 @@ MUTANTS = [
             never("A and B not in A"),
             AXES,
         ),
-        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data"), AXES),
+        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data_axis_names"), AXES),
     ),
     *File("_torch/levels.py", AXES).faults(
         Fault("all ranks along ep have the same experts", "may_differ", constant(False, True)),

@@ -257,7 +257,7 @@ class Layer:
             raise ValueError(
                 f"parameter '{self.name}.{name}' is {list(x.shape)}: of the {size} along dimension "
                 f"{param_split.along}, each of the {n} ranks along {self.axis!r} holds {expected}. Pass the "
-                "layers' rule to fzero.shard, split=layers.split, and split frozen parameters by it too, with step.partition"
+                "layers' rule to fzero.shard, split=layers.split, and split frozen parameters too, with step.partition"
             )
 
     def _shares_heads(self) -> bool:

@@ -22,7 +22,7 @@ def test_arguments_of_pipeline():
         ({"micro_batches": True}, ValueError, "micro_batches=True"),
         ({"stages": 0}, ValueError, "stages=0"),
         ({"block": None}, TypeError, "block=None: expected a function"),
-        ({"schedule": 3}, TypeError, "schedule=3: expected the name of one, or a table"),
+        ({"schedule": 3}, TypeError, "schedule=3: expected the name of a schedule, or a table"),
         (
             {"depth": (5, -1)},
             ValueError,
