@@ -286,8 +286,8 @@ class SplitModule:
         if not isinstance(first_error, HandoffError):
             raise first_error or AssertionError
         raise ValueError(
-            f"{first_error} the module changes what is handed on, or takes more than one tensor from a block. A "
-            "pipeline passes on one tensor, unchanged"
+            f"{first_error} the module changes the value between blocks, or takes more than one tensor "
+            "from a block. A pipeline passes on one tensor, unchanged"
         )
 
     def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, relay: Relay) -> Any:

@@ -82,7 +82,8 @@ def pipeline(
         schedule: the name of a schedule, or a table; see `fzero.parallel.schedules.schedule`.
         stages: the number of stages per rank, for a schedule given by name.
         depth: the number of blocks per stage, or a list of the numbers of all stages if they differ.
-        remat: whether each block runs again in the backward pass. Or what a block saves, as `fzero.remat(save=)` takes.
+        remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
+            block saves.
         blocks: the name of the list of blocks, if the module has several.
         inputs: a function from the batch to the module's arguments: a dict by name, a tuple, or one tensor. By default
             the batch itself holds the arguments.

@@ -296,7 +296,7 @@ def in_pairs(model: Stack, x: Any) -> Any:
     "way,blocks,words",
     [
         (backwards, linears(), "calls block 'layers.2' where 'layers.0' was expected"),
-        (with_a_skip, linears(), "between 'layers.0' and 'layers.1' the module changes what is handed on"),
+        (with_a_skip, linears(), "between 'layers.0' and 'layers.1' the module changes the value between blocks"),
         (some, linears(), "ran 1 of its 3 blocks"),
         (with_the_embedding, None, "block 'layers.0' is given '0', which depends on parameters outside the blocks"),
         (with_an_object, None, "block 'layers.0' is given an argument, a object: expected tensors and constants"),

@@ -58,7 +58,7 @@ REFUSED = {
     "albert": "has no repeated blocks",
     "minimax": "blocks 'model.layers.0' and 'model.layers.1' differ in",
     "modernbert": "differ in 'attn_norm.weight': missing and",
-    "deberta-v2": "the module changes what is handed on",
+    "deberta-v2": "the module changes the value between blocks",
     "mpnet": "block 'mpnet.encoder.layer.0' is given '1', which depends on parameters outside the blocks",
     "bart": "2 lists of blocks: 'encoder.layers' with 4, 'decoder.layers' with",
 }

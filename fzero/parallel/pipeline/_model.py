@@ -108,7 +108,7 @@ class Model:
         block: `(p, x) -> x`; it may also take `index`, the number of the block, and `batch`, the micro-batch.
         first: `(rest, batch) -> x`: the part before the blocks.
         last: `(rest, x, batch) -> (total, weight)`, or a mean: the part after the blocks.
-        remat: whether each block runs again in the backward pass. Or what a block saves (see `fzero.remat`).
+        remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`.
     """
 
     block: Callable[..., Any]

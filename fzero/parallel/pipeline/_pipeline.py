@@ -349,7 +349,8 @@ def pipeline(
         schedule: "gpipe", "1f1b", "interleaved", "zb", "zbv", or a table (`fzero.parallel.schedules.schedule`).
         stages: the number of stages per rank, for a schedule by name: at least 2 for "interleaved".
         depth: the number of blocks, or a list of the numbers of all stages; needed if stages differ.
-        remat: whether each block runs again in the backward pass. Or what a block saves, as `fzero.remat(save=)` takes.
+        remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
+            block saves.
         blocks: the key of the list of blocks in the dict of parameters.
         split: one or several rules for leaves that are split along other axes, for tensor or expert parallelism. A rule
             sees paths without a mesh, such as "blocks.3.up".

@@ -321,7 +321,7 @@ def _param_splits(
 
 
 def _style_tied_layers(module: torch.nn.Module, styles: dict[str, Style]) -> None:
-    """Give untouched layers the style of an embedding or column-parallel layer whose weight they share."""
+    """Give a matching style to each layer that shares its weight with a split embedding or column-parallel layer."""
     for names in _tied_names(module):
         owners = [place.rpartition(".")[0] for place in names]
         if not any(isinstance(styles.get(owner), Embedding | ColumnParallel) for owner in owners):
