@@ -81,7 +81,7 @@ def pipeline(
         axis: the axis of the mesh along which the stages lie.
         schedule: the name of a schedule, or a table; see `fzero.parallel.schedules.schedule`.
         stages: the number of stages per rank, for a schedule given by name.
-        depth: the number of blocks per stage, or a list of the numbers of all stages if they differ.
+        depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
         remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
             block saves.
         blocks: the name of the list of blocks, if the module has several.

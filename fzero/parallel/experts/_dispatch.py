@@ -181,7 +181,7 @@ def _queue_positions(queue: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def count_choices(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of choices `[.., q]` of each expert, `[.., E + 1]`, and where each one's begin once sorted."""
+    """Count choices `[.., q]` by expert, `[.., E + 1]`, and return where each expert's begin once they are sorted."""
     zeros = torch.zeros((*experts.shape[:-1], count + 1), dtype=torch.int64, device=experts.device)
     counts = zeros.scatter_add(-1, experts, torch.ones_like(experts))
     return counts, counts.cumsum(-1) - counts
@@ -344,7 +344,7 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
 
 
 def _send_order(experts: torch.Tensor, count: int, n: int, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each choice `[q]`, n max_rows for none, and how many go to each expert: `[n, E / n]`."""
+    """Return the row of each choice `[q]`, n * max_rows for none, and each expert's number of choices `[n, E / n]`."""
     ordered, order = experts.sort(stable=True)
     counts, first = count_choices(experts, count)
     rank = torch.div(ordered, count // n, rounding_mode="floor")

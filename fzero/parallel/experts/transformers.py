@@ -19,7 +19,7 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
 
     It serves the families whose experts are fused: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, DeepSeek-V3 and
     all others that transformers decorates with `use_experts_implementation`. The model itself is not changed.
-    transformers is imported only when this function is called.
+    transformers is imported when this function is called, and not before.
 
     Args:
         name: the value of `experts_implementation=` that selects it.

@@ -102,7 +102,7 @@ class Pipeline:
         micro_batches: the number of micro-batches into which a rank's batch is split.
         asked: the schedule, or the name of one.
         stages: the number of stages per rank, for a schedule by name.
-        depth: the number of blocks, or the number of each stage; None if all stages have the same number.
+        depth: the number of blocks, or each stage's number of blocks; None if all stages have the same number.
         blocks: the key of the blocks among the parameters.
         rule: the rule for leaves that are split along other axes, such as "tp", by their paths without a mesh.
     """
@@ -171,7 +171,7 @@ class Pipeline:
         if self.depth is None and len(set(counts)) > 1:
             raise ValueError(
                 f"fzero.pipeline: {depth} blocks on {stages} stages: some stages have one more than others. Confirm "
-                f"this with depth={depth}, or give the number of each stage, depth={counts}"
+                f"this with depth={depth}, or give each stage's number of blocks, depth={counts}"
             )
         if sum(counts) != depth or self.depth not in (None, depth, counts):
             raise ValueError(f"fzero.pipeline: depth={self.depth}, but the parameters have {depth} blocks")
@@ -348,7 +348,7 @@ def pipeline(
         axis: the axis of the mesh along which stages lie; the step must also average over it.
         schedule: "gpipe", "1f1b", "interleaved", "zb", "zbv", or a table (`fzero.parallel.schedules.schedule`).
         stages: the number of stages per rank, for a schedule by name: at least 2 for "interleaved".
-        depth: the number of blocks, or a list of the numbers of all stages; needed if stages differ.
+        depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
         remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
             block saves.
         blocks: the key of the list of blocks in the dict of parameters.

@@ -29,7 +29,7 @@ def _title(schedule: "Schedule") -> str:
 
 
 def in_micro_batches(schedule: "Schedule") -> list[str]:
-    """Return the most that each rank has in flight, in micro-batches: one counts as all stages of the rank together."""
+    """Return the most that each rank has in flight, in micro-batches: one is in flight in all stages of the rank."""
     return [f"{schedule.in_flight(r) / schedule.home.count(r):.3g}" for r in range(schedule.ranks)]
 
 

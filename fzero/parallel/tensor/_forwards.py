@@ -240,7 +240,7 @@ class Layer:
         """Return the layer's parameters in the shapes that its own forward pass takes.
 
         Raises:
-            ValueError: if a parameter has not the size of a rank's part.
+            ValueError: if a parameter does not have the size of a rank's part.
         """
         params = {}
         for name, x in self.module.named_parameters(recurse=False):

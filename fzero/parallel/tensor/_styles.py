@@ -163,7 +163,7 @@ def packed(count: int) -> ColumnParallel:
 
 
 def divided(*names: str) -> Divided:
-    """Return the style of a module that counts heads or columns in attributes, which are divided by the ranks.
+    """Return the style of a module that counts heads or columns in attributes. Each rank gets its part of the counts.
 
     Args:
         *names: the names of attributes that hold ints, such as "num_heads" or "split_size".
