@@ -275,7 +275,7 @@ class Pipeline:
             >>> loss = fzero.pipeline(
             ...     block=lambda p, x: x + p,
             ...     first=lambda rest, batch: batch,
-            ...     last=lambda rest, x, batch: x.axes(),
+            ...     last=lambda rest, x, batch: x.mean(),
             ...     micro_batches=2,
             ... )
             >>> loss.outputs(lambda rest, x, batch: x)({"blocks": [torch.ones(1), torch.ones(1)]}, torch.arange(4.0))
@@ -367,7 +367,7 @@ def pipeline(
         >>> loss = fzero.pipeline(
         ...     block=lambda p, x: torch.tanh(x @ p["w"]),
         ...     first=lambda rest, batch: batch["x"],
-        ...     last=lambda rest, x, batch: (x @ rest["head"] - batch["y"]).square().axes(),
+        ...     last=lambda rest, x, batch: (x @ rest["head"] - batch["y"]).square().mean(),
         ...     micro_batches=2,
         ... )
         >>> params = {"blocks": [{"w": torch.eye(3)} for _ in range(4)], "head": torch.ones(3, 1)}
