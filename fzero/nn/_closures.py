@@ -1,7 +1,7 @@
-"""A copy of a module whose functions refer to the copy.
+"""Copy a module so that its functions refer to the copy.
 
-`copy.deepcopy` keeps a function as it is. So a forward hook that refers to a submodule, or
-`self.scaled = lambda x: x * self.scale`, would go on to read the module that was copied. It would train nothing.
+`copy.deepcopy` does not copy functions. So a forward hook that refers to a submodule, or
+`self.scaled = lambda x: x * self.scale`, would still read the original module, and would train nothing.
 """
 
 import copy
@@ -19,11 +19,11 @@ __all__ = ["check_functions", "copy_module"]
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
-    """Copy a module as `copy.deepcopy` does, and have its functions refer to the copy where they refer to the module.
+    """Copy a module as `copy.deepcopy` does, and make its functions refer to the copy instead of the module.
 
     Args:
         module: the module.
-        memo: what to put into the places of some objects, by their ids.
+        memo: replacements for some objects, by their ids, as `copy.deepcopy` takes them.
     """
     memo = {} if memo is None else memo
     copied = copy.deepcopy(module, memo)
@@ -37,12 +37,12 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> 
 
 
 def _follow(x: Any, memo: dict[int, Any]) -> Any:
-    """Return a value with copies in the places of what was copied; itself where there is nothing to replace."""
+    """Return a value with each copied object replaced by its copy; the value itself if nothing in it was copied."""
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, MethodType):
-        own = _follow(x.__self__, memo)
-        return x if own is x.__self__ else MethodType(x.__func__, own)
+        owner = _follow(x.__self__, memo)
+        return x if owner is x.__self__ else MethodType(x.__func__, owner)
     if isinstance(x, functools.partial):
         parts = [x.func, x.args, x.keywords]
         new = [_follow(part, memo) for part in parts]
@@ -72,7 +72,7 @@ def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def _contents(cell: CellType) -> list[Any]:
-    """Return what a cell holds, in a list; an empty one if it holds nothing yet."""
+    """Return the contents of a cell in a list, which is empty if the cell is."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -84,52 +84,52 @@ def _same(xs: Any, ys: Any) -> bool:
 
 
 def check_functions(module: torch.nn.Module) -> None:
-    """Check that no function in an attribute, or a forward hook, holds a tensor of the module or reads a global of it.
+    """Check that no function in an attribute or forward hook holds a tensor of the module or reads it as a global.
 
     Raises:
-        ValueError: if one does. Names the function and the tensor or the global.
+        ValueError: if one does. The message names the function, and the tensor or global.
     """
     tensors = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
-    own = {id(m) for m in module.modules()} | tensors.keys()
+    part_ids = {id(m) for m in module.modules()} | tensors.keys()
     for prefix, m in module.named_modules():
-        kept = [*attributes(m).values(), *[hook for hooks in forward_hooks(m) for hook in hooks.values()]]
-        for f in _functions(kept, set()):
-            _check_function(f, f"module {prefix!r}" if prefix else "the module", tensors, own)
+        values = [*attributes(m).values(), *[hook for hooks in forward_hooks(m) for hook in hooks.values()]]
+        for f in _functions(values, set()):
+            _check_function(f, f"module {prefix!r}" if prefix else "the module", tensors, part_ids)
 
 
 def _functions(values: Any, seen: set[int]) -> Iterator[FunctionType]:
-    """Find the functions in values, in containers of them, and in what these functions refer to."""
+    """Yield the functions in values, in their containers, and in the closures and defaults of these functions."""
     for x in values:
         if isinstance(x, torch.Tensor | torch.nn.Module) or id(x) in seen:
             continue
         seen.add(id(x))
         if isinstance(x, FunctionType):
             yield x
-            yield from _functions(_held(x), seen)
+            yield from _functions(_references(x), seen)
         elif isinstance(x, functools.partial):
             yield from _functions([x.func, *x.args, *x.keywords.values()], seen)
         elif type(x) in (list, tuple, dict):
             yield from _functions(x.values() if isinstance(x, dict) else x, seen)
 
 
-def _held(f: FunctionType) -> list[Any]:
+def _references(f: FunctionType) -> list[Any]:
     cells = [x for cell in f.__closure__ or () for x in _contents(cell)]
     return [*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
 
 
-def _check_function(f: FunctionType, where: str, tensors: dict[int, str], own: set[int]) -> None:
-    what = f"{where} holds the function {f.__qualname__} ({f.__code__.co_filename}:{f.__code__.co_firstlineno})"
-    for x in _flat(_held(f)):
+def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_ids: set[int]) -> None:
+    label = f"{holder} holds the function {f.__qualname__} ({f.__code__.co_filename}:{f.__code__.co_firstlineno})"
+    for x in _flat(_references(f)):
         if id(x) in tensors:
             raise ValueError(
-                f"{what}, which holds {tensors[id(x)]!r} itself, so that it would not be trained through it: have the "
+                f"{label}, which holds {tensors[id(x)]!r} itself, so the tensor would not be trained there: make the "
                 "function read it from a module, such as the hook's first argument"
             )
     for name in sorted(_globals_of(f.__code__)):
-        if id(f.__globals__.get(name)) in own:
+        if id(f.__globals__.get(name)) in part_ids:
             raise ValueError(
-                f"{what}, which reads the global {name!r}, a part of the module, that is not the copy which apply "
-                "runs: have it read the hook's first argument, or make it in a function that is given the module"
+                f"{label}, which reads the global {name!r}, a part of the module. apply runs a copy of the module, "
+                "so read the hook's first argument instead, or make the function in one that receives the module"
             )
 
 
@@ -142,6 +142,6 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    """Name the globals that a function, and the functions in it, read."""
+    """Return the names of the globals that a function and its inner functions read."""
     inner = [_globals_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     return {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}.union(*inner)

@@ -1,4 +1,4 @@
-"""A module divided at its repeated blocks into pure functions: before the blocks, a block, and after them."""
+"""Split a module at its repeated blocks into pure functions: the part before them, a block, and the part after."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,68 +12,69 @@ from fzero._tracebacks import api_boundary
 from fzero.nn._closures import copy_module
 from fzero.nn._functional import Apply, check_module, functional
 from fzero.nn._shells import (
+    ArgumentRecorder,
     BlockArguments,
-    Changed,
+    BlockOrderError,
+    DependencyTracker,
     Form,
-    Handing,
-    HandsOut,
+    HandoffError,
     OneOf,
-    Reach,
-    Records,
-    Refused,
+    OutputReplacer,
+    Relay,
     Shell,
-    Stopped,
+    StopForward,
     choose,
 )
 from fzero.parallel.tensor import Layers, of_block, outside
 from fzero.parallel.tensor import cut as cut_tokens
 from fzero.parallel.tensor import join as join_tokens
 
-__all__ = ["CutModule", "OneOf", "SplitModule", "blocks_of", "cut", "own_names"]
+__all__ = ["ModuleSplit", "OneOf", "SplitModule", "blocks_of", "check_ownership", "split_module"]
 
 
-# Which children of a module are its repeated blocks.
+# Find the children of a module that are its repeated blocks.
 
 
-def blocks_of(module: torch.nn.Module, chosen: str | None) -> tuple[str, ...]:
-    """Name a module's repeated blocks.
+def blocks_of(module: torch.nn.Module, list_name: str | None) -> tuple[str, ...]:
+    """Return the names of a module's repeated blocks.
 
     Args:
         module: the module.
-        chosen: the name of the list that holds them; None for the only one.
+        list_name: the name of the list that holds the blocks. None stands for the module's only list.
 
     Raises:
-        ValueError: if there is no such list, or several and none was chosen; or if the parameters of the blocks differ.
+        ValueError: if the module has no such list, or if it has several and `list_name` is None. Also if the blocks
+            differ in the names, shapes or dtypes of their parameters.
     """
     lists = _lists(module)
     kind = type(module).__name__
-    if chosen is not None and chosen not in lists:
-        raise ValueError(f"blocks={chosen!r}: {kind} has no such list of blocks; it has {_listed(lists)}")
+    if list_name is not None and list_name not in lists:
+        raise ValueError(f"blocks={list_name!r}: {kind} has no such list of blocks; it has {_listed(lists)}")
     if not lists:
         raise ValueError(
-            f"{kind} has no repeated blocks: expected a ModuleList or Sequential of two modules or more of one class, "
+            f"{kind} has no repeated blocks: expected a ModuleList or Sequential of at least two modules of one class, "
             "with parameters"
         )
-    if chosen is None and len(lists) > 1:
+    if list_name is None and len(lists) > 1:
         raise ValueError(
-            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is cut at one of them: say which, "
-            f"blocks={next(iter(lists))!r}; the others run whole, on the ranks that hold its ends"
+            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is split at one of them: name it, "
+            f"as in blocks={next(iter(lists))!r}. The other lists run whole, on the first or the last pipeline stage"
         )
-    names = lists[chosen if chosen is not None else next(iter(lists))]
+    names = lists[list_name if list_name is not None else next(iter(lists))]
     _check_alike(module, names)
     return names
 
 
 def _lists(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the outermost lists of modules of one class, by name, with the names of their members."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the outermost lists of at least two modules of one class: by name, the names of the members."""
+    block_lists: dict[str, tuple[str, ...]] = {}
     for name, m in module.named_modules():
-        inside = any(name.startswith(f"{other}." if other else "") for other in found)
+        inside = any(name.startswith(f"{outer}." if outer else "") for outer in block_lists)
         if inside or not isinstance(m, torch.nn.ModuleList | torch.nn.Sequential) or len(m) < 2:
             continue
         if len({type(child) for child in m}) == 1 and all(any(True for _ in child.parameters()) for child in m):
-            found[name] = tuple([f"{name}.{key}" if name else key for key, _ in m.named_children()])
-    return found
+            block_lists[name] = tuple([f"{name}.{key}" if name else key for key, _ in m.named_children()])
+    return block_lists
 
 
 def _listed(lists: dict[str, tuple[str, ...]]) -> str:
@@ -81,306 +82,310 @@ def _listed(lists: dict[str, tuple[str, ...]]) -> str:
 
 
 def _check_alike(module: torch.nn.Module, names: tuple[str, ...]) -> None:
-    first = _facts(module.get_submodule(names[0]))
+    expected = _param_meta(module.get_submodule(names[0]))
     for name in names[1:]:
-        own = _facts(module.get_submodule(name))
-        differing = [key for key in [*first, *own] if first.get(key) != own.get(key)]
-        if differing:
-            key = differing[0]
+        actual = _param_meta(module.get_submodule(name))
+        mismatches = [key for key in [*expected, *actual] if expected.get(key) != actual.get(key)]
+        if mismatches:
+            key = mismatches[0]
             raise ValueError(
-                f"blocks {names[0]!r} and {name!r} differ in {key!r}: {first.get(key, 'missing')} and "
-                f"{own.get(key, 'missing')}. The blocks of a pipeline are stacked, so their parameters have the same "
+                f"blocks {names[0]!r} and {name!r} differ in {key!r}: {expected.get(key, 'missing')} and "
+                f"{actual.get(key, 'missing')}. A pipeline stacks its blocks, so their parameters must have the same "
                 "names, shapes and dtypes"
             )
 
 
-def _facts(block: torch.nn.Module) -> dict[str, Any]:
+def _param_meta(block: torch.nn.Module) -> dict[str, Any]:
     return {name: (tuple(p.shape), p.dtype) for name, p in block.named_parameters()}
 
 
-def own_names(module: torch.nn.Module, names: tuple[str, ...]) -> None:
-    """Check that blocks own their parameters, that all are trained, and that the module asks its blocks for one output.
+def check_ownership(module: torch.nn.Module, names: tuple[str, ...]) -> None:
+    """Check that no parameter of a block is shared or frozen, and that the config requests no further outputs.
 
     Raises:
-        ValueError: if a parameter of a block is frozen or shared; or if the configuration asks for further outputs.
+        ValueError: if a parameter of a block is frozen or shared. Also if `module.config` requests further outputs.
     """
     places: dict[int, list[str]] = {}
     for key, p in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(p), []).append(key)
     for name in names:
         for key, p in module.get_submodule(name).named_parameters():
-            others = [x for x in places[id(p)] if not x.startswith(f"{name}.")]
-            if others:
+            aliases = [x for x in places[id(p)] if not x.startswith(f"{name}.")]
+            if aliases:
                 raise ValueError(
-                    f"'{name}.{key}' is {others[0]!r} too: a block of a pipeline shares no parameter, for its rank "
-                    "alone holds it"
+                    f"'{name}.{key}' is {aliases[0]!r} too. A block of a pipeline cannot share a parameter, because "
+                    "only the block's rank holds it: untie the two"
                 )
             if not p.requires_grad:
                 raise ValueError(
-                    f"'{name}.{key}' is frozen (requires_grad=False), and a pipeline has no place for a block's "
-                    "constants: let it be trained, with a mask in the optimizer (optim.masked)"
+                    f"'{name}.{key}' is frozen (requires_grad=False), and a pipeline cannot hold constants of a block. "
+                    "Set requires_grad=True, and mask the parameter in the optimizer (optim.masked)"
                 )
     config = getattr(module, "config", None)
     for flag in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, flag, False):
             raise ValueError(
-                f"config.{flag} is set: blocks would leave these outputs on their own ranks, and a loss at the end of "
-                "the model would go without them: set it to False"
+                f"config.{flag} is set. Blocks would leave these outputs on their own ranks, where the loss at the "
+                "end of the model does not see them: set it to False"
             )
 
 
-# A module cut at its repeated blocks into pure functions: what comes before them, a block, and what comes after.
+# A module as pure functions: the part before its blocks, a block, and the part after its blocks.
 #
-# The module is not edited. A copy of it has a shell in the place of each block, which hands on what it is given. Its
-# own forward pass, stopped at the last shell, says what the first block is given, and what each block is given besides.
-# Run to its end, with a given value out of the last shell, it is what comes after the blocks.
+# The user's module is not edited. A copy of it has a shell in the place of each block. A shell returns its input.
+# To get the first block's input and every block's other arguments, the copy runs until its last shell, and stops there.
+# To get the module's output, the copy runs to its end, and the last shell returns the last block's real output.
 
 
 Tensors = dict[str, torch.Tensor]
 
 
-class CutModule(NamedTuple):
-    """A module cut at its blocks: `cut, params = cut(module)`.
+class ModuleSplit(NamedTuple):
+    """A module split at its blocks: `split, params = split_module(module)`.
 
     Attributes:
-        cut: the functions.
+        split: the pure functions.
         params: the trainable parameters: `{"blocks": [{name: tensor}, ...], "rest": {name: tensor}}`.
     """
 
-    cut: "SplitModule"
+    split: "SplitModule"
     params: dict[str, Any]
 
 
-class _SplitMemory:
-    """What the calls of a cut have found out.
+class _SplitCache:
+    """Results that the calls of a `SplitModule` keep for later calls.
 
     Attributes:
-        form: in which the module takes what a block returns.
-        seen: which torch functions blocks call.
-        checked: structures of batches for which what blocks are given is known to depend on no parameter.
+        form: the form in which the module expects a block's output.
+        calls: the torch functions that blocks call; see `fzero.nn._shells.choose`.
+        checked_structures: the structures of batches whose block arguments were found to depend on no parameter.
     """
 
     def __init__(self) -> None:
         self.form: Form | None = None
-        self.seen: dict[Any, Any] = {}
-        self.checked: set[Any] = set()
+        self.calls: dict[Any, Any] = {}
+        self.checked_structures: set[Any] = set()
 
 
 @dataclass(frozen=True)
 class SplitModule:
-    """A module as pure functions of the parameters of its blocks and of the rest.
+    """A module as pure functions of its blocks' parameters and of the rest of its parameters.
 
-    A batch is what the module's forward pass is called with: a dict by name, a tuple, or one tensor.
+    A batch holds the arguments of the module's forward pass: a dict by name, a tuple, or one tensor.
 
     Attributes:
         shell: the module with shells in the places of its blocks.
-        constants: its buffers and frozen parameters.
-        facts: the shapes and dtypes of its parameters.
-        blocks: each block.
-        block_constants: the buffers of each.
+        constants: the buffers and frozen parameters of `shell`.
+        param_meta: the full shapes and the dtypes of the parameters outside the blocks.
+        blocks: the blocks.
+        block_constants: the buffers of each block.
         names: the name of each block in the module.
-        plain: the shell without what its layers are cut over, which says what blocks are given.
-        tp: the layers that are cut over an axis, if there are.
+        plain: like `shell`, but without tensor parallelism. It computes the arguments of blocks.
+        tp: the layers that are split over an axis; None without tensor parallelism.
     """
 
     shell: Apply
     constants: Tensors
-    facts: dict[str, tuple[torch.Size, torch.dtype]]
+    param_meta: dict[str, tuple[torch.Size, torch.dtype]]
     blocks: tuple[Apply, ...]
     block_constants: tuple[Tensors, ...]
     names: tuple[str, ...]
     plain: Apply
     tp: Layers | None = None
-    _memory: _SplitMemory = field(default_factory=_SplitMemory, repr=False, compare=False)
+    _cache: _SplitCache = field(default_factory=_SplitCache, repr=False, compare=False)
 
     def first(self, rest: Tensors, batch: Any) -> torch.Tensor:
-        """Return what the first block is given: the embedded batch."""
-        x = self._recorded(self.shell, rest, batch).x
+        """Return the input of the first block: the embedded batch."""
+        x = self._record(self.shell, rest, batch).x
         return x if self.tp is None or not self.tp.sequence else cut_tokens(x, self.tp.axis)
 
-    def given(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[BlockArguments, ...]:
-        """Return what each block is given besides: masks, rotary tables.
+    def block_arguments(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[BlockArguments, ...]:
+        """Return each block's arguments besides `x`, such as masks and rotary tables.
 
-        It is computed of the batch, on each rank that holds blocks, so that nothing of it is sent. Blocks that are
-        given one tensor share it. The rest of the parameters is not needed: the module's forward pass runs on zeros in
-        their places, and the embedding of these is used by none.
+        Each rank that holds blocks computes them from the batch, so none of them is sent. Blocks that receive the same
+        tensor share it. No parameter is needed: the module's forward pass runs on zeros in the places of the
+        parameters outside the blocks. The embedding that these zeros give is not used.
 
         Args:
             batch: the batch.
-            dtype: of the parameters that the others are run with, if not the module's own: masks and tables follow it.
+            dtype: the dtype of these zeros, which masks and tables follow; by default that of each parameter.
 
         Raises:
-            TypeError: if a block is given an object that is no tensor or constant, such as a cache.
-            ValueError: if what a block is given depends on a parameter.
+            TypeError: if an argument of a block is neither a tensor nor a constant, such as a cache.
+            ValueError: if an argument of a block depends on a parameter.
         """
-        zeros = {name: _zeros(shape, dtype or own, batch) for name, (shape, own) in self.facts.items()}
+        zeros = {name: _zeros(shape, dtype or own_dtype, batch) for name, (shape, own_dtype) in self.param_meta.items()}
         structure = tree.flatten(batch)[1]
-        if structure in self._memory.checked:
-            return tuple(self._recorded(self.plain, zeros, batch).given)
-        with Reach(list(zeros.values())) as reach:
-            given = tuple(self._recorded(self.plain, zeros, batch).given)
-        for name, one in zip(self.names, given, strict=True):
-            for path, x in zip(*tree.flatten_with_paths([one.args, one.kwargs])[:2], strict=True):
-                if reach.holds(x):
+        if structure in self._cache.checked_structures:
+            return tuple(self._record(self.plain, zeros, batch).arguments)
+        with DependencyTracker(list(zeros.values())) as tracker:
+            arguments = tuple(self._record(self.plain, zeros, batch).arguments)
+        for name, block_args in zip(self.names, arguments, strict=True):
+            for path, x in zip(*tree.flatten_with_paths([block_args.args, block_args.kwargs])[:2], strict=True):
+                if tracker.holds(x):
                     raise ValueError(
                         f"block {name!r} is given {path.partition('.')[2]!r}, which depends on parameters outside the "
-                        "blocks: a pipeline computes what blocks are given on ranks that do not hold these"
+                        "blocks: a pipeline computes the arguments of blocks on ranks that do not hold these parameters"
                     )
-        self._memory.checked.add(structure)
-        return given
+        self._cache.checked_structures.add(structure)
+        return arguments
 
     def block(
-        self, params: Tensors, x: torch.Tensor, given: tuple[BlockArguments, ...], index: int | torch.Tensor | OneOf
+        self, params: Tensors, x: torch.Tensor, arguments: tuple[BlockArguments, ...], index: int | torch.Tensor | OneOf
     ) -> torch.Tensor:
         """Run a block.
 
         Args:
             params: the block's parameters.
-            x: what the block before it returned.
-            given: of `given(batch)`.
-            index: the number of the block in the module. Where one program is that of many ranks it is a tensor, or
-                `OneOf` some.
+            x: the output of the previous block.
+            arguments: the result of `block_arguments(batch)`.
+            index: the number of the block in the module. If many ranks run one program, it is a tensor, or a `OneOf`
+                that lists the numbers it may be.
         """
         if isinstance(index, int):
-            return self._run_block(index, params, self.block_constants[index], x, given[index])
+            return self._run_block(index, params, self.block_constants[index], x, arguments[index])
         index = OneOf(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
-        return choose(self._run_block, self._memory.seen, params, self.block_constants, x, given, index)
+        return choose(self._run_block, self._cache.calls, params, self.block_constants, x, arguments, index)
 
     def last(self, rest: Tensors, x: torch.Tensor, batch: Any) -> Any:
-        """Return the module's output, where its last block returned `x`."""
-        form = self._memory.form or self._recorded(self.shell, rest, batch).form
+        """Return the module's output, given the output `x` of its last block."""
+        form = self._cache.form or self._record(self.shell, rest, batch).form
         x = x if self.tp is None or not self.tp.sequence else join_tokens(x, self.tp.axis)
-        return self._run_shell(self.shell, rest, batch, HandsOut(self.names, form, x))
+        return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, form, x))
 
     def join(self, params: Mapping[str, Any]) -> Tensors:
-        """Return the parameters by their names in the module.
+        """Return all parameters by their names in the module.
 
         Example:
             >>> layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
-            >>> made, params = cut(torch.nn.Sequential(layers, torch.nn.Linear(2, 1)))
-            >>> list(made.join(params))[:3]
+            >>> split, params = split_module(torch.nn.Sequential(layers, torch.nn.Linear(2, 1)))
+            >>> list(split.join(params))[:3]
             ['0.0.weight', '0.0.bias', '0.1.weight']
         """
-        found = {
+        block_params = {
             f"{name}.{key}": x for name, p in zip(self.names, params["blocks"], strict=True) for key, x in p.items()
         }
-        return {**found, **params["rest"]}
+        return {**block_params, **params["rest"]}
 
-    def _recorded(self, shell: Apply, rest: Tensors, batch: Any) -> Records:
-        """Run the module until its last block, and take down what its blocks are given."""
-        first: Exception | None = None
-        for form in [self._memory.form] if self._memory.form else [*Form]:
-            records = Records(self.names, form)
+    def _record(self, shell: Apply, rest: Tensors, batch: Any) -> ArgumentRecorder:
+        """Run the module until its last block, and record the arguments of its blocks."""
+        first_error: Exception | None = None
+        for form in [self._cache.form] if self._cache.form else [*Form]:
+            records = ArgumentRecorder(self.names, form)
             try:
                 self._run_shell(shell, rest, batch, records)
-            except Stopped:
-                self._memory.form = form
+            except StopForward:
+                self._cache.form = form
                 return records
             except Exception as error:
-                if records.count == 0 or isinstance(error, Refused):
+                if records.count == 0 or isinstance(error, BlockOrderError):
                     raise
-                first = first or error
+                first_error = first_error or error
             else:
                 raise ValueError(f"the module ran {records.count} of its {len(self.names)} blocks: {self.names}")
-        if not isinstance(first, Changed):
-            raise first or AssertionError
+        if not isinstance(first_error, HandoffError):
+            raise first_error or AssertionError
         raise ValueError(
-            f"{first} the module changes what is handed on, or takes more than one tensor of a block: a pipeline hands "
-            "on one tensor as it is"
+            f"{first_error} the module changes the value between blocks, or takes more than one tensor "
+            "from a block. A pipeline passes on one tensor, unchanged"
         )
 
-    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, handing: Handing) -> Any:
+    def _run_shell(self, shell: Apply, rest: Tensors, batch: Any, relay: Relay) -> Any:
         args, kwargs = _arguments(batch)
-        with handing:
+        with relay:
             out, written = shell(rest, self.constants, *args, **kwargs)
         _check_constants(self.constants, written, "")
         return out
 
     def _run_block(
-        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, given: BlockArguments
+        self, index: int, params: Tensors, constants: Tensors, x: torch.Tensor, arguments: BlockArguments
     ) -> torch.Tensor:
-        out, written = given.call(partial(self.blocks[index], params, constants), x)
+        out, written = arguments.call(partial(self.blocks[index], params, constants), x)
         _check_constants(constants, written, f"{self.names[index]}.")
-        return _one_tensor(out, self.names[index], self._memory.form)
+        return _one_tensor(out, self.names[index], self._cache.form)
 
 
 @api_boundary
-def cut(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = None) -> CutModule:
-    """Cut a module at its repeated blocks, without editing it.
+def split_module(module: torch.nn.Module, blocks: str | None = None, tp: Layers | None = None) -> ModuleSplit:
+    """Split a module at its repeated blocks into pure functions, without editing it.
 
-    They are the children of a ModuleList or Sequential: two or more of one class, with parameters of the same names and
-    shapes. The module calls each once, in their order, and hands on what one returns to the next, unchanged.
+    The blocks are the children of a ModuleList or Sequential: at least two modules of one class, whose parameters have
+    the same names and shapes. The module must call each block once, in order, and must pass on the output of each
+    block unchanged to the next.
 
-    Blocks may differ in all but their parameters: in attributes (the number of a layer, a sliding window), in buffers,
-    and in what they are given. Each block is run as it is, by its number.
+    Blocks may differ in everything else: attributes (the number of a layer, a sliding window), buffers and arguments.
+    Each block runs with its own attributes, selected by its number.
 
     Args:
-        module: any module that `fzero.nn.functional` takes apart.
-        blocks: the name of the list of blocks, where the module has several.
-        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them.
+        module: any module that `fzero.nn.functional` accepts.
+        blocks: the name of the list of blocks, if the module has several.
+        tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them.
 
     Returns:
-        `(cut, params)`.
+        `(split, params)`.
 
     Raises:
         TypeError: if `module` cannot be taken apart; see `functional`.
-        ValueError: if it has no list of blocks, or several; if its blocks' parameters differ, are frozen, or are shared
-            with others. Names them. Also if its configuration asks for outputs that blocks would have to leave
-            elsewhere (`output_router_logits`, `output_attentions`, `output_hidden_states`).
+        ValueError: if the module has no list of blocks, or several. Also if its blocks' parameters differ, are frozen
+            or are shared; the message names them. Also if its configuration requests outputs that blocks would leave
+            on other ranks (`output_router_logits`, `output_attentions`, `output_hidden_states`).
 
     Example:
         >>> layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
         >>> module = torch.nn.Sequential(torch.nn.Linear(4, 2), layers, torch.nn.Linear(2, 1))
-        >>> made, params = cut(module)
+        >>> split, params = split_module(module)
         >>> batch = torch.ones(1, 4)
-        >>> x, given = made.first(params["rest"], batch), made.given(batch)
+        >>> x, arguments = split.first(params["rest"], batch), split.block_arguments(batch)
         >>> for i, p in enumerate(params["blocks"]):
-        ...     x = made.block(p, x, given, i)
-        >>> made.last(params["rest"], x, batch).equal(module(batch))
+        ...     x = split.block(p, x, arguments, i)
+        >>> split.last(params["rest"], x, batch).equal(module(batch))
         True
     """
     check_module(module)
     names = blocks_of(module, blocks)
-    own_names(module, names)
-    found = [module.get_submodule(name) for name in names]
+    check_ownership(module, names)
+    block_modules = [module.get_submodule(name) for name in names]
     parts = [
         functional(block, tp=None if tp is None else of_block(tp, name))
-        for name, block in zip(names, found, strict=True)
+        for name, block in zip(names, block_modules, strict=True)
     ]
-    shells = {id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(found, parts, strict=True))}
-    shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy needs no memory of its own
+    shells = {
+        id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(block_modules, parts, strict=True))
+    }
+    shared = {id(x): x for x in [*module.parameters(), *module.buffers()]}  # the copy shares the module's tensors
     plain = functional(copy_module(module, {**shells, **shared}))
     rest = plain
     if tp is not None:
         rest = functional(copy_module(module, {**shells, **shared}), tp=outside(tp, names))
-    made = SplitModule(
-        _unwritten(rest.apply),
+    split = SplitModule(
+        _read_only(rest.apply),
         rest.buffers,
         {name: (p.shape, p.dtype) for name, p in plain.params.items()},
-        tuple([_unwritten(part.apply) for part in parts]),
-        tuple([_shared(part.buffers, parts[0].buffers) for part in parts]),
+        tuple([_read_only(part.apply) for part in parts]),
+        tuple([_share_constants(part.buffers, parts[0].buffers) for part in parts]),
         names,
-        _unwritten(plain.apply),
+        _read_only(plain.apply),
         tp,
     )
-    return CutModule(made, {"blocks": [part.params for part in parts], "rest": rest.params})
+    return ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
 
 
-def _shared(constants: Tensors, first: Tensors) -> Tensors:
-    """Put the first block's constants into the places of equal ones."""
+def _share_constants(constants: Tensors, first: Tensors) -> Tensors:
+    """Replace constants that equal the first block's by the first block's own tensors."""
 
-    def one(name: str, x: torch.Tensor) -> torch.Tensor:
+    def share(name: str, x: torch.Tensor) -> torch.Tensor:
         other = first.get(name)
-        alike = other is not None and other.dtype == x.dtype and not x.is_meta and torch.equal(other, x)
-        return other if alike and other is not None else x
+        is_equal = other is not None and other.dtype == x.dtype and not x.is_meta and torch.equal(other, x)
+        return other if is_equal and other is not None else x
 
-    return {name: one(name, x) for name, x in constants.items()}
+    return {name: share(name, x) for name, x in constants.items()}
 
 
-def _unwritten(apply: Apply) -> Apply:
-    """Have a forward pass refuse to write statistics: each micro-batch would write them, and some on other ranks.
+def _read_only(apply: Apply) -> Apply:
+    """Make a forward pass refuse to write statistics, which each micro-batch would write, some of them on other ranks.
 
-    Whether examples differ along tp is asked of the batch, and not here, where a block may be given its rank's tokens.
+    `tp` is removed because the pipeline checks the whole batch for differences along that axis. A block's input cannot
+    be checked: it may be its rank's part of the tokens.
     """
     return replace(apply, mutable=frozenset(), tp=None)
 
@@ -389,13 +394,13 @@ def _check_constants(before: Tensors, after: Tensors, prefix: str) -> None:
     for name, x in before.items():
         if after[name] is not x:
             raise RuntimeError(
-                f"the module's forward pass replaced buffer '{prefix}{name}', which a pipeline cannot hand on from "
-                "one micro-batch to the next: have it keep no statistics (eval mode, or a norm without them)"
+                f"the module's forward pass replaced buffer '{prefix}{name}', which a pipeline cannot pass from one "
+                "micro-batch to the next: have it update no statistics (eval mode, or a norm without statistics)"
             )
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
-    """Make zeros that take no memory, where a batch lies."""
+    """Return zeros of a shape that take no memory, on the batch's device."""
     device = next((x.device for x in tree.tensors(batch)), None)
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
@@ -407,12 +412,12 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _one_tensor(out: Any, name: str, form: Form | None) -> torch.Tensor:
-    """Return the one tensor that a block returns, alone or first in a tuple of which the module reads no more."""
+    """Return the one tensor that a block returns: by itself, or first in a tuple of which the module reads no more."""
     values = out if isinstance(out, tuple | list) else (out,)
-    others = form is not Form.FIRST and any(x is not None for x in values[1:])
-    if not values or not isinstance(values[0], torch.Tensor) or others:
+    has_more = form is not Form.FIRST and any(x is not None for x in values[1:])
+    if not values or not isinstance(values[0], torch.Tensor) or has_more:
         raise ValueError(
-            f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor, which is handed on; "
-            "a pipeline has no way for the others"
+            f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor. A pipeline passes on "
+            "one tensor from block to block, and would lose the others"
         )
     return values[0]

@@ -13,7 +13,15 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import bound, data_axes, in_lockstep
 from fzero.nn._blocks import boxes_to_blocks, rematerialise
 from fzero.nn._closures import check_functions, copy_module
-from fzero.nn._written import before_call, check_left, check_written, held, put_back, tensors_in, versions_of
+from fzero.nn._written import (
+    check_leftovers,
+    check_writes,
+    contents_of,
+    module_states,
+    restore_modules,
+    tensors_in,
+    versions_of,
+)
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
 from fzero.sharding import is_box
@@ -21,7 +29,7 @@ from fzero.zero import stand_ins
 
 __all__ = ["Apply", "Functional", "check_module", "check_tensors", "explain_old_function", "functional"]
 
-# Checks of the arguments of `functional` and `apply`: modules that can be pure functions, and dicts of tensors.
+# Checks of the arguments of `functional` and `apply`: modules that can become pure functions, and dicts of tensors.
 
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
@@ -31,7 +39,7 @@ def check_module(module: object) -> None:
     """Check that a module can be taken apart.
 
     Raises:
-        TypeError: if it is no module, or one inside it is wrapped or compiled, or it holds a DTensor.
+        TypeError: if it is not a module. Also if a module in it is wrapped or compiled, or holds a DTensor.
         ValueError: if a tensor is uninitialised or has a hook, a module has a hook on its backward pass, or an
             attribute holds a computed tensor.
     """
@@ -63,8 +71,8 @@ def _check_kind(name: str, module: torch.nn.Module) -> None:
 def _check_backward_hook(name: str, module: torch.nn.Module) -> None:
     if has_backward_hook(module):
         raise ValueError(
-            f"module {name!r} has a hook on its backward pass (register_full_backward_hook), which torch.func refuses: "
-            "remove it, and read or change the gradients that fzero.value_and_grad returns"
+            f"module {name!r} has a hook on its backward pass (register_full_backward_hook), which torch.func does "
+            "not support: remove it, and read or change the gradients that fzero.value_and_grad returns"
         )
 
 
@@ -73,64 +81,64 @@ def _check_attributes(name: str, module: torch.nn.Module) -> None:
         if any(x.grad_fn is not None for x in tensors_in(value)):  # a copy of it would have no gradient
             path = f"{name}.{attribute}" if name else attribute
             raise ValueError(
-                f"attribute {path!r} holds a tensor that was computed of parameters: delete it if an earlier call "
-                "left it there, and have torch.nn.utils.parametrizations compute weights, not a hook (weight_norm)"
+                f"attribute {path!r} holds a tensor that was computed from parameters: delete it if an earlier "
+                "call left it there, and compute weights with torch.nn.utils.parametrizations, not a hook (weight_norm)"
             )
 
 
 def _check_hooks(name: str, x: torch.Tensor) -> None:
-    # Which gradient a hook should see is not said anywhere: DDP's hooks see this rank's, FSDP's the reduced shard.
+    # It is ambiguous which gradient a hook should see: DDP's hooks see this rank's gradient, FSDP's the reduced shard.
     for method in gradient_hooks(x):
         raise ValueError(
             f"{name!r} has a hook on its gradient ({method}), which torch.func never calls: remove it, and change the "
-            "gradients between fzero.value_and_grad and opt.update, by a link of the optimizer's chain. A mask of "
+            "gradients between fzero.value_and_grad and opt.update, in a transform of the optimizer's chain. A mask of "
             f"rows goes into the loss: p = params[{name!r}]; p = torch.where(mask, p, p.detach())"
         )
 
 
-def check_tensors(given: object, names: frozenset[str], what: str, kind: str, boxes: bool) -> None:
-    """Check that a dict holds tensors of these names.
+def check_tensors(tensors: object, names: frozenset[str], label: str, kind: str, boxes: bool) -> None:
+    """Check that a dict holds tensors of the expected names.
 
     Args:
-        given: the dict.
-        names: the names that a module of class `kind` has.
-        what: the name of the dict.
+        tensors: the dict.
+        names: the expected names, those of a module of class `kind`.
+        label: the name of the dict, for messages.
         kind: the name of the module's class.
         boxes: whether boxes may stand for tensors.
 
     Raises:
-        TypeError: if it is no dict, or holds anything but tensors.
+        TypeError: if `tensors` is no dict, or holds anything but tensors.
         ValueError: if names are missing or unknown.
     """
-    if not isinstance(given, dict):
+    if not isinstance(tensors, dict):
         raise TypeError(
-            f"{what} is a {type(given).__name__}: expected a dict of tensors by name, as fzero.nn.functional returns it"
+            f"{label} is a {type(tensors).__name__}: expected a dict of tensors by name, as fzero.nn.functional returns"
         )
-    for name, x in given.items():
+    for name, x in tensors.items():
         if is_box(x) and not boxes:
             raise TypeError(
                 f"{kind} was given {x!r} for {name!r}, which is a box and not a tensor: call it inside "
                 "fzero.value_and_grad, or on fzero.gather(params)"
             )
         if name in names and not is_box(x) and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{what}: {name!r} is a {type(x).__name__}, expected a tensor")
-    if given.keys() != names:
-        missing, extra = sorted(names - given.keys()), sorted(given.keys() - names)
-        raise ValueError(f"{what} do not match the module {kind}: missing {missing}, and not its own {extra}")
+            raise TypeError(f"{label}: {name!r} is a {type(x).__name__}, expected a tensor")
+    if tensors.keys() != names:
+        missing, extra = sorted(names - tensors.keys()), sorted(tensors.keys() - names)
+        raise ValueError(f"{label} do not match the module {kind}: missing {missing}, unknown {extra}")
 
 
 def explain_old_function(error: RuntimeError, name: str) -> None:
-    """Say what to do where a module applies an `autograd.Function` of torch's older form.
+    """Explain the error of a module that applies an `autograd.Function` of torch's older form.
 
     Raises:
-        RuntimeError: if the error is of one.
+        RuntimeError: if `error` is such an error.
     """
     if "must override the setup_context staticmethod" in str(error):
         raise RuntimeError(
             f"fzero.nn.functional: {name} applies an autograd.Function, or an operator of a library, without "
-            "setup_context, which torch.func cannot differentiate; the traceback names the line. It may have another "
-            "way in evaluation mode, functional(module.eval()), or by its configuration; else replace that module, or "
-            "give the Function a setup_context"
+            "setup_context, which torch.func cannot differentiate. The traceback names its line. Evaluation mode, "
+            "functional(module.eval()), or the module's configuration may select another implementation. Otherwise "
+            "replace that module, or give the Function a setup_context"
         ) from error
 
 
@@ -160,39 +168,38 @@ def functional(
 ) -> Functional:
     """Take a module apart into a pure function, its parameters and its buffers.
 
-    Parameters are the module's own, detached, and `step.init` copies them. Buffers are copies, so that a jitted step
-    may take them over and the module keeps its own. `apply` keeps only a copy of the module without storage (on the
-    meta device). By the default rule each of the module's repeated blocks is a unit.
+    The returned parameters are the module's own, detached; `step.init` copies them. The buffers are copies, so a
+    jitted step may donate them and the module keeps its own. `apply` keeps only a copy of the module without storage
+    (on the meta device). By the default rule each repeated block of the module is a unit.
 
-    `apply` is the module as it is now: its training or evaluation mode, its tied and frozen parameters, its forward
-    hooks and the objects that these are methods of. A later `module.eval()` or `head.weight = embed.weight` does not
-    reach it: take the module apart again, as in `functional(module.eval()).apply`. Nor does a value that forward leaves
-    in an attribute (`self.aux = ...`) reach the module: have forward return it.
+    `apply` is a snapshot of the module: its training or evaluation mode, its tied and frozen parameters, its forward
+    hooks and the objects whose methods these are. A later `module.eval()` or `head.weight = embed.weight` does not
+    change it: call `functional` again, as in `functional(module.eval()).apply`. Likewise, a value that forward stores
+    in an attribute (`self.aux = ...`) does not reach the module: have forward return it.
 
-    Experts of transformers that run by its default, "grouped_mm", run by fzero's implementation in `apply`. The default
-    is an operator that `torch.func` refuses.
+    Experts of transformers run by default with "grouped_mm", an operator that `torch.func` refuses. In `apply` they
+    run with fzero's implementation instead.
 
     Args:
         module: any module without hooks on gradients or on the backward pass.
-        remat: whether each repeated block keeps only its inputs, and runs again in the backward pass. Repeated blocks
-            are numbered children, `"h.0"`, as in the default rule of units. "matmuls", or a function of an operation,
-            says which results are kept besides (see `fzero.remat`). Then `apply` takes boxes too: within
-            `value_and_grad(loss_fn, gather=False)` a block's parameters are gathered for it alone, in either pass. A
-            language model runs with `use_cache=False`.
-        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Give their
-            rule to
-            `fzero.shard(split=tp.split)`. Where the axis is not bound `apply` is the whole module.
+        remat: whether each repeated block saves only its inputs, and runs again in the backward pass. Repeated blocks
+            are numbered children, such as `"h.0"`, as in the default rule of units. "matmuls", or a function of an
+            operation, selects results to save besides the inputs (see `fzero.remat`). With remat `apply` also takes
+            boxes. Within `value_and_grad(loss_fn, gather=False)` each block then gathers only its own parameters, in
+            both passes. A language model needs `use_cache=False`.
+        tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
+            rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
 
     Returns:
         `(apply, params, buffers)`.
 
     Raises:
-        TypeError: if `module` is no module; if it, or one inside it, is wrapped by DDP or FSDP, or is compiled, or
-            holds a DTensor. These synchronise by themselves, and under torch.func they silently do not.
+        TypeError: if `module` is not a module. Also if a module in it is wrapped by DDP or FSDP or compiled, or holds
+            a DTensor: these would silently not synchronise under torch.func.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
-            gradient, which torch.func never calls, or a module one on its backward pass, which it refuses. Also if an
-            attribute holds a tensor that was computed of parameters. Also if a function in an attribute, or a forward
-            hook, holds a parameter itself, or reads the module as a global.
+            gradient, which torch.func never calls, or a module has a hook on its backward pass, which torch.func
+            refuses. Also if an attribute holds a tensor that was computed from parameters. Also if a function in an
+            attribute, or a forward hook, holds a parameter itself, or reads the module as a global.
 
     Example:
         >>> import fzero
@@ -220,17 +227,17 @@ def functional(
     return Functional(apply, params, constants)
 
 
-class _ApplyMemory:
-    """The memory of an `Apply`, filled as it is called.
+class _ApplyCache:
+    """Results that the calls of an `Apply` keep for later calls.
 
     Attributes:
-        copies: in lockstep each rank's copy of the module, by the rank's place on the mesh.
-        seen: the structures of arguments with which a call was looked at.
+        copies: in lockstep, each rank's copy of the module, by the rank's coordinates on the mesh.
+        structures: the structures of arguments for which a call was checked for leftovers.
     """
 
     def __init__(self) -> None:
         self.copies: dict[tuple[int, ...], torch.nn.Module] = {}
-        self.seen: set[Any] = set()
+        self.structures: set[Any] = set()
 
 
 @dataclass(frozen=True)
@@ -243,7 +250,7 @@ class Apply:
         buffers: the names of its buffers and frozen parameters.
         mutable: the names of the buffers that its forward pass may write in place.
         blocks: the names of the submodules that run again in the backward pass.
-        tp: the layers that are cut over an axis, whose ranks are given the same arguments.
+        tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
     """
 
     module: torch.nn.Module
@@ -252,75 +259,75 @@ class Apply:
     mutable: frozenset[str]
     blocks: tuple[str, ...] = ()
     tp: Layers | None = None
-    _memory: _ApplyMemory = field(default_factory=_ApplyMemory, repr=False, compare=False)
+    _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
         """Run the module's forward pass.
 
-        A value that it leaves in an attribute, where nobody finds it, is named in a notice at the first call.
+        The first call gives a notice for each attribute in which forward left a value, since that value is lost.
 
         Args:
-            params: the parameters by name, whole; with `remat` they may be boxes.
-            buffers: the buffers and frozen parameters by name; with `remat` the latter may be boxes.
-            *args: the arguments of the module's forward.
-            **kwargs: likewise.
+            params: the full parameters by name; with `remat` they may be boxes.
+            buffers: the buffers and frozen parameters by name; with `remat` the frozen parameters may be boxes.
+            *args: the positional arguments of the module's forward.
+            **kwargs: its keyword arguments.
 
         Returns:
-            `(output, buffers)`: the new buffers, such as BatchNorm's running statistics. They are this rank's: make
-            them replicated, `fzero.collectives.pmean(buffers)`, before a step returns them.
+            `(output, buffers)`. The new buffers, such as BatchNorm's running statistics, are this rank's. Make them
+            replicated with `fzero.collectives.pmean(buffers)` before a step returns them.
 
         Raises:
-            TypeError: if `params` or `buffers` is no dict of tensors. For boxes: gather them first, as
+            TypeError: if `params` or `buffers` is not a dict of tensors. Gather boxes first, as
                 `fzero.value_and_grad` does.
-            ValueError: if names are missing or unknown. Where layers are cut over an axis, also if the arguments of
+            ValueError: if names are missing or unknown. If layers are split over an axis, also if the arguments of
                 forward are known to differ by rank along it.
-            RuntimeError: if the forward pass wrote a parameter, or in place a buffer that is not in `mutable`. Also if
-                it applies an `autograd.Function` that `torch.func` cannot differentiate.
+            RuntimeError: if the forward pass wrote a parameter, or wrote in place a buffer that is not in `mutable`.
+                Also if it applies an `autograd.Function` that `torch.func` cannot differentiate.
         """
         check_tensors(params, self.params, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffers, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
         if self.tp is not None:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
-        own = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}
-        with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **own}) as state:
+        copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable)}
+        with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
             out = self._run(state, args, kwargs)
         return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
 
     def _run(self, state: Tensors, args: Any, kwargs: Any) -> Any:
-        """Run forward on `state`, in which new buffers take the old ones' places; check its other writes."""
+        """Run forward on `state`, where writes replace mutable buffers, and check its other writes."""
         module = self._own_module()
-        if torch.compiler.is_dynamo_compiling():  # which refuses side effects by itself
+        if torch.compiler.is_dynamo_compiling():  # Dynamo refuses side effects itself
             return torch.func.functional_call(module, state, args, kwargs)
-        structure = tree.flatten((args, kwargs))[1]  # later calls with such arguments leave the same behind
-        is_new = structure not in self._memory.seen
-        versions, before = versions_of(state), held(module) if is_new else None
-        stand_ins = before_call(module)
+        structure = tree.flatten((args, kwargs))[1]  # calls with equal structures leave the same values behind
+        is_new = structure not in self._cache.structures
+        versions, before = versions_of(state), contents_of(module) if is_new else None
+        stand_ins = module_states(module)
         try:
             out = torch.func.functional_call(module, state, args, kwargs)
-            check_written(versions, state, self.params, self.mutable)
+            check_writes(versions, state, self.params, self.mutable)
             if before is not None:
-                check_left(before, module)
-                self._memory.seen.add(structure)
+                check_leftovers(before, module)
+                self._cache.structures.add(structure)
         except RuntimeError as error:
             explain_old_function(error, type(module).__name__)
             raise
         finally:
-            put_back(stand_ins, traced=is_tracing())
+            restore_modules(stand_ins, traced=is_tracing())
         return out
 
     def _own_module(self) -> torch.nn.Module:
-        """Return the module to run: in lockstep the rank's own, since functional_call writes into it while it runs."""
+        """Return the module to run: in lockstep each rank has a copy, since functional_call writes into the module."""
         if not in_lockstep():
             return self.module
-        rank, copies = tuple([axis.rank for axis in bound()]), self._memory.copies
+        rank, copies = tuple([axis.rank for axis in bound()]), self._cache.copies
         if rank not in copies:
-            shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # which nobody writes
+            shared = {id(x): x for x in [*self.module.parameters(), *self.module.buffers()]}  # nothing writes to these
             copies[rank] = copy_module(self.module, shared)
         return copies[rank]
 
 
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy a buffer for this rank to write; a simulation needs one that differs by rank."""
+    """Copy a buffer for this rank to write; a simulated rank's copy must be able to differ from the others."""
     copied = x.clone()
     for axis in data_axes() if x.is_floating_point() else ():  # a counter is equal on all ranks
         if not axis.group:
@@ -329,7 +336,7 @@ def _own_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mutable(module: torch.nn.Module) -> frozenset[str]:
-    """Name the buffers that a forward pass may write: a training module's persistent statistics and counters."""
+    """Return the names of buffers that forward may write: a training module's persistent statistics and counters."""
     names = set()
     for prefix, m in module.named_modules():
         for name, b in statistics(m).items() if m.training else ():

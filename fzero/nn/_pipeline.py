@@ -1,4 +1,4 @@
-"""pipeline: a module's loss, run as a pipeline of its blocks."""
+"""pipeline: the loss of a module, computed by a pipeline over its blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRules
-from fzero.nn._cut import cut
+from fzero.nn._cut import split_module
 from fzero.parallel.pipeline import Pipeline
 from fzero.parallel.pipeline import pipeline as pipeline_of
 from fzero.parallel.schedules import Schedule
@@ -24,7 +24,7 @@ class Pipelined(NamedTuple):
     Attributes:
         loss: the loss `(params, batch) -> (total, weight)`, with `stack`, `unstack` and `split`; see `fzero.pipeline`.
         params: the module's parameters: `{"blocks": [{name: tensor}, ...], "rest": {name: tensor}}`.
-        join: gives the parameters, or anything of their form, by their names in the module.
+        join: a function from a tree like `params` to a dict by the parameters' names in the module.
     """
 
     loss: Pipeline
@@ -33,13 +33,13 @@ class Pipelined(NamedTuple):
 
     @property
     def name(self) -> Callable[[str], str]:
-        """Give the names in the module by the paths in `params`, for `name=` of `fzero.checkpoint.hf`."""
+        """Return a function from paths in `params` to names in the module, for `name=` of `fzero.checkpoint.hf`."""
         names = {path: name for name, path in self.join(tree.map_with_path(lambda path, _: path, self.params)).items()}
 
         def name(path: str) -> str:
             if path not in names:
                 raise ValueError(
-                    f"leaf {path!r} is no parameter of the module: give a tree like `params`, and no other"
+                    f"leaf {path!r} is no parameter of the module: pass a tree with the structure of `params`"
                 )
             return names[path]
 
@@ -62,41 +62,44 @@ def pipeline(
     split: SplitRules | None = None,
     tp: Layers | None = None,
 ) -> Pipelined:
-    """Make a loss function of a module that runs its repeated blocks as a pipeline. The module is not edited.
+    """Make a loss function that runs a module's repeated blocks as a pipeline. The module is not edited.
 
-    Blocks are the children of a ModuleList or Sequential: two or more of one class, with parameters of the same names
-    and shapes. The module calls each once, in their order, and hands on what one returns to the next, unchanged. Blocks
-    may differ in all else: attributes (the number of a layer, a sliding window), buffers, what they are given.
+    The blocks are the children of a ModuleList or Sequential: at least two modules of one class, whose parameters have
+    the same names and shapes. The module must call each block once, in order, and must pass on the output of each
+    block unchanged to the next. Blocks may differ in everything else: attributes (the number of a layer, a sliding
+    window), buffers and arguments.
 
-    What comes before the blocks runs where the first one is, and what comes after where the last one is. Masks and
-    rotary tables are computed of the batch where they are needed, so only one tensor goes from rank to rank.
+    The part before the blocks runs on the first block's stage, and the part after them on the last block's stage. Masks
+    and rotary tables are computed from the batch on each rank that needs them, so only one tensor is sent from rank to
+    rank.
 
     Args:
-        module: any module that `functional` takes apart: models of transformers, with `use_cache=False`.
-        loss: `(output, batch) -> (total, weight)`: of the module's output for a micro-batch, the sum of the losses and
-            that of their weights. Or a mean over the micro-batch.
-        micro_batches: how many equal parts a rank's batch is cut into.
-        axis: of the mesh, along which stages lie.
+        module: any module that `functional` accepts; a model of transformers needs `use_cache=False`.
+        loss: `(output, batch) -> (total, weight)`: the sum of a micro-batch's losses, and the sum of their weights. It
+            may also return a mean over the micro-batch. `output` is the module's output for the micro-batch.
+        micro_batches: the number of equal parts into which a rank's batch is split.
+        axis: the axis of the mesh along which the stages lie.
         schedule: the name of a schedule, or a table; see `fzero.parallel.schedules.schedule`.
-        stages: how many stages a rank holds, for a schedule by name.
-        depth: the number of blocks, or that of each stage; needed where stages have unequally many.
-        remat: whether each block runs again in the backward pass; or what it saves then, as `fzero.remat(save=)` takes.
-        blocks: the name of the list of blocks, where the module has several.
-        inputs: a function of the batch that gives what the module is called with: a dict by name, a tuple, or one
-            tensor. By default it is the batch.
-        split: a rule for leaves that are split along other axes, by their paths in `params`; or several.
-        tp: the layers that are cut over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split`
-            has their rule.
+        stages: the number of stages per rank, for a schedule given by name.
+        depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
+        remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
+            block saves.
+        blocks: the name of the list of blocks, if the module has several.
+        inputs: a function from the batch to the module's arguments: a dict by name, a tuple, or one tensor. By default
+            the batch itself holds the arguments.
+        split: one or several rules for leaves that are split along other axes, by their paths in `params`.
+        tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. `loss.split`
+            includes their rule.
 
     Returns:
         `(loss, params, join)`.
 
     Raises:
         TypeError: if `module` cannot be taken apart; see `functional`.
-        ValueError: if it has no list of blocks, or several; or if its blocks' parameters differ, are frozen, or are
-            shared with others. Names them. Also if its configuration asks for outputs of blocks that would be lost
-            (`output_router_logits`, `output_attentions`, `output_hidden_states`); or as `fzero.pipeline` does.
-            When called, if the module uses its blocks in another way, or a block writes into a buffer.
+        ValueError: if the module has no list of blocks, or several. Also if its blocks' parameters differ, are frozen
+            or are shared; the message names them. Also if its configuration requests outputs of blocks that would be
+            lost (`output_router_logits`, `output_attentions`, `output_hidden_states`). Also where `fzero.pipeline`
+            raises. The loss raises if the module uses its blocks in another way, or a block writes into a buffer.
 
     Example:
         >>> import fzero
@@ -118,21 +121,21 @@ def pipeline(
     """
     if not callable(loss):
         raise TypeError(f"fzero.nn.pipeline: loss={loss!r}: expected a function (output, batch) -> (total, weight)")
-    made, params = cut(module, blocks, tp)
+    split_model, params = split_module(module, blocks, tp)
     inputs_of = inputs or (lambda batch: batch)
 
     def first(params: Any, batch: Any) -> Any:
         if tp is not None:
             tp.check_shared(batch)
-        return made.first(params["rest"], inputs_of(batch))
+        return split_model.first(params["rest"], inputs_of(batch))
 
     def block(p: Any, x: Any, index: Any, batch: Any) -> Any:
-        return made.block(p, x, made.given(inputs_of(batch), x.dtype), index)
+        return split_model.block(p, x, split_model.block_arguments(inputs_of(batch), x.dtype), index)
 
     def last(params: Any, x: Any, batch: Any) -> Any:
-        return loss(made.last(params["rest"], x, inputs_of(batch)), batch)
+        return loss(split_model.last(params["rest"], x, inputs_of(batch)), batch)
 
-    piped = pipeline_of(
+    pipelined_loss = pipeline_of(
         block=block,
         first=first,
         last=last,
@@ -142,28 +145,28 @@ def pipeline(
         stages=stages,
         depth=depth,
         remat=remat,
-        split=split if tp is None else (TensorSplit(tp, made.names[0]), *_each(split)),
+        split=split if tp is None else (TensorSplit(tp, split_model.names[0]), *_as_tuple(split)),
     )
-    return Pipelined(piped, params, made.join)
+    return Pipelined(pipelined_loss, params, split_model.join)
 
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """The rule of layers that are cut over an axis, for the parameters of a pipeline.
+    """The split rule of tensor-parallel layers, for the parameters of a pipeline.
 
     Attributes:
-        layers: of the module.
-        block: the name of its first block: all are cut alike.
+        layers: the module's layers that are split over an axis.
+        block: the name of the module's first block; all blocks are split alike.
     """
 
     layers: Layers
     block: str
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        """Say how a leaf is cut."""
+        """Return the axes and dimensions along which a leaf is split."""
         head, _, name = path.partition(".")
         return self.layers.split(f"{self.block}.{name.partition('.')[2]}" if head == "blocks" else name, leaf)
 
 
-def _each(split: SplitRules | None) -> tuple[Any, ...]:
+def _as_tuple(split: SplitRules | None) -> tuple[Any, ...]:
     return () if split is None else tuple(split) if isinstance(split, tuple | list) else (split,)

@@ -1,4 +1,4 @@
-"""Run a module with shells in the places of its blocks, to learn what the blocks get and how they differ."""
+"""Run a module with shells in the places of its blocks, to record the blocks' arguments and to find equal blocks."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -12,76 +12,76 @@ from fzero import tree
 from fzero.random import draw_from, key
 
 __all__ = [
+    "ArgumentRecorder",
     "BlockArguments",
+    "BlockOrderError",
     "Calls",
-    "Changed",
+    "DependencyTracker",
     "Form",
-    "Handing",
-    "HandsOut",
+    "HandoffError",
     "OneOf",
-    "Reach",
-    "Records",
-    "Refused",
+    "OutputReplacer",
+    "Relay",
     "Shell",
-    "Stopped",
+    "StopForward",
     "calls_of",
     "choose",
     "same_calls",
 ]
 
-# Shells in the places of blocks: they hand on what they are given, and it is taken down.
+# Shells in the places of blocks: each returns its input, and its arguments are recorded.
 
 
-_HANDING: ContextVar["Handing"] = ContextVar("handing")
+_RELAY: ContextVar["Relay"] = ContextVar("relay")
 CONSTANTS = (torch.Tensor, int, float, str, torch.dtype, torch.device, type(None))
 
 
-class Stopped(Exception):
-    """The forward pass has come to the last block."""
+class StopForward(Exception):
+    """Raised at the last block to end the forward pass early."""
 
 
-class Changed(Exception):
-    """The module changes what its blocks hand on, or takes it in another form."""
+class HandoffError(Exception):
+    """Raised where the module changes a block's output before the next block, or reads it in another form."""
 
 
-class Refused(ValueError):
-    """The module calls its blocks in a way that no pipeline does."""
+class BlockOrderError(ValueError):
+    """Raised where the module calls its blocks in an order that no pipeline can run."""
 
 
 class _First(tuple[Any, ...]):
-    """A tuple of which a module reads the first value alone, and does not ask how many there are."""
+    """A tuple from which a module may read the first value only; asking for its length or for more is an error."""
 
     def __getitem__(self, at: Any) -> Any:
         if at != 0:
-            raise Changed("where it reads more than the first value of a block,")
+            raise HandoffError("where it reads more than the first value of a block,")
         return super().__getitem__(at)
 
     def __len__(self) -> int:
-        raise Changed("where it asks how many values a block returns,")
+        raise HandoffError("where it asks how many values a block returns,")
 
     def __iter__(self) -> Any:
-        raise Changed("where it reads all values of a block,")
+        raise HandoffError("where it reads all values of a block,")
 
 
 class Form(enum.Enum):
-    """How a module takes what a block returns: as a tensor, as the first value of a tuple, or as a tuple of one."""
+    """The form in which a module expects a block's output: a tensor, a tuple's first value, or a tuple of one."""
 
     TENSOR = "tensor"
     FIRST = "first"
     ONE = "one"
 
     def of(self, x: Any) -> Any:
-        """Give a value this form."""
+        """Return a value in this form."""
         return {Form.TENSOR: x, Form.FIRST: _First((x,)), Form.ONE: (x,)}[self]
 
 
 class BlockArguments(NamedTuple):
-    """What a block is called with besides `x`.
+    """The arguments of a block besides `x`.
 
     Attributes:
-        name: the name by which the block is given `x`; None where that is its first argument.
-        args: further arguments.
-        kwargs: those by name.
+        name: the keyword under which the block receives `x`; None if `x` is its first positional argument.
+        args: the other positional arguments.
+        kwargs: the other keyword arguments.
     """
 
     name: str | None
@@ -89,20 +89,20 @@ class BlockArguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def call(self, block: Any, x: torch.Tensor) -> Any:
-        """Call a block with `x`, and with these."""
+        """Call a block with `x` and these arguments."""
         return block(x, *self.args, **self.kwargs) if self.name is None else block(**{self.name: x}, **self.kwargs)
 
 
 class Shell(torch.nn.Module):
-    """What stands in a block's place. It has no parameters; its attributes are the block's, of which modules read.
+    """A stand-in for a block, without parameters. Its other attributes are the block's, since modules read those.
 
-    It does what the `Handing` of the present call says.
+    A call does what the current `Relay` does.
     """
 
     def __init__(self, index: int, block: torch.nn.Module) -> None:
         super().__init__()
         self.index = index
-        self.__dict__["block"] = block  # no child: its parameters are not the shell's
+        self.__dict__["block"] = block  # not a child module, so that its parameters are not the shell's
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -111,168 +111,170 @@ class Shell(torch.nn.Module):
             return getattr(self.__dict__["block"], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shell":
-        """Share the block, of which only attributes are read."""
+        """Return a shell that shares the block, of which only attributes are read."""
         return Shell(self.index, self.__dict__["block"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand on."""
-        return _HANDING.get().hand(self.index, args, kwargs)
+        """Pass the call to the current `Relay`."""
+        return _RELAY.get().call(self.index, args, kwargs)
 
 
-class Handing:
-    """What the shells of a call do, within `with`: each hands on what it is given.
+class Relay:
+    """The behaviour of all shells within a `with` block: each returns its input.
 
     Attributes:
-        names: those of the blocks.
-        form: what the module expects a block to return.
-        x: what is handed on.
-        count: how many blocks were called.
+        names: the names of the blocks.
+        form: the form in which the module expects a block's output.
+        x: the value that passes from block to block.
+        count: the number of blocks that were called.
     """
 
     def __init__(self, names: tuple[str, ...], form: Form) -> None:
         self.names, self.form = names, form
         self.x: Any = None
         self.count = 0
-        self._tokens: list[Token[Handing]] = []
+        self._tokens: list[Token[Relay]] = []
 
-    def __enter__(self) -> "Handing":
-        self._tokens.append(_HANDING.set(self))
+    def __enter__(self) -> "Relay":
+        self._tokens.append(_RELAY.set(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _HANDING.reset(self._tokens.pop())
+        _RELAY.reset(self._tokens.pop())
 
-    def hand(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what the shell of this index does."""
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer the call of the shell with this index."""
         expected = self.names[self.count] if self.count < len(self.names) else "none"
         if index != self.count:
-            raise Refused(
-                f"the module calls block {self.names[index]!r} where {expected!r} was to come: a pipeline calls each "
-                "block once, in their order"
+            raise BlockOrderError(
+                f"the module calls block {self.names[index]!r} where {expected!r} was expected: a pipeline calls each "
+                "block once, in order"
             )
         self.count += 1
-        x, given = _taken(args, kwargs, self.names[index])
+        x, arguments = _split_arguments(args, kwargs, self.names[index])
         if index and x is not self.x:
-            raise Changed(f"between {self.names[index - 1]!r} and {self.names[index]!r}")
+            raise HandoffError(f"between {self.names[index - 1]!r} and {self.names[index]!r}")
         self.x = x
-        self.come(index, given)
+        self.on_block(index, arguments)
         return self.form.of(self.x)
 
-    def come(self, index: int, given: BlockArguments) -> None:
-        """Take down what a block is given besides, or hand out another value."""
+    def on_block(self, index: int, arguments: BlockArguments) -> None:
+        """Record a block's arguments, or replace `self.x`."""
         raise NotImplementedError
 
 
-class Records(Handing):
-    """Takes down what each block is given, and stops at the last one.
+class ArgumentRecorder(Relay):
+    """Records each block's arguments, and stops the forward pass at the last block.
 
     Attributes:
-        given: by block.
+        arguments: the arguments of each block.
     """
 
     def __init__(self, names: tuple[str, ...], form: Form) -> None:
         super().__init__(names, form)
-        self.given: list[BlockArguments] = []
+        self.arguments: list[BlockArguments] = []
 
-    def come(self, index: int, given: BlockArguments) -> None:
-        """Take it down."""
-        _check_plain(given.args, self.names[index], "an argument")
-        for name, value in given.kwargs.items():
+    def on_block(self, index: int, arguments: BlockArguments) -> None:
+        """Record the arguments."""
+        _check_plain(arguments.args, self.names[index], "an argument")
+        for name, value in arguments.kwargs.items():
             _check_plain(value, self.names[index], name)
-        self.given.append(given)
+        self.arguments.append(arguments)
         if index == len(self.names) - 1:
-            raise Stopped
+            raise StopForward
 
 
-class HandsOut(Handing):
-    """Hands a value out of the last block."""
+class OutputReplacer(Relay):
+    """Replaces the output of the last block by a given value."""
 
     def __init__(self, names: tuple[str, ...], form: Form, value: torch.Tensor) -> None:
         super().__init__(names, form)
         self.value = value
 
-    def come(self, index: int, given: BlockArguments) -> None:
-        """Put the value into the place of what the last block is given."""
+    def on_block(self, index: int, arguments: BlockArguments) -> None:
+        """Replace the last block's output."""
         if index == len(self.names) - 1:
             self.x = self.value
 
 
-def _taken(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) -> tuple[Any, BlockArguments]:
-    """Take `x` out of a block's arguments: the first one, or the one named "hidden_states", or the first tensor."""
+def _split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], block: str) -> tuple[Any, BlockArguments]:
+    """Separate `x` from a block's other arguments: `x` is the first one, "hidden_states", or the first tensor."""
     if args:
         return args[0], BlockArguments(None, args[1:], kwargs)
     names = ["hidden_states", *[name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]]
     name = next((name for name in names if name in kwargs), None)
     if name is None:
-        raise ValueError(f"block {block!r} is given no tensor, so there is nothing to hand on from block to block")
+        raise ValueError(f"block {block!r} is called without a tensor, so no value passes from block to block")
     return kwargs[name], BlockArguments(name, (), {key: value for key, value in kwargs.items() if key != name})
 
 
 def _check_plain(value: Any, block: str, name: str) -> None:
-    """Check that what a block is given consists of tensors and constants."""
+    """Check that an argument of a block consists of tensors and constants."""
     if isinstance(value, tuple | list | dict):
         for x in value.values() if isinstance(value, dict) else value:
             _check_plain(x, block, name)
     elif not isinstance(value, CONSTANTS):
         raise TypeError(
-            f"block {block!r} is given {name}, a {type(value).__name__}: expected tensors and constants. A cache is "
-            "for sampling: set model.config.use_cache = False. Masks are tensors with attn_implementation='sdpa' or "
-            "'eager'"
+            f"block {block!r} is given {name}, a {type(value).__name__}: expected tensors and constants. If it is a "
+            "cache, set model.config.use_cache = False; caches are for sampling. If it is a mask, use "
+            "attn_implementation='sdpa' or 'eager', whose masks are tensors"
         )
 
 
-# Which torch functions a function calls, and which tensors depend on others: heard from outside, by a mode.
+# Torch-function modes that record a function's calls, and that track which tensors depend on others.
 
 
 Calls = list[Any]
 
 
-class _Listening(TorchFunctionMode):
-    """Takes down which torch functions are called, with numbers for tensors."""
+class _CallRecorder(TorchFunctionMode):
+    """Records the calls of torch functions, with numbers in the places of tensors."""
 
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.calls: Calls = []
-        self.kept: list[torch.Tensor] = list(known)  # alive, so that no id is used twice
-        self.numbers = {id(x): i for i, x in enumerate(self.kept)}
+        self.tensors: list[torch.Tensor] = list(inputs)  # kept alive, so that no id is used twice
+        self.numbers = {id(x): i for i, x in enumerate(self.tensors)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given, structure = tree.flatten((args, kwargs or {}))
-        made, form = tree.flatten(out)
-        self.calls.append((func, structure, [self.seen(x) for x in given], form))
-        for x in made:
+        leaves, structure = tree.flatten((args, kwargs or {}))
+        outputs, out_structure = tree.flatten(out)
+        self.calls.append((func, structure, [self.label(x) for x in leaves], out_structure))
+        for x in outputs:
             if isinstance(x, torch.Tensor) and id(x) not in self.numbers:
-                self.numbers[id(x)] = len(self.kept)
-                self.kept.append(x)
+                self.numbers[id(x)] = len(self.tensors)
+                self.tensors.append(x)
         return out
 
-    def seen(self, x: Any) -> Any:
-        """Return a tensor's number; itself for a constant, or for a tensor that nothing is known of."""
+    def label(self, x: Any) -> Any:
+        """Return a tensor's number; a constant or an unknown tensor is returned itself."""
         return ("tensor", self.numbers[id(x)]) if isinstance(x, torch.Tensor) and id(x) in self.numbers else x
 
 
 def calls_of(f: Callable[..., Any], *args: Any) -> Calls | None:
-    """List the torch functions that `f(*args)` calls, on stand-ins without memory; None where these do not do."""
+    """List the torch functions that `f(*args)` calls, run on meta tensors; None if it does not run on those."""
     leaves, structure = tree.flatten(args)
-    absent = {id(x): torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves if isinstance(x, torch.Tensor)}
-    stand_ins = [absent.get(id(x), x) for x in leaves]
-    listening = _Listening(list(absent.values()))
+    meta_tensors = {
+        id(x): torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves if isinstance(x, torch.Tensor)
+    }
+    stand_ins = [meta_tensors.get(id(x), x) for x in leaves]
+    recorder = _CallRecorder(list(meta_tensors.values()))
 
-    def listened() -> None:
-        with listening:
+    def record() -> None:
+        with recorder:
             out = f(*tree.unflatten(structure, stand_ins))
-        listening.calls.append(listening.seen(out))
+        recorder.calls.append(recorder.label(out))
 
     try:
-        draw_from(key(0), listened)  # draws of its own: the step's go on as if nothing had been called
+        draw_from(key(0), record)  # draws from a key of its own, so that the step's draws stay the same
     except Exception:
-        return None  # data-dependent code, say
-    return listening.calls
+        return None  # such as data-dependent code
+    return recorder.calls
 
 
 def same_calls(first: Calls | None, second: Calls | None) -> bool:
-    """Return whether two lists of calls are known to be one function."""
+    """Return whether two lists of calls certainly belong to one function."""
     if first is None or second is None:
         return False
     return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
@@ -286,97 +288,112 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class Reach(TorchFunctionMode):
-    """Finds which tensors are computed of some."""
+class DependencyTracker(TorchFunctionMode):
+    """Tracks which tensors are computed from some source tensors."""
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.kept = list(sources)  # alive, so that no id is used twice
-        self.ids = {id(x) for x in self.kept}
+        self.tensors = list(sources)  # kept alive, so that no id is used twice
+        self.ids = {id(x) for x in self.tensors}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(self.holds(x) for x in tree.flatten((args, kwargs or {}))[0]):
-            made = tree.tensors(out)
-            self.kept += made
-            self.ids |= {id(x) for x in made}
+            outputs = tree.tensors(out)
+            self.tensors += outputs
+            self.ids |= {id(x) for x in outputs}
         return out
 
     def holds(self, x: Any) -> bool:
-        """Return whether a value is a tensor that is one of them, or computed of one."""
+        """Return whether a value is one of the sources, or a tensor computed from one."""
         return isinstance(x, torch.Tensor) and id(x) in self.ids
 
 
-# Blocks in a program that all ranks run: there a block's number is a tensor, and each rank's block another one.
+# Blocks in a program that all ranks run. There the index of the rank's block is a tensor, which differs by rank.
 #
-# Blocks that call the same torch functions on the same arguments are of one kind, whatever their attributes. One of
-# them runs for all, with the constants and masks of the rank's own. Where kinds differ, each runs, and the rank's is
-# chosen.
+# Blocks that call the same torch functions on the same arguments are of one kind, even if their attributes differ.
+# One block of each kind runs, with the constants and masks of the rank's own block. If there are several kinds, all of
+# them run, and each rank selects the output of its own.
 
 
 class OneOf(NamedTuple):
-    """The number of a block that only running ranks know.
+    """The index of a block that is known only while ranks run.
 
     Attributes:
-        indices: the numbers that it may be.
-        which: a place in `indices`: an integer tensor without dimensions, such as `fzero.axes.axis_index("pp")`.
+        indices: the numbers that the index may be.
+        position: a position in `indices`: a 0-d integer tensor, such as `fzero.axes.axis_index("pp")`.
     """
 
     indices: tuple[int, ...]
-    which: torch.Tensor
+    position: torch.Tensor
 
 
-def select(values: Sequence[torch.Tensor], which: torch.Tensor) -> torch.Tensor:
-    """Choose one of some tensors, by a number that is a tensor."""
+def select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
+    """Return `values[position]`, where `position` is a tensor."""
     if all(x is values[0] for x in values):
         return values[0]
-    return torch.stack(list(values)).index_select(0, which.reshape(1)).squeeze(0)
+    return torch.stack(list(values)).index_select(0, position.reshape(1)).squeeze(0)
 
 
 Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
-Seen = dict[Any, Calls | None]
+CallCache = dict[Any, Calls | None]
 
 
 def choose(
-    run: Run, seen: Seen, params: Any, constants: Sequence[Any], x: torch.Tensor, given: Sequence[Any], index: OneOf
+    run: Run,
+    cache: CallCache,
+    params: Any,
+    constants: Sequence[Any],
+    x: torch.Tensor,
+    arguments: Sequence[Any],
+    index: OneOf,
 ) -> torch.Tensor:
-    """Run the block that `index` means.
+    """Run the block with number `index`.
 
     Args:
-        run: `(number of a block, params, constants, x, given) -> x`.
-        seen: what blocks called, from earlier calls; it is added to.
-        params: of this rank's block.
-        constants: by block.
-        x: what the block before returned.
-        given: by block.
+        run: `(number of a block, params, constants, x, arguments) -> x`.
+        cache: the calls of blocks that earlier runs recorded. New ones are added.
+        params: the parameters of this rank's block.
+        constants: the constants of each block.
+        x: the output of the previous block.
+        arguments: the other arguments of each block.
         index: the number of this rank's block.
     """
-    kinds = _kinds(run, seen, params, constants, x, given, index)
+    kinds = _kinds(run, cache, params, constants, x, arguments, index)
     out: torch.Tensor | None = None
     for members in kinds:
-        own = [i if i in members else members[0] for i in index.indices]
-        mine = _selected([constants[i] for i in own], index.which), _selected([given[i] for i in own], index.which)
-        y = run(members[0], params, mine[0], x, mine[1])
+        indices = [i if i in members else members[0] for i in index.indices]
+        inputs = (
+            _select_tree([constants[i] for i in indices], index.position),
+            _select_tree([arguments[i] for i in indices], index.position),
+        )
+        y = run(members[0], params, inputs[0], x, inputs[1])
         if out is None:
             out = y
         else:
-            is_mine = torch.tensor([i in members for i in index.indices], device=index.which.device)
-            out = torch.where(select(list(is_mine), index.which), y, out)
+            is_mine = torch.tensor([i in members for i in index.indices], device=index.position.device)
+            out = torch.where(select(list(is_mine), index.position), y, out)
     assert out is not None, "no index is possible"
     return out
 
 
 def _kinds(
-    run: Run, seen: Seen, params: Any, constants: Sequence[Any], x: torch.Tensor, given: Sequence[Any], index: OneOf
+    run: Run,
+    cache: CallCache,
+    params: Any,
+    constants: Sequence[Any],
+    x: torch.Tensor,
+    arguments: Sequence[Any],
+    index: OneOf,
 ) -> list[list[int]]:
-    """Return the possible blocks by kind: those of one kind are one function of their arguments."""
+    """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
     kinds: list[tuple[Calls | None, list[int]]] = []
     for i in sorted(set(index.indices)):
-        known = (i, _facts((params, constants[i], x, given[i])))
-        if known not in seen:
-            seen[known] = calls_of(lambda *args, i=i: run(i, *args), params, constants[i], x, given[i])
-        calls = None if seen[known] is None else [known[1], *(seen[known] or [])]
-        same = next((members for other, members in kinds if same_calls(other, calls)), None)
+        cache_key = (i, _signature((params, constants[i], x, arguments[i])))
+        if cache_key not in cache:
+            cache[cache_key] = calls_of(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
+        calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
+        same = next((members for kind_calls, members in kinds if same_calls(kind_calls, calls)), None)
         if same is None:
             kinds.append((calls, [i]))
         else:
@@ -384,14 +401,14 @@ def _kinds(
     return [members for _, members in kinds]
 
 
-def _facts(args: Any) -> Any:
+def _signature(args: Any) -> Any:
     leaves, structure = tree.flatten(args)
     return structure, tuple([(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
-def _selected(trees: Sequence[Any], which: torch.Tensor) -> Any:
-    """Choose one of some trees of one structure, leaf by leaf."""
+def _select_tree(trees: Sequence[Any], position: torch.Tensor) -> Any:
+    """Select one of several trees of equal structure, leaf by leaf."""
     columns = [tree.flatten(t)[0] for t in trees]
     structure = tree.flatten(trees[0])[1]
-    leaves = [select(xs, which) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
+    leaves = [select(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
     return tree.unflatten(structure, leaves)

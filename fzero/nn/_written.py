@@ -1,8 +1,8 @@
-"""A forward pass may write besides its result: into tensors that it was given, and into its module's attributes.
+"""Find what a forward pass wrote besides its result: tensors that it received, and attributes of its module.
 
-`apply` runs a copy of the module. So a value in an attribute never reaches the module that the user holds, and a
-parameter that is replaced has no gradient. The tensors and the attributes are compared before and after a call: a
-written parameter is an error, and a notice names the attributes.
+`apply` runs a copy of the module. So a value in an attribute never reaches the user's module, and a replaced parameter
+has no gradient. The tensors and attributes are compared before and after a call. A written parameter is an error;
+written attributes are named in a notice.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ from fzero._torch.modules import attributes, version_of
 __all__ = [
     "ModuleContents",
     "Versions",
-    "before_call",
-    "check_left",
-    "check_written",
-    "held",
-    "put_back",
+    "check_leftovers",
+    "check_writes",
+    "contents_of",
+    "module_states",
+    "restore_modules",
     "tensors_in",
     "versions_of",
 ]
@@ -30,55 +30,55 @@ CONTAINERS = (list, tuple, dict, set, deque)
 Tensors = Mapping[str, torch.Tensor]
 
 
-# ---------------------------------------------------------------- tensors that were given
+# ---------------------------------------------------------------- tensors that a call receives
 
 
 class Versions(NamedTuple):
-    """The tensors of a call by name, and their versions at its start."""
+    """The tensors of a call, and their version counters at its start, both by name."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int | None]
 
 
 def versions_of(state: Tensors) -> Versions:
-    """Take down which tensors a call is given."""
+    """Record the tensors of a call and their versions."""
     return Versions(dict(state), {name: version_of(x) for name, x in state.items()})
 
 
-def check_written(before: Versions, state: Tensors, params: frozenset[str], mutable: frozenset[str]) -> None:
-    """Check that a forward pass replaced no parameter, and wrote in place only into the buffers that it may.
+def check_writes(before: Versions, state: Tensors, params: frozenset[str], mutable: frozenset[str]) -> None:
+    """Check that a forward pass replaced no parameter, and wrote in place only into mutable buffers.
 
     Args:
-        before: its tensors, before.
-        state: the tensors in their places after it.
-        params: the names of the parameters, which it may not replace.
-        mutable: the names of the buffers that it may write in place.
+        before: the tensors and versions before the call.
+        state: the tensors after the call, by the same names.
+        params: the names of the parameters, which may not be replaced.
+        mutable: the names of the buffers that may be written in place.
 
     Raises:
-        RuntimeError: if it wrote another tensor in place, or replaced a parameter. The message names it.
+        RuntimeError: if the pass wrote another tensor in place, or replaced a parameter. The message names the tensor.
     """
     for name, x in before.tensors.items():
-        what = "parameter" if name in params else "buffer"
+        kind = "parameter" if name in params else "buffer"
         if name in params and state[name] is not x:
             raise RuntimeError(
-                f"the module's forward pass replaced parameter {name!r}, whose gradient would be lost: compute with a "
-                "local variable, or use torch.nn.utils.parametrize"
+                f"the module's forward pass replaced parameter {name!r}, whose gradient would be lost: use a local "
+                "variable in forward, or torch.nn.utils.parametrize"
             )
         if name not in mutable and version_of(x) != before.numbers[name]:
             expected = (
-                "change it in the train step, or let forward compute with a new tensor"
+                "change it in the train step, or let forward compute a new tensor"
                 if name in params
-                else "it was taken for a constant, since it is not a persistent floating-point buffer, or a counter, "
-                "of a module in training mode"
+                else "only persistent floating-point buffers and counters of a module in training mode may be written; "
+                "others are constants"
             )
-            raise RuntimeError(f"the module's forward pass wrote {what} {name!r} in place: {expected}")
+            raise RuntimeError(f"the module's forward pass wrote {kind} {name!r} in place: {expected}")
 
 
-# ---------------------------------------------------------------- what a call leaves behind
+# ---------------------------------------------------------------- values that a call leaves in the module
 
 
-class Before(NamedTuple):
-    """A submodule as it was before a call: its attributes, and what stands in the places of parameters and buffers."""
+class ModuleState(NamedTuple):
+    """The attributes, parameters and buffers of a submodule before a call."""
 
     module: torch.nn.Module
     attributes: dict[str, object]
@@ -86,35 +86,36 @@ class Before(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
 
 
-def before_call(module: torch.nn.Module) -> list[Before]:
-    """Take down a module and its submodules as they are."""
-    return [Before(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+def module_states(module: torch.nn.Module) -> list[ModuleState]:
+    """Record the current state of a module and its submodules."""
+    return [ModuleState(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
 
-def put_back(before: list[Before], traced: bool) -> None:
-    """Put a module's stand-ins back, and after a trace all attributes too, whose tensors have no values.
+def restore_modules(before: list[ModuleState], traced: bool) -> None:
+    """Restore a module's parameters and buffers after a call. After a trace, restore all attributes too.
 
-    `functional_call` forgets the stand-ins of a submodule that is registered twice.
+    `functional_call` does not restore a submodule that is registered twice. A trace leaves tensors without values in
+    attributes.
     """
-    for was in before:
-        m = was.module
+    for state in before:
+        m = state.module
         if traced:
             m.__dict__.clear()
-            m.__dict__.update(was.attributes)
+            m.__dict__.update(state.attributes)
         m._parameters.clear()
-        m._parameters.update(was.parameters)
-        m._buffers.update(was.buffers)
+        m._parameters.update(state.parameters)
+        m._buffers.update(state.buffers)
 
 
 # ---------------------------------------------------------------- attributes
 
 
 class ModuleContents(NamedTuple):
-    """The contents of a module and its submodules, to which a call may add, or which it may change.
+    """The contents of a module and its submodules that a call may add to or change.
 
     Attributes:
-        tensors: attribute -> the ids of the tensors that it is, or holds in a container.
-        numbers: attribute -> its value, if that is a number.
+        tensors: by attribute, the ids of the tensors that it is or contains.
+        numbers: by attribute, its value if that is a number.
         parameters: the names of the parameters.
         buffers: the names of the buffers.
     """
@@ -125,12 +126,12 @@ class ModuleContents(NamedTuple):
     buffers: set[str]
 
 
-def held(module: torch.nn.Module) -> ModuleContents:
-    """Take down the contents of a module and its submodules."""
+def contents_of(module: torch.nn.Module) -> ModuleContents:
+    """Record the contents of a module and its submodules."""
     tensors: dict[str, set[int]] = {}
     numbers: dict[str, int | float] = {}
     for prefix, m in module.named_modules():
-        for name, x in _remembered(m).items():
+        for name, x in _stored_attributes(m).items():
             path = f"{prefix}.{name}" if prefix else name
             if isinstance(x, int | float):
                 numbers[path] = x
@@ -139,16 +140,18 @@ def held(module: torch.nn.Module) -> ModuleContents:
     return ModuleContents(tensors, numbers, set(dict(module.named_parameters())), set(dict(module.named_buffers())))
 
 
-def _remembered(module: torch.nn.Module) -> dict[str, object]:
-    """Return a module's attributes without those that torch makes of its parameters at each call."""
-    made = {name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")}
+def _stored_attributes(module: torch.nn.Module) -> dict[str, object]:
+    """Return a module's attributes, except those that torch computes from its parameters at each call."""
+    generated = {
+        name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")
+    }
     if isinstance(module, torch.nn.RNNBase):
-        made.add("_flat_weights")
-    return {name: x for name, x in attributes(module).items() if name not in made}
+        generated.add("_flat_weights")
+    return {name: x for name, x in attributes(module).items() if name not in generated}
 
 
 def tensors_in(x: object) -> Iterator[torch.Tensor]:
-    """Find the tensors in a value, and in containers in it."""
+    """Yield the tensors in a value, which may be a container."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, CONTAINERS):
@@ -156,13 +159,13 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(y)
 
 
-def check_left(before: ModuleContents, module: torch.nn.Module) -> None:
-    """Name the attributes in which a forward pass left a value, in a notice for each.
+def check_leftovers(before: ModuleContents, module: torch.nn.Module) -> None:
+    """Give a notice for each attribute in which a forward pass left a value.
 
     Raises:
-        RuntimeError: if it made a parameter, which would not be trained.
+        RuntimeError: if the pass made a parameter, which would not be trained.
     """
-    after, kind = held(module), type(module).__name__
+    after, kind = contents_of(module), type(module).__name__
     for name in sorted(after.parameters - before.parameters):
         raise RuntimeError(
             f"{kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the constructor, "
@@ -179,6 +182,6 @@ def check_left(before: ModuleContents, module: torch.nn.Module) -> None:
         if before.numbers.get(name, value) != value:
             notice(
                 f"fzero.nn: {kind}'s forward pass changed the number in its attribute {name!r}. apply runs a copy of "
-                "the module, so your module does not see it, and a jitted step has the number of its trace: make it a "
-                "0-d integer buffer, which apply returns"
+                "the module, so your module does not see it, and a jitted step always uses the number at its trace: "
+                "make it a 0-d integer buffer, which apply returns"
             )

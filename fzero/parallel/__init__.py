@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the rest of fzero stands between schedules and the others, so each is imported where it is used
+if TYPE_CHECKING:  # other rooms import schedules, and the rest import those rooms; so each is imported where it is used
     from fzero.parallel import experts, pipeline, schedules, tensor
 
 __all__ = ["experts", "pipeline", "schedules", "tensor"]

@@ -55,16 +55,16 @@ MUTANTS = [
             (constant("s t k -> s (k t)", "s t k -> s (t k)"), constant("s (k t) -> s t k", "s (t k) -> s t k")),
         ),
         Fault("one seat too many", "seats", swapped("A < c", "<=")),
-        Fault("seats are rounded down", "seats_of_an_expert", becomes("math.ceil", "math.floor")),
+        Fault("seats are rounded down", "expert_capacity", becomes("math.ceil", "math.floor")),
         Fault(
             "choices queue in any order",
-            "_places",
+            "_queue_positions",
             (
                 becomes("A.sort(dim=-1, stable=True)", "A.sort(dim=-1, stable=True, descending=True)"),
-                elsewhere("_sending", becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)")),
+                elsewhere("_send_order", becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)")),
                 elsewhere(
-                    "_by_expert",
-                    returns("torch.argsort(marked.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
+                    "_expert_order",
+                    returns("torch.argsort(boundaries.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
                 ),
             ),
         ),
@@ -76,23 +76,27 @@ MUTANTS = [
         Fault("the way back goes nowhere", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
         Fault(
             "an empty seat holds the last token",
-            "_Moved.forward",
+            "_SumRows.forward",
             becomes("A.new_zeros((1, A.shape[1]))", "A[-1:]"),
             LAYER,
         ),
-        Fault("rows are not copied back", "_Moved.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
+        Fault("rows are not copied back", "_SumRows.backward", becomes("A(B, C, D)", "A(B, C * 0, D)")),
         Fault("sequences share their seats", "_flat", bare("A + B")),
-        Fault("seats are counted in binary", "seats_of_an_expert", bare("round(A, 9)")),
+        Fault("seats are counted in binary", "expert_capacity", bare("round(A, 9)")),
         Fault("one gate passes for all", "combine", never("A.shape != (B, C, D)"), INPUT),
-        Fault("rows arrive in the senders' order", "sort_rows", becomes("A(B, room)", "torch.arange(len(got))")),
+        Fault(
+            "rows arrive in the senders' order", "sort_rows", becomes("A(B, max_rows)", "torch.arange(len(recv_rows))")
+        ),
         Fault("counts stay at home", "sort_rows", becomes("A(counts, B)", "counts")),
         Fault("there is room for one choice", "sort_rows", becomes("min(A, B // C)", "1")),
         Fault(
-            "places count from the own expert and not the rank's first", "_sending", becomes("A * (B // C)", "ordered")
+            "places count from the own expert and not the rank's first",
+            "_send_order",
+            becomes("A * (B // C)", "ordered"),
         ),
         Fault("sorted rows go back as they lie", "unsort_rows", bare("B(A, A.shape[0])")),
-        Fault("gates do not learn", "weighted", becomes("A.to", "A.detach().to"), BY_HAND),
-        Fault("rows' tangents double", "_Moved.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
+        Fault("gates do not learn", "weighted_sum", becomes("A.to", "A.detach().to"), BY_HAND),
+        Fault("rows' tangents double", "_SumRows.jvp", becomes("tangent", "2 * tangent"), BY_HAND),
     ),
     *File("parallel/experts/_grouped.py", GROUPED).faults(
         Fault(
@@ -105,7 +109,7 @@ MUTANTS = [
         ),
         Fault("rows behind the last are not masked", "_mm", constant(0, 1, at="2 of 4")),
         Fault("the gradient's matrices are not transposed", "_GroupedOuter.backward", bare("A.mT")),
-        Fault("a leaf may begin anywhere", "_aligned", always("A and whole"), LAYER),
+        Fault("a leaf may begin anywhere", "_aligned", always("A and is_aligned"), LAYER),
         Fault("a plan counts the padding", "_flops", becomes("2 * A", "2 * x[0]")),
         Fault("no columns go to the kernel", "_has_kernel", bare("B and A"), BY_HAND),
     ),
@@ -149,7 +153,7 @@ MUTANTS = [
             never("A and B not in A"),
             AXES,
         ),
-        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data"), AXES),
+        Fault("the axis of the experts is none of the data's", "check_axis", never("A not in data_axis_names"), AXES),
     ),
     *File("_torch/levels.py", AXES).faults(
         Fault("all ranks along ep have the same experts", "may_differ", constant(False, True)),
@@ -157,7 +161,7 @@ MUTANTS = [
     *File("parallel/experts/transformers.py", TRANSFORMERS).faults(
         Fault(
             "weights are taken as they are stored",
-            "_experts.stored",
+            "_experts.as_matrix",
             returns("weight.mT if module.is_transposed else weight"),
         ),
         Fault("biases are left out", "_experts", never("A.has_bias", at="1 of 2")),

@@ -26,9 +26,9 @@ MUTANTS = [
         Fault("remat updates statistics twice", "_Forward.body", bare("A.clone()")),
     ),
     *File("nn/_written.py", WRITTEN).faults(
-        Fault("a tensor in an attribute goes unseen", "check_left", never("A - B.C.get(D, set())")),
+        Fault("a tensor in an attribute goes unseen", "check_leftovers", never("A - B.C.get(D, set())")),
         Fault("a list in an attribute goes unseen", "tensors_in", never("isinstance(A, B)", at="2 of 3")),
-        Fault("a replaced parameter goes unseen", "check_written", never("A[B] is not C")),
-        Fault("weights outlive a call", "put_back", becomes("before", "()"), LEFT),
+        Fault("a replaced parameter goes unseen", "check_writes", never("A[B] is not C")),
+        Fault("weights outlive a call", "restore_modules", becomes("before", "()"), LEFT),
     ),
 ]

@@ -10,10 +10,10 @@ PICTURE = ("tests/parallel/schedules/test_picture.py",)
 
 MUTANTS = [
     *File("parallel/schedules/_check.py", CHECK).faults(
-        Fault("an action may stand twice", "_check_places", becomes("A > 1", "A > 2")),
+        Fault("an action may stand twice", "_check_positions", becomes("A > 1", "A > 2")),
         Fault(
             "any rank may run a stage",
-            "_check_places",
+            "_check_positions",
             becomes("A.home[B.stage] != C", "A.home[B.stage] != C and False"),
         ),
         Fault("a stage may have no rank", "_check_homes", always("0 <= A < B.C")),
@@ -22,9 +22,9 @@ MUTANTS = [
         Fault("B may stand beside I and W", "_check_micro_batch", never("A in B and C")),
         Fault("torch's table of 1F1B is accepted", "_check_micro_batch", never("forward not in A"), PARSE),
         Fault("torch's fault is not named", "_check_micro_batch", bare("A + B(C, D, E)"), PARSE),
-        Fault("further micro-batches are not seen", "_check_whole", never("further")),
+        Fault("further micro-batches are not seen", "_check_complete", never("extra")),
         Fault("no walk through the order", "check", becomes("for A in B(C): ...", "for A in (): ...")),
-        Fault("a circle ends the walk without a word", "walk", never("waiting")),
+        Fault("a circle ends the walk without a word", "walk", never("waiters")),
     ),
     *File("parallel/schedules/_actions.py", CHECK).faults(
         Fault("B does not wait for its forward pass", "needs", bare("(B('F', C, D), *A)")),
@@ -33,10 +33,10 @@ MUTANTS = [
         Fault("I frees the residuals", "GROWTH", (becomes("0", "-1"), becomes("'W': -1", "'W': 0")), LAWS),
     ),
     *File("parallel/schedules/_greedy.py", LAWS).faults(
-        Fault("a cap with one more", "_World.forward", swapped(">=", ">")),
-        Fault("no room is left for later stages", "_World.forward", bare("A + B")),
+        Fault("a cap with one more", "_Simulation.forward", swapped(">=", ">")),
+        Fault("no room is left for later stages", "_Simulation.forward", bare("A + B")),
         Fault("a cap of none", "caps_of", becomes("A < B", "A < 0")),
-        Fault("backward passes wait for their turn", "_World.backward", constant(0, 2)),
+        Fault("backward passes wait for their turn", "_Simulation.backward", constant(0, 2)),
     ),
     *File("parallel/schedules/_schedule.py", LAWS).faults(
         Fault("stages of one rank send messages", "Schedule.messages", dropped("self.home[A] != B")),
@@ -44,14 +44,14 @@ MUTANTS = [
         Fault("a parsed table is not checked", "Schedule.parse", skipped("A(B)"), PARSE),
     ),
     *File("parallel/schedules/_timing.py", LAWS).faults(
-        Fault("a hop in the rank costs", "timed", always("A.home[B.stage] != C")),
-        Fault("hops cost nothing", "timed", becomes("A.hop", "0.0")),
+        Fault("a hop in the rank costs", "time_schedule", always("A.home[B.stage] != C")),
+        Fault("hops cost nothing", "time_schedule", becomes("A.hop", "0.0")),
         Fault("efficiency is the busiest rank's", "Timing.efficiency", returns("max(self.busy) / self.makespan")),
         Fault("a stage takes as long as a rank", "Durations.of", becomes("A / B", "1.0")),
         Fault("the weight half is counted twice", "Durations.of", bare("A - B")),
     ),
     *File("parallel/schedules/_named.py", LAWS).faults(
-        Fault("a last group is smaller", "groups", becomes("A // ranks", "-(-A // ranks)")),
+        Fault("a last group is smaller", "group_sizes", becomes("A // ranks", "-(-A // ranks)")),
         Fault("interleaved ranks begin late", "NAMES", becomes("(A, B)", "(B, A)", at="2 of 3")),
         Fault("1F1B begins early", "NAMES", becomes("(A, B)", "(B, A)", at="1 of 3")),
         Fault(
@@ -59,7 +59,7 @@ MUTANTS = [
             "one_f_one_b",
             (dropped("A >= B"), becomes("i - A", "i"), becomes("A[max(0, len(A) - B):]", "[]")),
         ),
-        Fault("V is a loop", "there_and_back", dropped("'v'")),
+        Fault("V is a loop", "zb_v", dropped("'v'")),
         Fault("V of few micro-batches", "_v_row", bare("max(2 * B - 1, A)")),
         Fault("a bound that is too high keeps the known order", "shortest", never("split")),
         Fault("the longer order is taken", "schedule", becomes("min", "max", at="2 of 2")),

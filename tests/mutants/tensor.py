@@ -52,17 +52,19 @@ MUTANTS = [
         Fault("one of several rules is not looked into", "rules_in", becomes("A.B", "()", at="1 of 2"), MOE),
     ),
     *File("parallel/tensor/_layers.py", FUNCTIONS).faults(
-        Fault("the shortest name counts", "named", becomes("range(len(A))", "reversed(range(len(A)))")),
+        Fault("the shortest name counts", "match_suffix", becomes("range(len(A))", "reversed(range(len(A)))")),
         Fault("ties do not follow", "layers", skipped("A(B, styles)"), LAYERS),
         Fault("heads are cut", "Layers.split", never("A.heads % B"), TRANSFORMERS),
     ),
     *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
-        Fault("what layers are given is handed to each", "Region.entered", never("A is B")),
+        Fault("what layers are given is handed to each", "Region.enter_once", never("A is B")),
         Fault("a region forgets nothing", "Region.__call__", skipped("self._entered.clear()"), LAYERS + TRANSFORMERS),
         Fault("shared heads are the first ones", "Layer._own_heads", bare("B(self.axis) * C + A")),
         Fault("shared heads are used alike", "Layer._own_heads", bare("B(A, self.axis)")),
-        Fault("groups of heads stay as they are", "Heads.attributes", becomes("each", "self.groups", at="3 of 3")),
-        Fault("counts of heads are not divided", "Heads.attributes", bare("own[A]"), LAYERS),
+        Fault(
+            "groups of heads stay as they are", "Heads.attributes", becomes("group_size", "self.groups", at="3 of 3")
+        ),
+        Fault("counts of heads are not divided", "Heads.attributes", bare("local_counts[A]"), LAYERS),
         Fault(
             "norms of heads do not enter",
             "Layer._on_parts",
@@ -71,10 +73,10 @@ MUTANTS = [
         ),
         Fault("padding is a row of each rank", "Layer._embedding", becomes("{'padding_idx': None}", "{}"), LAYERS),
         Fault("the padding's row is trained", "Layer._embedding", bare("A.detach()"), LAYERS),
-        Fault("parameters that are not cut are used", "Layer._check_cut", never("A.shape[B.C] != D"), LAYERS),
+        Fault("parameters that are not cut are used", "Layer._check_split", never("A.shape[B.C] != D"), LAYERS),
     ),
     *File("parallel/tensor/_styles.py", LAYERS).faults(
-        Fault("a packed matrix is cut as one", "Cut.along", returns("self.dim")),
+        Fault("a packed matrix is cut as one", "ParamSplit.along", returns("self.dim")),
     ),
     *File("parallel/tensor/_install.py", LAYERS).faults(
         Fault("the first block does not cut", "install", never("not i")),

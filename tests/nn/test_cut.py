@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.nn._cut import OneOf, cut
+from fzero.nn._cut import OneOf, split_module
 from fzero.nn._shells import _kinds
 from tests.nn.models import MODELS, batch_for, built
 
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def run(made: Any, params: Any, batch: Any) -> Any:
-    x, given = made.first(params["rest"], batch), made.given(batch)
+    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
     for i, p in enumerate(params["blocks"]):
         x = made.block(p, x, given, i)
     return made.last(params["rest"], x, batch)
@@ -24,7 +24,7 @@ def run(made: Any, params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_whole_model(name):
     model, batch = built(name), batch_for(name)
-    made, params = cut(model)
+    made, params = split_module(model)
     assert len(params["blocks"]) == 4
     want, got = model(**batch), run(made, params, batch)
     assert got.logits.equal(want.logits)
@@ -40,9 +40,9 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # whose experts depend on data
 @pytest.mark.parametrize("indices", [(0, 2), (3, 0, 1)])
 def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
-    made, params = cut(built(name))
+    made, params = split_module(built(name))
     batch = batch_for(name)
-    x, given = made.first(params["rest"], batch), made.given(batch)
+    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
     xs = torch.stack([x + r for r in range(len(indices))])
     stacked = {key: torch.stack([params["blocks"][i][key] for i in indices]) for key in params["blocks"][0]}
     want = torch.stack([made.block(params["blocks"][i], xs[r], given, i) for r, i in enumerate(indices)])
@@ -57,9 +57,9 @@ def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
 
 
 def kinds(name: str) -> list[list[int]]:
-    made, params = cut(built(name))
+    made, params = split_module(built(name))
     batch = batch_for(name)
-    x, given = made.first(params["rest"], batch), made.given(batch)
+    x, given = made.first(params["rest"], batch), made.block_arguments(batch)
     index = OneOf((0, 1, 2, 3), torch.tensor(0))
     return _kinds(made._run_block, {}, params["blocks"][0], made.block_constants, x, given, index)
 
@@ -72,30 +72,30 @@ def test_blocks_that_call_the_same_functions_are_of_one_kind():
 
 
 def test_each_block_has_its_own_mask():
-    made, _ = cut(built("gemma2"))
-    masks = [given.kwargs["attention_mask"] for given in made.given(batch_for("gemma2"))]
+    made, _ = split_module(built("gemma2"))
+    masks = [given.kwargs["attention_mask"] for given in made.block_arguments(batch_for("gemma2"))]
     assert masks[0] is masks[2] and masks[1] is masks[3]
     assert not masks[0].equal(masks[1])
 
 
 def test_draws_of_a_step_go_on_as_if_no_block_had_been_looked_at():
-    made, params = cut(
+    made, params = split_module(
         torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)) for _ in range(2)])
     )
     x, p = torch.ones(2, 3), params["blocks"][0]
-    block = fzero.random.seeded(lambda index: made.block(p, x, made.given(x), index))
+    block = fzero.random.seeded(lambda index: made.block(p, x, made.block_arguments(x), index))
     key = fzero.random.key(0)
     assert block(key, OneOf((0, 1), torch.tensor(0))).equal(block(key, 0))
     torch.manual_seed(0)
-    want = made.block(p, x, made.given(x), 0)
+    want = made.block(p, x, made.block_arguments(x), 0)
     torch.manual_seed(0)
-    assert made.block(p, x, made.given(x), OneOf((1, 0), torch.tensor(1))).equal(want)
+    assert made.block(p, x, made.block_arguments(x), OneOf((1, 0), torch.tensor(1))).equal(want)
 
 
 def test_a_cut_module_is_not_changed_and_shares_its_memory():
     model, batch = built("llama"), batch_for("llama")
     before, forwards = model(**batch).logits, [m.forward for m in model.modules()]
-    made, params = cut(model)
+    made, params = split_module(model)
     run(made, params, batch)
     assert model(**batch).logits.equal(before)
     assert [m.forward for m in model.modules()] == forwards
@@ -107,13 +107,13 @@ def test_a_cut_module_is_not_changed_and_shares_its_memory():
 def test_training_is_that_of_the_whole_model(simulate, remat):
     model, batch = built("llama"), batch_for("llama")
     batch = {name: x.repeat(2, 1) for name, x in batch.items()}
-    made, params = cut(model)
+    made, params = split_module(model)
     apply, whole, buffers = fzero.nn.functional(model)
     opt = optim.adamw(1e-2)
     block = fzero.remat(made.block) if remat else made.block
 
     def cut_loss(params: Any, batch: Any) -> Any:
-        x, given = made.first(params["rest"], batch), made.given(batch)
+        x, given = made.first(params["rest"], batch), made.block_arguments(batch)
         for i, p in enumerate(params["blocks"]):
             x = block(p, x, given, i)
         return made.last(params["rest"], x, batch).logits.square().mean()
@@ -201,11 +201,11 @@ def in_turn(model: Stack, x: Any) -> Any:
 )
 def test_blocks_may_return_tuples_and_batches_be_tensors(way, blocks):
     model, x = Stack(way, blocks), torch.randn(3, 3)
-    made, params = cut(model)
+    made, params = split_module(model)
     assert run(made, params, x).equal(model(x))
     assert run(made, params, (x,)).equal(model(x))
     assert run(made, params, {"x": x}).equal(model(x))
-    fresh, _ = cut(model)
+    fresh, _ = split_module(model)
     assert fresh.last(params["rest"], x, x).equal(model.norm(x))  # the form is found out by any call
 
 
@@ -221,11 +221,13 @@ def test_buffers_and_attributes_of_blocks_may_differ():
             return self.linear(x) * self.scale**self.power + self.shift
 
     model, x = Stack(in_turn, [Scaled(i) for i in range(3)]), torch.randn(3, 3)
-    made, params = cut(model)
+    made, params = split_module(model)
     assert run(made, params, x).equal(model(x))
     assert made.block_constants[0]["shift"] is made.block_constants[2]["shift"]
-    got = [made.block(params["blocks"][0], x, made.given(x), OneOf((0, 1, 2), torch.tensor(i))) for i in range(3)]
-    want = [made.block(params["blocks"][0], x, made.given(x), i) for i in range(3)]
+    got = [
+        made.block(params["blocks"][0], x, made.block_arguments(x), OneOf((0, 1, 2), torch.tensor(i))) for i in range(3)
+    ]
+    want = [made.block(params["blocks"][0], x, made.block_arguments(x), i) for i in range(3)]
     torch.testing.assert_close(got, want)
     assert not want[0].equal(want[1])
 
@@ -242,9 +244,9 @@ def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
         def forward(self, x: Any) -> Any:
             return self.linear(x) * self.scale * factor
 
-    made, params = cut(Stack(in_turn, [Scaled(i) for i in range(3)]))
+    made, params = split_module(Stack(in_turn, [Scaled(i) for i in range(3)]))
     x, p = torch.randn(3, 3), params["blocks"][0]
-    given = made.given(x)
+    given = made.block_arguments(x)
     index = OneOf((2, 0, 1), torch.tensor(0))
     assert _kinds(made._run_block, {}, p, made.block_constants, x, given, index) == [[0, 1, 2]]
     for r, i in enumerate(index.indices):
@@ -293,39 +295,39 @@ def in_pairs(model: Stack, x: Any) -> Any:
 @pytest.mark.parametrize(
     "way,blocks,words",
     [
-        (backwards, linears(), "calls block 'layers.2' where 'layers.0' was to come"),
-        (with_a_skip, linears(), "between 'layers.0' and 'layers.1' the module changes what is handed on"),
+        (backwards, linears(), "calls block 'layers.2' where 'layers.0' was expected"),
+        (with_a_skip, linears(), "between 'layers.0' and 'layers.1' the module changes the value between blocks"),
         (some, linears(), "ran 1 of its 3 blocks"),
         (with_the_embedding, None, "block 'layers.0' is given '0', which depends on parameters outside the blocks"),
         (with_an_object, None, "block 'layers.0' is given an argument, a object: expected tensors and constants"),
     ],
 )
 def test_a_module_that_hands_on_otherwise_is_refused_when_it_runs(way, blocks, words):
-    made, _ = cut(Stack(way, blocks))
+    made, _ = split_module(Stack(way, blocks))
     with pytest.raises((ValueError, TypeError), match=words):
-        made.given(torch.ones(1, 3))
+        made.block_arguments(torch.ones(1, 3))
 
 
 def test_blocks_that_run_again_after_the_last_one_are_refused():
-    made, params = cut(Stack(twice, linears()))
-    with pytest.raises(ValueError, match=r"calls block 'layers.0' where 'none' was to come"):
+    made, params = split_module(Stack(twice, linears()))
+    with pytest.raises(ValueError, match=r"calls block 'layers.0' where 'none' was expected"):
         run(made, params, torch.ones(1, 3))
 
 
 def test_a_block_that_returns_two_tensors_is_refused():
-    made, params = cut(Stack(by_length, [Pair(torch.ones(1)) for _ in range(3)]))
+    made, params = split_module(Stack(by_length, [Pair(torch.ones(1)) for _ in range(3)]))
     with pytest.raises(ValueError, match=r"block 'layers.0' returns \['Tensor', 'Tensor'\]: expected one tensor"):
         run(made, params, torch.ones(1, 3))
     with pytest.raises(ValueError, match=r"between 'layers.0' and 'layers.1' the module changes"):
-        run(*cut(Stack(in_pairs)), torch.ones(2, 3))
+        run(*split_module(Stack(in_pairs)), torch.ones(2, 3))
 
 
 def test_statistics_that_a_block_writes_are_refused():
     blocks = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
-    made, params = cut(Stack(in_turn, blocks))
+    made, params = split_module(Stack(in_turn, blocks))
     with pytest.raises(RuntimeError, match=r"wrote buffer '1.num_batches_tracked' in place"):
         run(made, params, torch.ones(2, 3))
-    made, params = cut(Stack(in_turn, blocks).eval())
+    made, params = split_module(Stack(in_turn, blocks).eval())
     assert run(made, params, torch.ones(2, 3)).shape == (2, 3)
 
 
@@ -348,7 +350,7 @@ def tied() -> list[torch.nn.Module]:
 @pytest.mark.parametrize(
     "module,words",
     [
-        (torch.nn.Linear(2, 2), "Linear has no repeated blocks: expected a ModuleList or Sequential of two"),
+        (torch.nn.Linear(2, 2), "Linear has no repeated blocks: expected a ModuleList or Sequential of at least two"),
         (Stack(in_turn, [torch.nn.Linear(3, 3), torch.nn.Bilinear(3, 3, 3)]), "has no repeated blocks"),
         (Stack(in_turn, linears()[:1]), "has no repeated blocks"),
         (Stack(in_turn, different()), "'layers.0' and 'layers.1' differ in 'bias': .* and missing"),
@@ -363,38 +365,38 @@ def test_what_cannot_be_cut_is_refused_by_name(module, words):
         module = torch.nn.ModuleDict({"a": module[0], "b": module[1]})
         words = "ModuleDict has 2 lists of blocks: 'a.layers' with 3, 'b.layers' with 3"
     with pytest.raises(ValueError, match=words):
-        cut(module)
+        split_module(module)
 
 
 def test_a_list_may_be_chosen():
     module = torch.nn.Sequential(torch.nn.Sequential(*linears()), torch.nn.Sequential(*linears()[:2]))
     with pytest.raises(ValueError, match="blocks='2': Sequential has no such list of blocks; it has '' with 2"):
-        cut(module, "2")
+        split_module(module, "2")
     model = torch.nn.ModuleDict({"a": Stack(in_turn, linears()), "b": Stack(in_turn, linears())})
-    assert cut(model, "b.layers").cut.names == ("b.layers.0", "b.layers.1", "b.layers.2")
+    assert split_module(model, "b.layers").split.names == ("b.layers.0", "b.layers.1", "b.layers.2")
 
 
 def test_models_that_no_pipeline_runs_are_refused_by_name():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "vocab_size": 32}
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     with pytest.raises(ValueError, match=r"2 lists of blocks: 'encoder.block' with 3, 'decoder.block' with 3"):
-        cut(t5)
+        split_module(t5)
     with pytest.raises(
         ValueError, match=r"'encoder.block.0' and 'encoder.block.1' differ in 'layer.0.SelfAttention.relative"
     ):
-        cut(t5, "encoder.block")
+        split_module(t5, "encoder.block")
     with pytest.raises(ValueError, match=r"config.output_router_logits is set"):
-        cut(built("mixtral", output_router_logits=True))
+        split_module(built("mixtral", output_router_logits=True))
     model = built("llama")
     model.config.use_cache = True
-    made, _ = cut(model)
+    made, _ = split_module(model)
     with pytest.raises(TypeError, match=r"given past_key_values, a DynamicCache.* model.config.use_cache = False"):
-        made.given(batch_for("llama"))
+        made.block_arguments(batch_for("llama"))
 
 
 def test_ranks_in_lockstep_run_copies_of_their_own():
     model = Stack(in_turn, linears())
-    made, params = cut(model)
+    made, params = split_module(model)
     mesh = fzero.mesh(dp=3, simulate="lockstep")
     x = torch.randn(3, 3)
     out = mesh.spmd(lambda x: fzero.PerRank(run(made, params, fzero.collectives.psum(x, "dp") / 3)))(

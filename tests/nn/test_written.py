@@ -257,7 +257,7 @@ def test_a_computed_tensor_in_an_attribute_is_refused_by_name():
     module(torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"attribute '1\.aux' holds a tensor that was computed"):
         functional(module)
-    with pytest.raises(ValueError, match=r"'weight' holds a tensor.*parametrizations compute weights, not a hook"):
+    with pytest.raises(ValueError, match=r"'weight' holds a tensor.*parametrizations, not a hook"):
         functional(torch.nn.utils.weight_norm(nn.Linear(3, 3)))
 
 

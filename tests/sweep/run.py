@@ -25,7 +25,7 @@ KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and
     "Unsupported dtype BFloat16",  # torch's FFT on a CPU
     "lists of blocks",
     "differ in",
-    "changes what is handed on",
+    "changes the value between blocks",
     "which depends on parameters",
     "carries no tp_plan",
     "data-dependent control flow",

@@ -1,7 +1,7 @@
-"""Grouped products: rows that are sorted by expert, each expert's times its own matrix; and the transposes of that.
+"""Grouped products: multiply rows that are sorted by expert by each expert's matrix; and the transposes of this map.
 
-An operation of our own, since torch's `grouped_mm` refuses float64, under stand-ins all dtypes but bfloat16, and maps
-over no offsets that differ by rank. Where torch's kernel serves, it is what the operation runs.
+fzero has its own operation because torch's `grouped_mm` refuses float64, refuses all dtypes but bfloat16 under
+stand-ins, and cannot be mapped over `ends` that differ by rank. Where torch's kernel applies, the operation calls it.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ __all__ = ["grouped_mm", "grouped_outer"]
 def _mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
     if _has_kernel(x, w):
         y = torch.nn.functional.grouped_mm(_aligned(x), _aligned(w), offs=ends.to(torch.int32))
-        real = torch.arange(x.shape[0], device=x.device) < ends[-1]
-        return torch.where(real.unsqueeze(-1), y, 0)  # the kernel writes nothing behind the last end
+        is_used = torch.arange(x.shape[0], device=x.device) < ends[-1]
+        return torch.where(is_used.unsqueeze(-1), y, 0)  # the kernel does not write the rows behind the last end
     y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
     for e, end in enumerate(ends.tolist()):
         if end > start:
@@ -43,20 +43,20 @@ def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) ->
 
 
 def _has_kernel(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether torch's grouped kernel takes these: bfloat16, in rows of whole 16 bytes, and not empty."""
+    """Return whether torch's grouped kernel applies: bfloat16, rows of a multiple of 16 bytes, and not empty."""
     sizes = (x.shape[-1], y.shape[-1])
     return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size and size % 8 == 0 for size in sizes)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Copy what does not lie as the kernel wants it: in rows or columns that begin at whole 16 bytes.
+    """Copy a tensor that the kernel cannot read: its rows or columns must begin at multiples of 16 bytes.
 
-    A leaf of a gathered unit is a view into the unit's buffer, and may begin anywhere.
+    A leaf of a gathered unit is a view of the unit's buffer, and may begin anywhere.
     """
     *outer, rows, columns = x.stride()
-    tight = (columns == 1 and rows >= x.shape[-1]) or (rows == 1 and columns >= x.shape[-2] and x.ndim == 3)
-    whole = all(stride % 8 == 0 for stride in (*outer, max(rows, columns))) and x.data_ptr() % 16 == 0
-    return x if tight and whole else x.clone(memory_format=torch.contiguous_format)
+    is_dense = (columns == 1 and rows >= x.shape[-1]) or (rows == 1 and columns >= x.shape[-2] and x.ndim == 3)
+    is_aligned = all(stride % 8 == 0 for stride in (*outer, max(rows, columns))) and x.data_ptr() % 16 == 0
+    return x if is_dense and is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 @_mm.register_fake
@@ -71,11 +71,11 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torc
 
 @register_flop_formula([torch.ops.fzero.grouped_mm, torch.ops.fzero.grouped_outer])
 def _flops(x: Any, y: Any, ends: Any, likely: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count the products and additions of so many rows as there are likely to be: the others take no time."""
+    """Count the multiplications and additions for the likely number of rows: the other rows take no time."""
     return 2 * likely * x[1] * y[-1]
 
 
-# ---------------------------------------------------------------- differentiable, and mapped
+# ---------------------------------------------------------------- derivatives and vmap
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _GroupedMM(torch.autograd.Function):
         return apply_mm(grad, w.mT, ends, likely), apply_outer(x, grad, ends, likely), None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dw: Any, *others: Any) -> Any:
+    def jvp(ctx: Any, dx: Any, dw: Any, *rest: Any) -> Any:
         x, w, ends = ctx.saved_tensors
         return _sum(apply_mm, x, w, dx, dw, ends, ctx.likely)
 
@@ -127,7 +127,7 @@ class _GroupedOuter(torch.autograd.Function):
         return apply_mm(y, grad.mT, ends, likely), apply_mm(x, grad, ends, likely), None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dy: Any, *others: Any) -> Any:
+    def jvp(ctx: Any, dx: Any, dy: Any, *rest: Any) -> Any:
         x, y, ends = ctx.saved_tensors
         return _sum(apply_outer, x, y, dx, dy, ends, ctx.likely)
 
@@ -144,20 +144,20 @@ def _sum(f: Any, x: torch.Tensor, y: torch.Tensor, dx: Any, dy: Any, *rest: Any)
 
 
 def _one_by_one(f: Any, n: int, dims: Any, args: tuple[Any, ...]) -> Any:
-    """Map over n samples, such as simulated ranks: each has ends of its own."""
+    """Map over n samples, such as simulated ranks, each of which has its own ends."""
     rows = [[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)] for i in range(n)]
     return torch.stack([f(*row) for row in rows]), 0
 
 
 @allow_in_graph  # as collectives/_table.py has it
 def apply_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-    """Do what `grouped_mm` does; a plan counts the work of `likely` rows."""
+    """Run `grouped_mm`; a plan counts the work of `likely` rows."""
     return _GroupedMM.apply(x, w, ends, likely)
 
 
 @allow_in_graph
 def apply_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, likely: int) -> torch.Tensor:
-    """Do what `grouped_outer` does; a plan counts the work of `likely` rows."""
+    """Run `grouped_outer`; a plan counts the work of `likely` rows."""
     return _GroupedOuter.apply(x, y, ends, likely)
 
 
@@ -166,21 +166,22 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Multiply rows that are sorted by expert by their expert's matrix.
 
-    Under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU bfloat16 has torch's kernel, which waits for
-    nothing. The other dtypes wait there for `ends`, so that they are for tests.
+    It runs under grad, jvp, vmap and jit, in any floating-point dtype. On a GPU, bfloat16 uses torch's kernel, which
+    does not synchronise. The other dtypes wait for `ends` on the host, so they are for tests.
 
     Args:
         rows: `[r, d]`.
         weights: `[e, d, f]`, of the rows' dtype.
-        ends: int64 `[e]`: where each expert's rows end; they begin where the expert's before end.
-        likely: how many rows there are before the last end if routing is even: a plan counts their work. By default r.
+        ends: int64 `[e]`: where each expert's rows end. They begin where the previous expert's rows end.
+        likely: the number of rows before the last end if routing is even. A plan counts their work. By default r.
 
     Returns:
-        `[r, f]`; zeros behind the last end. Its transposes are itself, of transposed matrices, and `grouped_outer`.
+        `[r, f]`; zeros behind the last end. Its transposes are `grouped_mm` with transposed matrices, and
+        `grouped_outer`.
 
     Raises:
-        TypeError: if the dtypes do not fit.
-        ValueError: if the shapes do not fit.
+        TypeError: if the dtypes do not match.
+        ValueError: if the shapes do not match.
 
     Example:
         >>> rows, weights = torch.ones(3, 1), torch.tensor([[[10.0]], [[20.0]]])
@@ -192,14 +193,14 @@ def grouped_mm(
     if weights.ndim != 3 or weights.shape[:2] != shape:
         raise ValueError(
             f"weights has the shape {list(weights.shape)}: expected [{shape[0]}, {shape[1]}, columns], "
-            f"a matrix for each of the {shape[0]} experts that end in `ends`"
+            f"one matrix for each of the {shape[0]} experts in `ends`"
         )
     _check_dtypes("weights", weights, rows)
     return apply_mm(rows, weights, ends, rows.shape[0] if likely is None else likely)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Sum, expert by expert, the outer products of rows: the gradient of `grouped_mm` by its matrices.
+    """Sum the outer products of each expert's rows: the gradient of `grouped_mm` by its matrices.
 
     Args:
         x: `[r, d]`, sorted by expert.
@@ -210,8 +211,8 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
         `[e, d, f]`; zeros for an expert without rows.
 
     Raises:
-        TypeError: if the dtypes do not fit.
-        ValueError: if the shapes do not fit.
+        TypeError: if the dtypes do not match.
+        ValueError: if the shapes do not match.
 
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 1)
@@ -220,7 +221,7 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
     """
     _check_rows("x", x, ends)
     if y.ndim != 2 or y.shape[0] != x.shape[0]:
-        raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each of x's")
+        raise ValueError(f"y has the shape {list(y.shape)}: expected [{x.shape[0]}, columns], a row for each row of x")
     _check_dtypes("y", y, x)
     return apply_outer(x, y, ends, x.shape[0])
 
@@ -236,6 +237,6 @@ def _check_rows(name: str, rows: torch.Tensor, ends: torch.Tensor) -> None:
         raise TypeError(f"ends is {ends.dtype}: expected int64")
 
 
-def _check_dtypes(name: str, given: torch.Tensor, rows: torch.Tensor) -> None:
-    if given.dtype != rows.dtype:
-        raise TypeError(f"{name} is {given.dtype}, and the rows are {rows.dtype}: expected one dtype; cast either")
+def _check_dtypes(name: str, x: torch.Tensor, rows: torch.Tensor) -> None:
+    if x.dtype != rows.dtype:
+        raise TypeError(f"{name} is {x.dtype}, and the rows are {rows.dtype}: expected one dtype; cast either")

@@ -1,4 +1,4 @@
-"""A layer of experts in one line."""
+"""A whole layer of experts: dispatch, experts and combine in one call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,52 +13,52 @@ from fzero._torch.levels import may_differ
 from fzero.axes import SplitRule, axis_names, axis_size, data_axes, lookup, rules_here, rules_in, where_bound
 from fzero.parallel.experts._dispatch import Order, check_experts, combine, dispatch, seats, sort_rows, unsort_rows
 from fzero.parallel.experts._grouped import grouped_mm
-from fzero.parallel.experts._route import Routing, check_floating, check_routing, given
+from fzero.parallel.experts._route import Routing, check_floating, check_routing, describe
 
 __all__ = ["ExpertSplit", "Linear", "check_axis", "check_parts", "check_split", "grouped_linear", "layer", "split"]
 
-# The rule that splits experts over an axis, and what a layer asks of it.
+# The rule that splits experts over an axis, and a layer's checks of that rule.
 
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """The rule of `split`: it tells a layer over which axis the experts were split."""
+    """The rule of `split`. A layer reads from it over which axis the experts were split."""
 
     names: tuple[str, ...]
     axis: str
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        """Say how a leaf is cut.
+        """Return the axis and dimension over which a leaf is split.
 
         Raises:
-            ValueError: if the leaf is of one expert in a list.
+            ValueError: if the leaf belongs to one expert in a list.
         """
         parts = path.split(".")
-        found = [i for i, part in enumerate(parts) if part in self.names]
-        if not found or self.axis not in axis_names():
+        matches = [i for i, part in enumerate(parts) if part in self.names]
+        if not matches or self.axis not in axis_names():
             return None
-        if any(part.isdigit() for part in parts[found[0] + 1 :]):
+        if any(part.isdigit() for part in parts[matches[0] + 1 :]):
             raise ValueError(
-                f"leaf {path!r} is of one expert in a list: moe.split cuts leaves that hold all experts along "
-                "dimension 0; stack them, or name another part of the path"
+                f"leaf {path!r} belongs to one expert in a list, but moe.split splits leaves that hold all experts "
+                "along dimension 0: stack them, or name another part of the path"
             )
         return {self.axis: 0}
 
 
 def split(*names: str, axis: str = "ep") -> SplitRule:
-    """Make the rule for `fzero.shard(split=)` that splits experts over an axis, by dimension 0.
+    """Make the rule for `fzero.shard(split=)` that splits experts over an axis, along dimension 0.
 
     Args:
-        *names: parts of the paths of leaves that hold experts: "experts" means "layers.3.experts.up" and not
+        *names: parts of the paths of leaves that hold experts. "experts" matches "layers.3.experts.up", but not
             "shared_experts.up".
-        axis: the name of the axis. On a mesh that has none of that name nothing is split.
+        axis: the name of the axis. On a mesh without an axis of this name, nothing is split.
 
     Returns:
         A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
 
     Raises:
-        TypeError: if `axis` is no name.
-        ValueError: if no name is given, or one has a dot. The rule raises it for experts that are a list, a leaf each.
+        TypeError: if `axis` is not a name.
+        ValueError: if `names` is empty, or a name has a dot. The rule raises it for experts in a list, one leaf each.
 
     Example:
         >>> import fzero
@@ -76,35 +76,35 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
 
 
 def check_axis(axis: str) -> None:
-    """Check that tokens travel along the axis that experts are split over, and that data differs along it.
+    """Check that tokens are sent along the axis over which experts are split, and that data differs along it.
 
-    Where two axes have as many ranks all shapes fit, and only the numbers would be wrong.
+    If two axes have the same size, all shapes match, and only the numbers would be wrong.
 
     Raises:
-        ValueError: if the rule of the running step splits over another axis, or if the axis is none of the data's.
+        ValueError: if the step's rule splits experts over another axis, or if the axis is not a data-parallel axis.
     """
     if axis_size(where_bound(axis)) == 1:
         return
-    data = tuple([a.name for a in data_axes()])
-    over = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, ExpertSplit)]
-    if over and axis not in over:
+    data_axis_names = tuple([a.name for a in data_axes()])
+    split_axes = [rule.axis for rule in rules_in(rules_here().split) if isinstance(rule, ExpertSplit)]
+    if split_axes and axis not in split_axes:
         raise ValueError(
-            f"axis={axis!r}: tokens travel along it, and the experts are split by "
-            f"fzero.parallel.experts.split(axis={over[0]!r}): give both the same axis"
+            f"axis={axis!r}: tokens are sent along it, but the experts are split by "
+            f"fzero.parallel.experts.split(axis={split_axes[0]!r}): give both the same axis"
         )
-    if axis not in data:
-        wanted = tuple([name for name in axis_names() if name in (*data, axis)])
+    if axis not in data_axis_names:
+        axes = tuple([name for name in axis_names() if name in (*data_axis_names, axis)])
         raise ValueError(
-            f"axis={axis!r}: the step has its data along {data}, so ranks along {axis!r} would send the same tokens, "
-            f"and count them twice: say fzero.shard(axis={wanted}), and mesh.split(batch, {wanted})"
+            f"axis={axis!r}: the step splits its data along {data_axis_names}, so the ranks along {axis!r} would send "
+            f"the same tokens, and count them twice: set fzero.shard(axis={axes}), and use mesh.split(batch, {axes})"
         )
 
 
 def check_split(experts: Any, count: int, axis: str) -> None:
-    """Check that each leaf has this rank's experts along dimension 0.
+    """Check that each leaf holds this rank's experts along dimension 0.
 
     Raises:
-        ValueError: if one has not, which it names; or if ranks have the same experts.
+        ValueError: if a leaf does not, or if all ranks hold the same experts. The message names the leaf.
     """
     leaves = []
     for path, leaf in zip(*tree.flatten_with_paths(experts, tree.is_box)[:2], strict=True):
@@ -117,7 +117,7 @@ def check_split(experts: Any, count: int, axis: str) -> None:
 
 
 def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
-    """Check that ranks have different experts, as far as types tell: a simulation knows what is equal.
+    """Check that ranks hold different experts. Only a simulation knows which tensors are equal.
 
     Raises:
         ValueError: if all leaves are equal on the ranks along the axis.
@@ -125,7 +125,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
     n = axis_size(where_bound(axis))
     if leaves and n > 1 and not any(may_differ(leaf, lookup(axis).token) for leaf in leaves):
         raise ValueError(
-            f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, and each rank is to have "
+            f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, but each rank must hold "
             f"its own of the {count} experts: split them over that axis, "
             f"fzero.shard(split=fzero.parallel.experts.split('experts'))"
         )
@@ -136,34 +136,34 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
     size = leaf.shape[0] if leaf.ndim else None
     if size == count // n:
         return
-    where = f"experts leaf {path!r} has the shape {list(leaf.shape)}"
+    label = f"experts leaf {path!r} has the shape {list(leaf.shape)}"
     if size == count:
         raise ValueError(
-            f"{where}: it is not split, and the {n} ranks along {axis!r} have {count // n} experts each: "
+            f"{label}: it is not split, and the {n} ranks along {axis!r} hold {count // n} experts each: "
             f"fzero.shard(split=fzero.parallel.experts.split('experts', axis={axis!r})), where 'experts' is "
             f"part of the leaf's path"
         )
     bound = (
         f"{n} ranks along {axis!r}"
         if where_bound(axis)
-        else f"1 rank: of {axis_names()}, the axes here, none is {axis!r}"
+        else f"1 rank: of {axis_names()}, the bound axes, none is {axis!r}"
     )
     raise ValueError(
-        f"{where}: expected {count // n} experts along dimension 0, as the routing is of {count} on {bound}; "
-        "give the router and each leaf as many experts, and split the leaves over the layer's axis alone"
+        f"{label}: expected {count // n} experts along dimension 0, for a routing over {count} experts on {bound}; "
+        "give the router and each leaf the same number of experts, and split the leaves over the layer's axis only"
     )
 
 
 class Linear(Protocol):
-    """What a layer hands to its experts: `linear(rows, weight, bias)`, each expert's rows by its own matrix."""
+    """The function that a layer passes to its experts: `linear(rows, weight, bias)`, with one matrix per expert."""
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /) -> torch.Tensor:
-        """Multiply rows by `weight [e, d, f]`, and add `bias [e, f]`."""
+        """Multiply each expert's rows by its matrix in `weight [e, d, f]`, and add `bias [e, f]`."""
         ...
 
 
 def batched_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add `[e, f]`."""
+    """Multiply rows `[e, r, d]` by the matrices `[e, d, f]`, and add the biases `[e, f]`."""
     _check_linear(rows, rows.shape[0], weight, bias)
     y = einsum(rows, weight, "e r d, e d f -> e r f")
     return y if bias is None else y + rearrange(bias, "e f -> e 1 f")
@@ -172,31 +172,31 @@ def batched_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 def grouped_linear(
     order: Order, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add `[e, f]`."""
-    ends, likely = order.ends, order.row.shape[0]  # as many rows as this rank's tokens choose
+    """Multiply sorted rows `[r, d]` by their experts' matrices `[e, d, f]`, and add the biases `[e, f]`."""
+    ends, likely = order.ends, order.row.shape[0]  # likely: as many rows as this rank's tokens have choices
     _check_linear(rows, len(ends), weight, bias)
     y = grouped_mm(rows, weight, ends, likely)
     if bias is None:
         return y
-    # a product with ones: its gradient is a sum by expert, where indexing would add row by row
+    # A product with ones, because its gradient is a sum by expert. Indexing would add the gradient row by row.
     return y + grouped_mm(rows.new_ones(rows.shape[0], 1), rearrange(bias, "e f -> e 1 f"), ends, likely)
 
 
 def _check_linear(rows: torch.Tensor, count: int, weight: Any, bias: Any) -> None:
-    """Check that each expert has a matrix, and a bias: einsum would take one for all of them.
+    """Check that each expert has its own matrix and bias, since einsum would broadcast a single one.
 
     Raises:
-        TypeError: if the dtypes do not fit.
-        ValueError: if the shapes do not fit.
+        TypeError: if the dtypes do not match.
+        ValueError: if the shapes do not match.
     """
-    wanted = f"[{count}, {rows.shape[-1]}, columns], a matrix for each of {count} experts"
+    expected = f"[{count}, {rows.shape[-1]}, columns], one matrix for each of {count} experts"
     if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"linear's weight is {given(weight)}: expected {wanted}")
+        raise TypeError(f"linear's weight is {describe(weight)}: expected {expected}")
     if weight.ndim != 3 or weight.shape[:2] != (count, rows.shape[-1]):
-        raise ValueError(f"linear's weight has the shape {list(weight.shape)}: expected {wanted}")
+        raise ValueError(f"linear's weight has the shape {list(weight.shape)}: expected {expected}")
     if bias is not None and (not isinstance(bias, torch.Tensor) or bias.shape != (count, weight.shape[2])):
-        what = f"has the shape {list(bias.shape)}" if isinstance(bias, torch.Tensor) else f"is {bias!r}"
-        raise ValueError(f"linear's bias {what}: expected [{count}, {weight.shape[2]}], a row for each expert")
+        actual = f"has the shape {list(bias.shape)}" if isinstance(bias, torch.Tensor) else f"is {bias!r}"
+        raise ValueError(f"linear's bias {actual}: expected [{count}, {weight.shape[2]}], one row for each expert")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != rows.dtype and not torch.is_autocast_enabled(rows.device.type):
             raise TypeError(
@@ -215,26 +215,26 @@ def layer(
 ) -> torch.Tensor:
     """Send tokens to their experts, call `f`, bring the results back, and sum them by the gates.
 
-    With a `capacity` an expert has so many seats for each sequence, and what finds none is dropped (`moe.seats`).
-    Without one nothing is: rows are sorted by expert (`moe.sort_rows`). Either way the numbers do not depend on the
-    mesh. A shared expert is an addition: `x + moe.layer(...) + shared(p, x)`.
+    With a `capacity`, an expert has a limited number of positions per sequence, and further choices are dropped
+    (`moe.seats`). Without one, nothing is dropped: rows are sorted by expert (`moe.sort_rows`). In both cases the
+    numbers do not depend on the mesh. Add a shared expert to the result: `x + moe.layer(...) + shared(p, x)`.
 
     Args:
         f: the experts, `(experts, rows, linear) -> rows`. `linear(rows, weight, bias=None)` multiplies each expert's
-            rows by its own matrix; all else is to work by row. Some rows are zeros that nobody reads: gradients must be
-            finite there.
-        experts: a tree of what this rank has of the experts, along dimension 0 of each leaf.
+            rows by its own matrix; everything else must work row by row. Some rows are unused zeros, where gradients
+            must still be finite.
+        experts: a tree of this rank's experts, along dimension 0 of each leaf.
         x: `[s, t, d]`: sequences of tokens.
-        routing: of these tokens, by `moe.route`.
-        axis: the name of the axis that experts are split over. Where none of that name is bound, all experts are here.
-        capacity: the seats of an expert, as a multiple of what even routing needs; None for dropless.
+        routing: the routing of these tokens, by `moe.route`.
+        axis: the axis over which experts are split. If no axis of this name is bound, this rank holds all experts.
+        capacity: the positions of an expert, as a multiple of what even routing needs; None for dropless.
 
     Returns:
         `[s, t, d]`; zeros for a token all of whose choices were dropped.
 
     Raises:
-        TypeError: if `x` is not floating-point, or `routing` no `Routing`.
-        ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not fit.
+        TypeError: if `x` is not floating-point, or `routing` is not a `Routing`.
+        ValueError: if the axis does not divide the experts, a leaf of `experts` is not split, or shapes do not match.
 
     Example:
         >>> from fzero.parallel import experts as moe
@@ -255,8 +255,8 @@ def layer(
     check_split(experts, count, axis)
     if capacity is None:
         rows, order = sort_rows(x, routing.experts, count, axis)
-        done = f(experts, rows, partial(grouped_linear, order))
-        return unsort_rows(done, order, routing.gates, axis)
+        outputs = f(experts, rows, partial(grouped_linear, order))
+        return unsort_rows(outputs, order, routing.gates, axis)
     seated = seats(routing.experts, count, capacity)
-    done = f(experts, dispatch(x, seated, axis), batched_linear)
-    return combine(done, seated, routing.gates, axis)
+    outputs = f(experts, dispatch(x, seated, axis), batched_linear)
+    return combine(outputs, seated, routing.gates, axis)

@@ -1,4 +1,4 @@
-"""Balance: losses, a bias and statistics, of all ranks' tokens."""
+"""Load balancing: losses, a bias and statistics over all ranks' tokens."""
 
 from typing import Literal
 
@@ -6,34 +6,34 @@ import torch
 
 from fzero.axes import AxisName
 from fzero.collectives import pmean
-from fzero.parallel.experts._dispatch import counted, seats_of_an_expert
-from fzero.parallel.experts._route import Routing, check_routing, given
+from fzero.parallel.experts._dispatch import count_choices, expert_capacity
+from fzero.parallel.experts._route import Routing, check_routing, describe
 
 __all__ = ["balance_bias", "balance_loss", "load", "stats", "z_loss"]
 
 
 def _counts(routing: Routing) -> torch.Tensor:
-    """Count each sequence's choices of each expert: `[s, E]`."""
+    """Count each sequence's choices per expert: `[s, E]`."""
     check_routing(routing)
     if routing.experts.ndim != 3:
         raise ValueError(f"routing is of tokens {list(routing.experts.shape[:-1])}: expected [sequences, tokens]")
-    return counted(routing.experts.flatten(1), routing.probs.shape[-1])[0][:, :-1]
+    return count_choices(routing.experts.flatten(1), routing.probs.shape[-1])[0][:, :-1]
 
 
 def _shares(routing: Routing) -> torch.Tensor:
-    """Return the share of each sequence's choices that each expert got: `[s, E]`."""
+    """Return each expert's share of each sequence's choices: `[s, E]`."""
     return _counts(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
 
 def load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
-    """Return the share of the choices that each expert got, over all ranks.
+    """Return each expert's share of all choices, over all ranks.
 
     Args:
-        routing: of sequences `[s, t]`.
-        axis: the axes of the data; `None` for those of the running step.
+        routing: the routing of sequences `[s, t]`.
+        axis: the data-parallel axes; `None` for those of the running step.
 
     Returns:
-        `[E]`, equal on all ranks; it sums to 1, less what went nowhere.
+        `[E]`, equal on all ranks. It sums to 1, minus the share of choices of no expert.
 
     Raises:
         ValueError: if the routing is not of sequences of tokens.
@@ -49,20 +49,20 @@ def load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
 def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch", axis: AxisName = None) -> torch.Tensor:
     """Return E times the sum over experts of (share of the choices) x (mean score): 1 if routing is even.
 
-    Over the batch, both factors are averaged over all ranks first, so that it is the loss of the global batch. A
-    product of means is no mean of products: with micro-batches it is that of each micro-batch, averaged, which is
-    another loss. Over each sequence, it is the mean of the sequences' own losses, whatever the cut.
+    Over the batch, both factors are first averaged over all ranks, so the result is the loss of the global batch. With
+    micro-batches it is the average of the micro-batches' losses. This is another loss, since a product of means is not
+    a mean of products. Over each sequence, it is the mean of the sequences' own losses, however the batch is split.
 
     Args:
-        routing: of sequences `[s, t]`.
-        over: what is to be balanced: the global batch, or each sequence.
-        axis: the axes of the data; `None` for those of the running step.
+        routing: the routing of sequences `[s, t]`.
+        over: the tokens over which to balance: those of the global batch, or of each sequence.
+        axis: the data-parallel axes; `None` for those of the running step.
 
     Returns:
-        A number. Over the batch it is equal on all ranks; over sequences it is the mean over this rank's own.
+        A 0-d tensor. Over the batch it is equal on all ranks; over sequences it is the mean over this rank's own.
 
     Raises:
-        ValueError: if `over` is neither, or the routing is not of sequences of tokens.
+        ValueError: if `over` is invalid, or the routing is not of sequences of tokens.
 
     Example:
         >>> from fzero.parallel import experts as moe
@@ -81,13 +81,13 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
 
 
 def z_loss(routing: Routing) -> torch.Tensor:
-    """Return the mean square of the log of the sum of the exponentials of a token's logits: it keeps them small.
+    """Return the mean square of the log-sum-exp of each token's logits; as a loss it keeps logits small.
 
     Args:
-        routing: of any tokens.
+        routing: the routing of any tokens.
 
     Returns:
-        A number, of this rank's own tokens.
+        A 0-d tensor, over this rank's own tokens.
 
     Example:
         >>> from fzero.parallel import experts as moe
@@ -102,22 +102,22 @@ def z_loss(routing: Routing) -> torch.Tensor:
 
 
 def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> torch.Tensor:
-    """Make experts with less than their share likelier, and those with more less likely: balance without a loss.
+    """Raise the bias of experts below the mean load, and lower that of experts above it: balance without a loss.
 
-    `bias` is what `route(bias=)` takes. It is no parameter: the step takes it and returns the new one. Give it the load
-    of all ranks (`moe.load`), or ranks would go apart; a simulation finds that by type.
+    `bias` is the argument of `route(bias=)`. It is not a parameter: the step takes it, and returns the new one. Pass
+    the load over all ranks (`moe.load`), or the ranks' biases would diverge; a simulation refuses such a bias.
 
     Args:
         bias: `[E]`.
-        load: `[E]`, or several such, `[.., E]`, as of micro-batches.
-        rate: what is added or subtracted.
+        load: `[E]`, or several loads `[.., E]`, such as those of micro-batches.
+        rate: the amount that is added or subtracted.
 
     Returns:
         `[E]`.
 
     Raises:
-        TypeError: if either is no tensor.
-        ValueError: if the shapes do not fit.
+        TypeError: if either is not a tensor.
+        ValueError: if the shapes do not match.
 
     Example:
         >>> balance_bias(torch.zeros(3), torch.tensor([0.5, 0.2, 0.3]), rate=0.1)
@@ -128,7 +128,7 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
     """
     for name, x in (("bias", bias), ("load", load)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {given(x)}: expected a tensor, a number an expert")
+            raise TypeError(f"{name} is {describe(x)}: expected a tensor, one number per expert")
     if bias.ndim != 1 or load.shape[-1:] != bias.shape:
         raise ValueError(
             f"bias has the shape {list(bias.shape)}, and load {list(load.shape)}: expected [E] and [.., E]"
@@ -138,17 +138,17 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
 
 
 def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None) -> dict[str, torch.Tensor]:
-    """Return what to watch of a layer of experts, over all ranks.
+    """Return statistics of a layer of experts, over all ranks.
 
     Args:
-        routing: of sequences `[s, t]`.
-        capacity: that of the layer.
-        axis: the axes of the data; `None` for those of the running step.
+        routing: the routing of sequences `[s, t]`.
+        capacity: the layer's capacity.
+        axis: the data-parallel axes; `None` for those of the running step.
 
     Returns:
-        `load` `[E]`: each expert's share of the choices. `dropped`: the share of the choices that found no seat, or
-        went nowhere. `entropy`: that of a token's scores in nats, log(E) at most. All are equal on all ranks, and
-        without gradients.
+        `load` `[E]`: each expert's share of the choices. `dropped`: the share of choices that were dropped or had no
+        expert. `entropy`: the entropy of a token's scores in nats, at most log(E). All are equal on all ranks, and
+        have no gradients.
 
     Raises:
         ValueError: if `capacity` is not positive, or the routing is not of sequences of tokens.
@@ -161,10 +161,10 @@ def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None
     """
     counts = _counts(routing)
     t, k = routing.experts.shape[-2:]
-    c = seats_of_an_expert(t, k, counts.shape[-1], capacity)
+    c = expert_capacity(t, k, counts.shape[-1], capacity)
     dtype = routing.probs.dtype
-    seated = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)
+    processed = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)
     probs = routing.probs.detach()
     entropy = torch.special.entr(probs / probs.sum(-1, keepdim=True)).sum(-1).mean()
-    load, seated, entropy = pmean((_shares(routing).mean(0), seated, entropy), axis)
-    return {"load": load, "dropped": 1 - seated, "entropy": entropy}
+    load, processed, entropy = pmean((_shares(routing).mean(0), processed, entropy), axis)
+    return {"load": load, "dropped": 1 - processed, "entropy": entropy}

@@ -1,4 +1,4 @@
-"""Routing: which experts a token goes to, and with which weights."""
+"""Routing: each token's experts, and the weights of their outputs."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -7,13 +7,13 @@ import torch
 from fzero import random
 from fzero.axes import axis_index, data_axes, micro_batch
 
-__all__ = ["Routing", "check_floating", "check_routing", "given", "jitter", "route"]
+__all__ = ["Routing", "check_floating", "check_routing", "describe", "jitter", "route"]
 
-# What the functions here ask of their arguments.
+# Checks of arguments.
 
 
-def given(x: Any) -> str:
-    """Say what an argument is: a tensor's dtype and shape, else the value."""
+def describe(x: Any) -> str:
+    """Describe an argument for a message: a tensor's dtype and shape, or another value."""
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
 
@@ -21,26 +21,26 @@ def check_floating(name: str, x: Any, expected: str) -> None:
     """Check that an argument is a floating-point tensor.
 
     Raises:
-        TypeError: if it is not. Names it, and says which shape was expected.
+        TypeError: if it is not. The message names the argument and the expected shape.
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} is {given(x)}: expected a floating-point tensor {expected}")
+        raise TypeError(f"{name} is {describe(x)}: expected a floating-point tensor {expected}")
 
 
-# Routing: which experts a token goes to, and with which weights.
+# Routing: each token's experts, and the weights of their outputs.
 
 
-_TINY = 1e-20  # as DeepSeek-V3 has it: sigmoids of -104 and less are zeros in float32
+_TINY = 1e-20  # as in DeepSeek-V3: sigmoids of logits below -104 are zero in float32
 
 
 class Routing(NamedTuple):
-    """What a router has decided; `..` are the dimensions of the tokens, such as sequences and tokens.
+    """A router's decision; `..` are the dimensions of the tokens, such as sequences and tokens.
 
     Attributes:
-        experts: int64 `[.., k]`: each token's experts, the likeliest first; E for no expert.
-        gates: `[.., k]`: the weight of each.
+        experts: int64 `[.., k]`: each token's experts, the most likely first; E for no expert.
+        gates: `[.., k]`: the weight of each choice.
         probs: `[.., E]`: the scores of all experts.
-        logits: `[.., E]`: what the scores were made of.
+        logits: `[.., E]`: the logits from which the scores were computed.
     """
 
     experts: torch.Tensor
@@ -56,7 +56,7 @@ def check_routing(routing: Any) -> None:
         TypeError: if it is not.
     """
     if not isinstance(routing, Routing):
-        raise TypeError(f"routing is {given(routing)}: expected what fzero.parallel.experts.route returned")
+        raise TypeError(f"routing is {describe(routing)}: expected the result of fzero.parallel.experts.route")
 
 
 def route(
@@ -71,27 +71,27 @@ def route(
 ) -> Routing:
     """Choose k experts for each token, by their scores.
 
-    It works in float32, or float64 if the logits are. A token with a nan among its logits goes to no expert and takes
-    nobody's seat. One of its gates is nan, and so is its output: nothing is hidden, and `fzero.observe.nonfinite` finds
-    where it began.
+    The computation is in float32, or in float64 if the logits are. A token with a nan among its logits goes to no
+    expert and takes no position. One of its gates is nan, so its output is nan too, and `fzero.observe.nonfinite` finds
+    the source.
 
     Args:
         logits: `[.., E]`, floating-point.
-        k: how many experts a token goes to.
-        score: what makes scores of logits.
-        normalise: whether a token's gates are divided by their sum; gates that are all zero stay so.
-        scale: what the gates are multiplied by in the end.
-        bias: `[E]`, added to the scores for the choice alone and not for the gates; see `balance_bias`.
-        groups: `(n, most)`: the experts are n equal groups, such as machines, and a token's experts lie in the `most`
-            best of them. A group is as good as its two best experts together (DeepSeek-V3).
+        k: the number of experts per token.
+        score: the function from logits to scores.
+        normalise: whether a token's gates are divided by their sum; gates that are all zero stay zero.
+        scale: the factor by which the gates are multiplied in the end.
+        bias: `[E]`, added to the scores for the choice of experts only, not in the gates; see `balance_bias`.
+        groups: `(n, most)`: the experts form n equal groups, such as machines, and a token's experts lie in its `most`
+            best groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3).
 
     Returns:
-        A `Routing`. Experts of equal scores are taken in torch's order of `topk`.
+        A `Routing`. Experts of equal score come in the order of torch's `topk`.
 
     Raises:
-        TypeError: if the logits or the bias are no floating-point tensor, or the scale is no number.
+        TypeError: if `logits` or `bias` is not a floating-point tensor, or `scale` is not a number.
         ValueError: if k is not between 1 and the number of experts that a token may choose from, or if `score`,
-            `bias` or `groups` do not fit.
+            `bias` or `groups` is invalid.
 
     Example:
         >>> routing = route(torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), k=2, normalise=True)
@@ -114,39 +114,39 @@ def route(
     if groups is not None:
         scores = _in_best_groups(scores, *groups)
     experts = scores.topk(k, -1).indices
-    gates = probs.gather(-1, experts)  # a nan is the largest score, so that a token that has one takes its gate
+    gates = probs.gather(-1, experts)  # topk takes nan as the largest score, so the gate of such a token is nan
     if normalise:
         gates = gates / gates.sum(-1, keepdim=True).clamp(min=_TINY)
-    nowhere = probs.isnan().any(-1, keepdim=True)
-    return Routing(torch.where(nowhere, logits.shape[-1], experts), gates * scale, probs, logits)
+    has_nan = probs.isnan().any(-1, keepdim=True)
+    return Routing(torch.where(has_nan, logits.shape[-1], experts), gates * scale, probs, logits)
 
 
 def _in_best_groups(scores: torch.Tensor, n: int, most: int) -> torch.Tensor:
     """Set the scores of experts outside the best groups to -inf."""
-    of_groups = scores.unflatten(-1, (n, scores.shape[-1] // n))
-    best_two = of_groups.topk(min(2, of_groups.shape[-1]), -1).values.sum(-1)
-    kept = best_two.topk(most, -1).indices
-    is_kept = (kept.unsqueeze(-1) == torch.arange(n, device=scores.device)).any(-2)
-    return of_groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    group_scores = scores.unflatten(-1, (n, scores.shape[-1] // n))
+    best_two = group_scores.topk(min(2, group_scores.shape[-1]), -1).values.sum(-1)
+    best = best_two.topk(most, -1).indices
+    is_best = (best.unsqueeze(-1) == torch.arange(n, device=scores.device)).any(-2)
+    return group_scores.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or not logits.ndim:
         raise TypeError(
-            f"logits is {given(logits)}: expected a floating-point tensor [.., experts], what the router computes"
+            f"logits is {describe(logits)}: expected a floating-point tensor [.., experts], the router's output"
         )
     count = logits.shape[-1]
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f'score={score!r}: expected "softmax" or "sigmoid"')
     if not isinstance(scale, int | float | torch.Tensor):
-        raise TypeError(f"scale={scale!r}: expected a number, what the gates are multiplied by")
+        raise TypeError(f"scale={scale!r}: expected a number, the factor of the gates")
     if bias is None:
         return
     if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-        what = f"bias is {given(bias)}" if isinstance(bias, torch.Tensor) else f"bias={bias!r}"
-        raise TypeError(f"{what}: expected a floating-point tensor [{count}], a number an expert")
+        label = f"bias is {describe(bias)}" if isinstance(bias, torch.Tensor) else f"bias={bias!r}"
+        raise TypeError(f"{label}: expected a floating-point tensor [{count}], one number per expert")
     if bias.shape != (count,):
-        raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{count}], a number an expert")
+        raise ValueError(f"bias has the shape {list(bias.shape)}: expected [{count}], one number per expert")
 
 
 def _check_choices(count: int, k: Any, groups: Any) -> None:
@@ -156,7 +156,7 @@ def _check_choices(count: int, k: Any, groups: Any) -> None:
         n, most = groups if pair else (0, 0)
         if n < 1 or count % n or not 1 <= most <= n:
             raise ValueError(
-                f"groups={groups}: expected (n, most) where n divides the {count} experts, and most is 1 to n"
+                f"groups={groups}: expected (n, most), where n divides the {count} experts, and most is 1 to n"
             )
         choices = count // n * most
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= choices:
@@ -164,21 +164,21 @@ def _check_choices(count: int, k: Any, groups: Any) -> None:
 
 
 def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Tensor:
-    """Multiply each element by a random number from 1 - amount to 1 + amount, as a router's input in training.
+    """Multiply each element by a random number from 1 - amount to 1 + amount, for a router's input in training.
 
-    A sequence's numbers follow from the key and its place in the global batch. So they do not depend on the mesh, and
-    with one micro-batch they are those of unsharded training. Other micro-batches draw others.
+    A sequence's numbers depend on the key and on its position in the global batch, but not on the mesh. With one
+    micro-batch they equal those of unsharded training. Each micro-batch draws different numbers.
 
     Args:
         x: `[sequences, ..]`, floating-point: this rank's part of the batch.
         key: a key, the same on every rank: `fzero.random.key`.
-        amount: how far the numbers are from 1, at most.
+        amount: the largest distance of the numbers from 1.
 
     Returns:
         A tensor like `x`.
 
     Raises:
-        TypeError: if `key` is no key, or `x` not floating-point.
+        TypeError: if `key` is not a key, or `x` is not floating-point.
         ValueError: if `amount` is not between 0 and 1.
 
     Example:
@@ -193,7 +193,7 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     if not 0 <= amount <= 1:
         raise ValueError(f"amount={amount}: expected a number between 0 and 1")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
-        raise TypeError(f"x is {given(x)}: expected a floating-point tensor [sequences, ..]")
+        raise TypeError(f"x is {describe(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
     first = axis_index(tuple([a.name for a in data_axes()])).to(x.device) * x.shape[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -201,5 +201,5 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     def noise(sequence: torch.Tensor) -> torch.Tensor:
         return random.uniform(random.fold_in(key, sequence), x.shape[1:], dtype)
 
-    drawn = torch.vmap(noise)(first + torch.arange(x.shape[0], device=x.device))
-    return (x * (1 + amount * (2 * drawn - 1))).to(x.dtype)
+    samples = torch.vmap(noise)(first + torch.arange(x.shape[0], device=x.device))
+    return (x * (1 + amount * (2 * samples - 1))).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Pipelines: a model cut at its blocks, a loss that runs them by a schedule, and schedules as data."""
+"""Pipelines: a loss function that runs the blocks of a model by a schedule, over the ranks of an axis."""
 
 from fzero.parallel.pipeline._pipeline import Pipeline, pipeline
 

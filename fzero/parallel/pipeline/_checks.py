@@ -1,4 +1,4 @@
-"""What a pipeline is given, checked: blocks that are alike, one batch for all ranks; and the rule for blocks."""
+"""Checks of a pipeline's arguments, and the rule that splits its blocks over the ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ __all__ = [
     "map_blocks",
 ]
 
-# What a pipeline is given: blocks among the parameters, which are alike, and one batch for all its ranks.
+# Checks of arguments: counts, schedules, blocks of equal structure, and a batch that all ranks share.
 
 
 def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
-    """Check arguments of `fzero.pipeline`, by name: those that are functions, and those that count something.
+    """Check the arguments of `fzero.pipeline` that are functions, and those that are counts, by name.
 
     Raises:
-        TypeError: if one is no function.
-        ValueError: if one is no int, or less than 1.
+        TypeError: if one is not a function.
+        ValueError: if a count is not an int, or is less than 1.
     """
     for name, f in functions.items():
         if not callable(f):
@@ -43,37 +43,37 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
 
 
 def check_schedule(schedule: Any, micro_batches: int, stages: int) -> None:
-    """Check that a schedule is a name, for so many stages a rank, or a table that can run, for so many micro-batches.
+    """Check a schedule: a name that supports this number of stages per rank, or a table for these micro-batches.
 
     Raises:
         TypeError: if it is neither a name nor a table.
-        ValueError: if no schedule has the name, or a table cannot run, or is for another number of micro-batches.
+        ValueError: if no schedule has the name, a table cannot run, or a table has another number of micro-batches.
     """
     if isinstance(schedule, Schedule):
         check(schedule)
         if schedule.micro_batches != micro_batches:
             raise ValueError(
-                f"fzero.pipeline: micro_batches={micro_batches}, and the schedule {schedule.name!r} has "
-                f"{schedule.micro_batches}"
+                f"fzero.pipeline: micro_batches={micro_batches}, but the schedule {schedule.name!r} has "
+                f"{schedule.micro_batches}: use the same number"
             )
     else:
         check_name(schedule, stages)
 
 
 def check_depth(depth: Any) -> int | tuple[int, ...]:
-    """Return the number of blocks, or those of each stage.
+    """Return the number of blocks, or the numbers of blocks per stage.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if `depth` is neither.
     """
-    several = isinstance(depth, Iterable)
-    counts = tuple(depth) if several else (depth,)
+    is_list = isinstance(depth, Iterable)
+    counts = tuple(depth) if is_list else (depth,)
     if not all(_is_count(n, 0) for n in counts) or sum(counts) < 1:
         raise ValueError(
-            f"fzero.pipeline: depth={depth!r}: expected the number of blocks, an int, at least 1; or how many each "
-            "stage has, some of which may be 0"
+            f"fzero.pipeline: depth={depth!r}: expected the number of blocks, an int, at least 1; or one number per "
+            "stage, some of which may be 0"
         )
-    return counts if several else counts[0]
+    return counts if is_list else counts[0]
 
 
 def _is_count(n: Any, least: int) -> bool:
@@ -81,25 +81,25 @@ def _is_count(n: Any, least: int) -> bool:
 
 
 def blocks_of(params: Any, name: str) -> Sequence[Any]:
-    """Return the blocks of a dict of parameters, that are its list of this name.
+    """Return the list of blocks in a dict of parameters.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if the dict has no list of this name.
     """
     blocks = params.get(name) if isinstance(params, Mapping) else None
     if not isinstance(blocks, list | tuple) or not blocks:
         raise ValueError(
-            f"fzero.pipeline: expected a dict of parameters with a list of blocks at {name!r}, and got "
+            f"fzero.pipeline: expected a dict of parameters with a list of blocks at {name!r}, but got "
             f"{type(params).__name__}" + (f" of {sorted(params)}" if isinstance(params, Mapping) else "")
         )
     return blocks
 
 
 def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, name: str) -> Any:
-    """Put `f(params)` in the place of the blocks of each dict of parameters in a tree, such as a state's moments.
+    """Replace the blocks of each dict of parameters in a tree by `f(params)`. The tree may be an optimizer's state.
 
     Raises:
-        ValueError: if there is none. A tuple, as a state without moments is, need not have one.
+        ValueError: if the tree holds no such dict. A tuple need not hold one, such as a state without moments.
     """
 
     def has_blocks(x: Any) -> bool:
@@ -110,127 +110,127 @@ def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, nam
 
     nodes, structure = tree.flatten(values, has_blocks)
     if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
-        blocks_of(values, name)  # says what is missing
+        blocks_of(values, name)  # raises, and names the missing list
     nodes = [{**x, name: type_of(x)(f(x))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
 
 
 def check_alike(blocks: Sequence[Any], name: str) -> None:
-    """Check that blocks can be stacked: that they have one structure, and leaves of one shape and dtype.
+    """Check that blocks can be stacked: all need the same structure, and leaves of the same shapes and dtypes.
 
     Raises:
-        ValueError: if one differs from the first. Names the block and the leaf.
+        ValueError: if a block differs from the first. The message names the block and the leaf.
     """
     paths, leaves, structure = tree.flatten_with_paths(blocks[0], is_box)
     for i, block in enumerate(blocks[1:], 1):
-        others, other = tree.flatten(block, is_box)
-        if other != structure:
+        block_leaves, block_structure = tree.flatten(block, is_box)
+        if block_structure != structure:
             raise ValueError(
-                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.difference(blocks[0], block)}: blocks of a "
-                "pipeline are stacked by rank, so all have one structure"
+                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.difference(blocks[0], block)}: a pipeline "
+                "stacks its blocks by rank, so all need the same structure"
             )
-        for path, x, y in zip(paths, leaves, others, strict=True):
+        for path, x, y in zip(paths, leaves, block_leaves, strict=True):
             if tree.show(x) != tree.show(y):
                 raise ValueError(
-                    f"fzero.pipeline: {tree.place(f'{name}[{i}]', path)} is {tree.show(y)}, and that of {name}[0] is "
-                    f"{tree.show(x)}: the blocks of a pipeline are stacked by rank, so all have leaves of one shape"
+                    f"fzero.pipeline: {tree.place(f'{name}[{i}]', path)} is {tree.show(y)}, but in {name}[0] it is "
+                    f"{tree.show(x)}: a pipeline stacks its blocks by rank, so all need leaves of the same shapes"
                 )
 
 
 def check_untied(params: Mapping[str, Any], name: str) -> None:
-    """Check that no leaf of a block is tied to one of another block, or to one outside: stacked they would part.
+    """Check that no leaf of a block is tied to a leaf outside it. Stacking would make two parameters of the one.
 
     Raises:
-        ValueError: if one is. Names both places.
+        ValueError: if such a leaf is tied. The message names both places.
     """
-    home: dict[int, tuple[str, int | None]] = {}  # by leaf, its path, and the block that has it
+    owners: dict[int, tuple[str, int | None]] = {}  # by the id of a leaf: its path, and the block that holds it
     items = [(f"{name}.{i}", i, block) for i, block in enumerate(params[name])]
-    for where, number, values in [*items, *[(key, None, x) for key, x in params.items() if key != name]]:
+    for prefix, number, values in [*items, *[(key, None, x) for key, x in params.items() if key != name]]:
         for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):
             if not isinstance(x, torch.Tensor):
                 continue
-            place = f"{where}.{path}" if path else where
-            other, block = home.setdefault(id(x), (place, number))
+            label = f"{prefix}.{path}" if path else prefix
+            first_label, block = owners.setdefault(id(x), (label, number))
             if block != number:
                 raise ValueError(
-                    f"fzero.pipeline: leaves {other!r} and {place!r} are tied, one parameter: blocks are stacked "
-                    "by rank, and each would train a copy of its own. What several use is no leaf of a block"
+                    f"fzero.pipeline: leaves {first_label!r} and {label!r} are tied, one parameter: blocks are stacked "
+                    "by rank, and each would train its own copy. Move a parameter that several blocks use out of them"
                 )
 
 
 def check_shared(batch: Any, axis: Axis) -> None:
-    """Check that the ranks along a pipeline's axis are given one batch.
+    """Check that the ranks along a pipeline's axis receive the same batch.
 
     Raises:
-        ValueError: if a leaf is known to differ. The message names it.
+        ValueError: if a leaf is known to differ by rank. The message names the leaf.
     """
-    others = tuple([a.name for a in data_axes() if a.name != axis.name])
-    wanted = f"split it over the others, mesh.split(batch, {others!r})" if others else "give it as it is"
+    rest = tuple([a.name for a in data_axes() if a.name != axis.name])
+    advice = f"split it over the other axes, mesh.split(batch, {rest!r})" if rest else "do not split it"
 
-    def says(where: str, name: str) -> str:
-        return f"fzero.pipeline: {where} differs by rank along {name!r}, whose ranks work on one batch: {wanted}"
+    def message(label: str, name: str) -> str:
+        return f"fzero.pipeline: {label} differs by rank along {name!r}, whose ranks share one batch: {advice}"
 
     paths, leaves, _ = tree.flatten_with_paths(batch)
-    check_inputs_replicated("the batch", [axis] if axis.size > 1 else [], paths, leaves, says)
+    check_inputs_replicated("the batch", [axis] if axis.size > 1 else [], paths, leaves, message)
 
 
-# The rule by which a pipeline's parameters are cut: blocks are split along its axis.
+# The rule that splits a pipeline's stacked blocks along its axis.
 
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """A rule for `fzero.shard(..., split=)`, of a `Pipeline`.
+    """The rule of a `Pipeline` for `fzero.shard(..., split=)`.
 
     Attributes:
-        axis: the pipeline's.
+        axis: the pipeline's axis.
         blocks: the key of the blocks among the parameters.
-        placed: says where blocks lie, given the ranks along the axis and how many slots each has.
-        rule: how leaves are split along further axes, by their paths without a mesh.
+        placement: a function from the number of ranks, and of slots per rank, to the placement of blocks.
+        rule: the rule for leaves that are split along other axes too, by their paths without a mesh.
     """
 
     axis: str
     blocks: str
-    placed: Callable[[int, int], Placement]
+    placement: Callable[[int, int], Placement]
     rule: SplitRule | None = None
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The axes along which ranks have work of their own, and no data of their own."""
+        """The axes along which ranks share one batch, and do different work."""
         return (self.axis,)
 
     def __call__(self, path: str, leaf: torch.Tensor) -> Mapping[str, int] | None:
-        """Say how a leaf is split: stacked blocks along the pipeline's axis, dimension 0.
+        """Return how a leaf is split: stacked blocks along the pipeline's axis, at dimension 0.
 
         Raises:
             ValueError: if a leaf of a block is not stacked.
         """
-        stacked = self._is_of_a_block(path) and self.axis in axis_names()  # else blocks are not stacked
-        if stacked and (not leaf.ndim or leaf.shape[0] != axis_size(self.axis)):
+        is_stacked = self._is_block_leaf(path) and self.axis in axis_names()  # blocks are stacked on such a mesh only
+        if is_stacked and (not leaf.ndim or leaf.shape[0] != axis_size(self.axis)):
             raise ValueError(
-                f"fzero.pipeline: leaf {path!r} is {tree.show(leaf)}, and blocks are stacked by rank, "
-                f"[{axis_size(self.axis)}, ...]: give loss.stack(params, mesh)"
+                f"fzero.pipeline: leaf {path!r} is {tree.show(leaf)}, but blocks are stacked by rank, "
+                f"[{axis_size(self.axis)}, ...]: pass loss.stack(params, mesh)"
             )
-        further = {} if self.rule is None else dict(self.rule(path, leaf[0] if stacked else leaf) or {})
-        if not stacked:
-            return further or None
-        return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in further.items()}}
+        other_axes = {} if self.rule is None else dict(self.rule(path, leaf[0] if is_stacked else leaf) or {})
+        if not is_stacked:
+            return other_axes or None
+        return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in other_axes.items()}}
 
     def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> Mapping[str, Stacked]:
-        """Say which block each rank has in each place of the stacked list.
+        """Return which block each rank holds at each place of the stacked list.
 
         Args:
-            paths: of the leaves of a tree of parameters.
-            sizes: the ranks along each axis.
+            paths: the paths of the leaves of a tree of parameters.
+            sizes: the number of ranks along each axis.
 
         Raises:
-            ValueError: if the list has more or fewer places than blocks take on so many ranks.
+            ValueError: if the list has more or fewer places than the blocks take on these ranks.
         """
         depth = len(self.blocks.split("."))
-        places = {path.split(".")[depth] for path in paths if self._is_of_a_block(path)}
+        places = {path.split(".")[depth] for path in paths if self._is_block_leaf(path)}
         if not places or self.axis not in sizes:
             return {}
-        by_rank = self.placed(sizes[self.axis], len(places)).blocks
+        by_rank = self.placement(sizes[self.axis], len(places)).blocks
         return {self.axis: Stacked(self.blocks, tuple(zip(*by_rank, strict=True)))}
 
-    def _is_of_a_block(self, path: str) -> bool:
+    def _is_block_leaf(self, path: str) -> bool:
         return path.startswith(f"{self.blocks}.")

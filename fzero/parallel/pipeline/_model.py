@@ -1,4 +1,4 @@
-"""What a pipeline runs: a model cut at its blocks, called stage by stage, for one micro-batch."""
+"""The model of a pipeline: its first part, its blocks and its last part, called for one micro-batch."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,23 +14,23 @@ from fzero.graph import loop
 from fzero.parallel.schedules import Schedule
 from fzero.transforms import gather, remat
 
-__all__ = ["MicroBatchCall", "Model", "Placement", "even", "micro_batch_of", "placed", "without_axis"]
+__all__ = ["MicroBatchCall", "Model", "Placement", "even_counts", "micro_batch_of", "place_blocks", "without_axis"]
 
-# Which rank holds which blocks, and in which slot: blocks of all ranks are stacked, slot by slot.
+# Placement: the rank and the slot of each block. The blocks in one slot of all ranks are stacked.
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where blocks live.
+    """The rank and slot of each block.
 
-    A rank's slots are counted through its stages, from the first to the last. Ranks have equally many; where a rank has
-    fewer blocks, the rest of its slots are idle.
+    A rank's slots are numbered through its stages, from the first to the last. All ranks have the same number of slots.
+    A rank with fewer blocks leaves some slots idle.
 
     Attributes:
         blocks: by rank and slot, the number of the block; None for an idle slot.
-        slots: by stage, its slots on the rank that holds it, in order, without idle ones.
-        chunks: by the number of a rank's stage (its first, its second), the slots that it may fill.
-        stage: by rank and chunk, the stage; None where a rank holds fewer.
+        slots: by stage, the slots that it uses on its rank, in order.
+        chunks: by chunk (a rank's first stage, its second, ...), the slots that the chunk may use.
+        stage: by rank and chunk, the stage; None if the rank holds fewer stages.
     """
 
     blocks: tuple[tuple[int | None, ...], ...]
@@ -45,70 +45,70 @@ class Placement:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """By block, the rank and the slot."""
-        found = {b: (r, s) for r, row in enumerate(self.blocks) for s, b in enumerate(row) if b is not None}
-        return tuple([found[b] for b in range(self.depth)])
+        """By block, its rank and slot."""
+        by_block = {b: (r, s) for r, row in enumerate(self.blocks) for s, b in enumerate(row) if b is not None}
+        return tuple([by_block[b] for b in range(self.depth)])
 
     def stack(self, blocks: Sequence[Any]) -> list[Any]:
-        """Stack blocks by slot: leaves `[ranks, ...]`. An idle slot has a copy of some block, which nobody uses."""
+        """Stack blocks by slot: leaves `[ranks, ...]`. An idle slot holds a copy of some block, which is not used."""
         rows = [[b for b in column if b is not None] for column in zip(*self.blocks, strict=True)]
         stacked = []
-        for column, some in zip(zip(*self.blocks, strict=True), rows, strict=True):
-            chosen = [blocks[some[0] if b is None else b] for b in column]
-            stacked.append(tree.map(lambda *xs: torch.stack(xs), *chosen))
+        for column, members in zip(zip(*self.blocks, strict=True), rows, strict=True):
+            items = [blocks[members[0] if b is None else b] for b in column]
+            stacked.append(tree.map(lambda *xs: torch.stack(xs), *items))
         return stacked
 
     def unstack(self, slots: Sequence[Any]) -> list[Any]:
-        """List the blocks of stacked slots: views of their leaves."""
+        """Return the blocks of stacked slots, as views of their leaves."""
         return [tree.map(lambda x, r=r: x[r], slots[s]) for r, s in self.places]
 
 
-def even(depth: int, stages: int) -> tuple[int, ...]:
-    """Deal blocks to stages as evenly as can be; those in the middle get what is left, for embedding and head."""
-    least, left = divmod(depth, stages)
-    middle = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))[:left]
-    return tuple([least + (s in middle) for s in range(stages)])
+def even_counts(depth: int, stages: int) -> tuple[int, ...]:
+    """Spread blocks over stages evenly. The middle stages get one more, since the ends hold embedding and head."""
+    base, remainder = divmod(depth, stages)
+    middle = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))[:remainder]
+    return tuple([base + (s in middle) for s in range(stages)])
 
 
-def placed(schedule: Schedule, counts: Sequence[int]) -> Placement:
+def place_blocks(schedule: Schedule, counts: Sequence[int]) -> Placement:
     """Place blocks on the ranks of a schedule.
 
     Args:
-        schedule: says which rank holds which stage.
-        counts: by stage, how many blocks it has.
+        schedule: the schedule, which assigns stages to ranks.
+        counts: the number of blocks of each stage.
     """
     ranks = range(schedule.ranks)
-    mine = [[s for s, rank in enumerate(schedule.home) if rank == r] for r in ranks]
+    rank_stages = [[s for s, rank in enumerate(schedule.home) if rank == r] for r in ranks]
     chunks, slot = [], 0
-    for k in range(max(map(len, mine))):
-        size = max([counts[stages[k]] for stages in mine if k < len(stages)])
+    for k in range(max(map(len, rank_stages))):
+        size = max([counts[stages[k]] for stages in rank_stages if k < len(stages)])
         chunks.append(tuple(range(slot, slot + size)))
         slot += size
     first = [sum(counts[:s]) for s in range(schedule.stages)]
     rows: list[list[int | None]] = [[None] * slot for _ in ranks]
     slots: list[tuple[int, ...]] = [()] * schedule.stages
     for r in ranks:
-        for k, s in enumerate(mine[r]):
+        for k, s in enumerate(rank_stages[r]):
             slots[s] = chunks[k][: counts[s]]
             for j, place in enumerate(slots[s]):
                 rows[r][place] = first[s] + j
-    stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in mine])
+    stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in rank_stages])
     return Placement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
 
 
 Number = int | torch.Tensor
-HANDED = ("index", "batch")  # what a block is handed by name, if it takes it
+BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model cut at its blocks.
+    """A model as three functions: the part before its blocks, a block, and the part after them.
 
     Attributes:
         block: `(p, x) -> x`; it may also take `index`, the number of the block, and `batch`, the micro-batch.
-        first: `(rest, batch) -> x`: what comes before the blocks.
-        last: `(rest, x, batch) -> (total, weight)`, or a mean: what comes after them.
-        remat: whether each block runs again in the backward pass, or what it saves then (see `fzero.remat`).
+        first: `(rest, batch) -> x`: the part before the blocks.
+        last: `(rest, x, batch) -> (total, weight)`, or a mean: the part after the blocks.
+        remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`.
     """
 
     block: Callable[..., Any]
@@ -117,73 +117,74 @@ class Model:
     remat: Any = False
 
     @cached_property
-    def _asks(self) -> tuple[str, ...]:
-        """Which of `HANDED` the block takes."""
+    def _keywords(self) -> tuple[str, ...]:
+        """The names in `BLOCK_KEYWORDS` that the block takes."""
         try:
             names = inspect.signature(self.block).parameters
         except (TypeError, ValueError):  # a builtin
             return ()
-        return tuple([name for name in HANDED if name in names])
+        return tuple([name for name in BLOCK_KEYWORDS if name in names])
 
     @cached_property
     def _block(self) -> Callable[..., Any]:
-        def whole(p: Any, key: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-            p = tree.map_with_path(_own, gather(p)) if kwargs.pop("stacked") else gather(p)
+        def run_gathered(p: Any, key: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            p = tree.map_with_path(_own_part, gather(p)) if kwargs.pop("stacked") else gather(p)
             return self.block(p, *args, **kwargs) if key is None else random.seeded(self.block)(key, p, *args, **kwargs)
 
         if self.remat is False:
-            return whole
-        return remat(whole, save=None if self.remat is True else self.remat)
+            return run_gathered
+        return remat(run_gathered, save=None if self.remat is True else self.remat)
 
     def run_block(self, p: Any, x: Any, index: Number, call: "MicroBatchCall", stacked: bool) -> Any:
         """Run one block.
 
         Args:
-            p: its parameters, whole or in boxes.
-            x: what it is given.
+            p: its parameters, full or in boxes.
+            x: its input.
             index: its number.
-            call: for which micro-batch.
-            stacked: whether leaves of `p` are `[1, ...]`, a rank's part of those of all ranks.
+            call: the micro-batch.
+            stacked: whether leaves of `p` are `[1, ...]`, this rank's part of stacked leaves.
         """
-        handed = {"index": index, "batch": call.batch}
+        values = {"index": index, "batch": call.batch}
         key = None if call.key is None else random.fold_in(call.key, index + 1)
-        return self._block(p, key, x, stacked=stacked, **{name: handed[name] for name in self._asks})
+        return self._block(p, key, x, stacked=stacked, **{name: values[name] for name in self._keywords})
 
     def run_first(self, rest: Any, call: "MicroBatchCall") -> Any:
-        """Run what comes before the blocks."""
+        """Run the part before the blocks."""
         return self._seeded(self.first, call, 0)(rest, call.batch)
 
     def run_last(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run what comes after the blocks, and return a total and its weight.
+        """Run the part after the blocks, and return a total and its weight.
 
         Raises:
-            TypeError: if it returns neither these nor a mean.
+            TypeError: if `last` returns neither these nor a mean.
         """
         out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
         total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
-            given = tree.show(total) if isinstance(total, torch.Tensor) else type(total).__name__
+            actual = tree.show(total) if isinstance(total, torch.Tensor) else type(total).__name__
             raise TypeError(
                 "fzero.pipeline: last(rest, x, batch) must return (total, weight), the sum of the losses and of their "
-                f"weights, or a mean over the micro-batch, each 0-d; it returned {given}"
+                f"weights, or a mean over the micro-batch, each 0-d; it returned {actual}"
             )
-        total = total.to(torch.promote_types(total.dtype, torch.float32))  # in half precision a count has 8 or 11 bits
+        # a count in half precision would have 8 or 11 bits only
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
         weight = torch.ones_like(total) if weight is None else torch.as_tensor(weight).to(total.dtype)
         return total, weight.detach()
 
     def run_outputs(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> Any:
-        """Run what comes after the blocks, and return what it gives for each example.
+        """Run the part after the blocks, and return its result for each example.
 
         Raises:
-            TypeError: if that is no tree of tensors with dimensions.
+            TypeError: if the result is not a tree of tensors with dimensions.
         """
         out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
         for path, v in zip(*tree.flatten_with_paths(out)[:2], strict=True):
             if not isinstance(v, torch.Tensor) or not v.ndim:
-                given = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
+                actual = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
                 raise TypeError(
-                    "fzero.pipeline: outputs asks last(rest, x, batch) for a tree of tensors [b, ...], of the b "
-                    f"examples of a micro-batch; {tree.place('what it returned', path)} is {given}"
+                    "fzero.pipeline: for outputs, last(rest, x, batch) must return a tree of tensors [b, ...], for the "
+                    f"b examples of a micro-batch; {tree.place('what it returned', path)} is {actual}"
                 )
         return out
 
@@ -197,12 +198,12 @@ class Model:
 
 @dataclass(frozen=True)
 class MicroBatchCall:
-    """One micro-batch, on its way through a model.
+    """One micro-batch, and the key of its random numbers.
 
     Attributes:
         batch: the micro-batch.
-        number: which one it is; a tensor where that is not known while tracing, or differs by rank.
-        key: of the random numbers of the whole loss, or None.
+        number: its number; a tensor if it differs by rank, or is not known while tracing.
+        key: the key of the whole loss's random numbers, or None.
     """
 
     batch: Any
@@ -210,61 +211,61 @@ class MicroBatchCall:
     key: torch.Tensor | None
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
-        """Call `f(*args)` as a part of the loss of this micro-batch."""
+        """Call `f(*args)` as part of this micro-batch's loss."""
         return in_micro_batch(self.number, f, *args)
 
 
-def _own(path: str, w: torch.Tensor) -> torch.Tensor:
-    """Return a rank's own leaf of a block, of its part `[1, ...]` of those of all ranks.
+def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
+    """Return this rank's leaf of a block, from its part `[1, ...]` of the stacked leaf.
 
     Raises:
-        ValueError: if it has those of all ranks: then every rank would run the first rank's blocks.
+        ValueError: if the leaf is not split by rank: then every rank would run the first rank's blocks.
     """
     if w.shape[:1] != (1,):
         raise ValueError(
-            f"fzero.pipeline: {tree.place('a block', path)} is {tree.show(w)} on each rank, and a rank's part of what "
-            "is stacked is [1, ...]: blocks are not split by rank; give loss.stack(params, mesh) to step.init, and "
-            "fzero.shard(..., split=loss.split)"
+            f"fzero.pipeline: {tree.place('a block', path)} is {tree.show(w)} on each rank, expected this rank's part "
+            "[1, ...] of a stacked leaf. The blocks are not split by rank: pass loss.stack(params, mesh) to step.init, "
+            "and use fzero.shard(..., split=loss.split)"
         )
     return w[0]
 
 
-def micro_batch_of(batch: Any, count: int, number: Number, in_a_turn: bool = False) -> Any:
-    """Return a micro-batch: equal parts of all leaves along dimension 0. Leaves of shape [] are in each.
+def micro_batch_of(batch: Any, count: int, number: Number, in_loop: bool = False) -> Any:
+    """Return one micro-batch: one of equal parts of all leaves along dimension 0. Leaves of shape [] are in each part.
 
     Args:
-        batch: of all micro-batches.
-        count: how many there are.
-        number: which one.
-        in_a_turn: whether the number is that of a traced turn.
+        batch: all micro-batches.
+        count: the number of micro-batches.
+        number: the number of the micro-batch to return.
+        in_loop: whether `number` is the number of an iteration in a traced loop.
 
     Raises:
-        ValueError: if a leaf does not divide by `count`. The message names it.
+        ValueError: if a leaf does not divide by `count`. The message names the leaf.
     """
 
     def part(path: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.ndim:
             return x
-        size, left = divmod(x.shape[0], count)
-        if left:
+        size, remainder = divmod(x.shape[0], count)
+        if remainder:
             raise ValueError(
                 f"fzero.pipeline: {tree.place('the batch', path)} is {list(x.shape)}: dimension 0 of a rank's part "
-                f"must divide by micro_batches={count}; drop or pad the last batch, or cut it in other parts"
+                f"must divide by micro_batches={count}; drop or pad the last batch, or change micro_batches"
             )
         if isinstance(number, torch.Tensor):
-            return loop.part(x, number, 0, size) if in_a_turn else _at(x, number, count)
+            return loop.part(x, number, 0, size) if in_loop else _at(x, number, count)
         return x.narrow(0, number * size, size)
 
     return tree.map_with_path(part, batch)
 
 
 def _at(x: torch.Tensor, number: torch.Tensor, count: int) -> torch.Tensor:
-    """Return one of `count` parts of a tensor, where its number is a tensor, which may differ by rank."""
+    """Return one of `count` equal parts of a tensor. The part's number is a tensor, which may differ by rank."""
     return x.unflatten(0, (count, -1)).index_select(0, number.reshape(1)).squeeze(0)
 
 
 def without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:
-    """Call `f(*args)` where the axes of the running step are the others: ranks along this one share one batch."""
+    """Call `f(*args)` in a scope whose default axes exclude this one, since its ranks share one batch."""
     scope = scope_here()
     if scope is None:
         return f(*args)

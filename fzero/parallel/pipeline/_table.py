@@ -1,7 +1,7 @@
-"""A pipeline by its table: each rank does what its row says, and sends and receives between.
+"""A pipeline by its table: each rank runs the actions of its row, with sends and receives between them.
 
-The forward pass of the loss makes the gradients, and its derivative hands them out. So residuals of a micro-batch die
-in its backward pass, which comes as early as the schedule says; and a loss by a table is differentiated once.
+The forward pass of the loss computes the gradients, and the derivative of the loss returns them. So the residuals of a
+micro-batch are freed in its backward pass, as early as the schedule allows. Such a loss can be differentiated once.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ from fzero._torch import group_of, is_tracing
 from fzero.axes import is_lockstep, loss_scale_here
 from fzero.collectives import StageMessages
 from fzero.graph import loop
-from fzero.parallel.pipeline._stages import Kinds, Params, Stages, kinds_of, probed
+from fzero.parallel.pipeline._stages import Params, Stages, ValueSpec, probe, value_spec_of
 from fzero.parallel.schedules import Action, Value, makes, programs
 
-__all__ = ["Recorded", "run_table", "seed_of"]
+__all__ = ["RowRecorder", "loss_cotangent", "run_table"]
 
-# A pipeline in a trace: each of a rank's stages runs once, forward and backward, as one turn of a loop.
+# A pipeline in a trace: each of a rank's stages is recorded once, forward and backward, as one iteration of a loop.
 
 
 Tensors = list[torch.Tensor]
 
 
-class Recorded:
-    """One rank's row of a schedule, written down for a graph that will run it.
+class RowRecorder:
+    """Records one rank's row of a schedule, for a graph that will run it.
 
     Attributes:
-        stages: the pipeline's.
+        stages: the pipeline's stages.
         params: this rank's parameters.
-        scale: by which gradients are scaled in the backward passes, and until they are handed out.
-        sums: by place of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
+        scale: the loss scale, by which gradients are multiplied from the backward passes until they are returned.
+        sums: by position of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
     """
 
     def __init__(self, stages: Stages, params: Params, scale: torch.Tensor | None) -> None:
@@ -43,101 +43,103 @@ class Recorded:
         self.sums: dict[int, Tensors] = {}
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record a turn; returns the total and the weight."""
+        """Record an iteration, and return the total and the weight."""
         tensors = [x.detach() for x in tensors]
         loop.aside()
-        kinds = self.stages.call_of(0).run(probed, self.stages, self.params, tensors)
+        spec = self.stages.call_of(0).run(probe, self.stages, self.params, tensors)
         loop.aside_ends()
         track = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
-        turn = loop.turn(self.stages.schedule.micro_batches)
-        loop.needs(turn, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale])
-        shares: dict[int, list[_Sum]] = {place: [] for place in range(len(tensors))}
+        iteration = loop.turn(self.stages.schedule.micro_batches)
+        loop.needs(
+            iteration, loop.rank_schedule_number(track), tensors if self.scale is None else [*tensors, self.scale]
+        )
+        shares: dict[int, list[_Sum]] = {position: [] for position in range(len(tensors))}
         totals: list[_Sum] = []
-        for stage in self.stages.mine:
-            totals += self._stage(stage, turn, kinds, tensors, shares)
-        zero = torch.zeros((), dtype=kinds.total, device=kinds.device)
-        totals = totals or [_without_share(zero, turn), _without_share(zero, turn)]
-        for place, like in enumerate(tensors):
-            missing = self._most(place) - len(shares[place])
-            shares[place] += [_without_share(like, turn) for _ in range(missing)]
-        # all ranks' loops return their sums in one order, whatever the order in which stages make them
+        for stage in self.stages.rank_stages:
+            totals += self._stage(stage, iteration, spec, tensors, shares)
+        zero = torch.zeros((), dtype=spec.total, device=spec.device)
+        totals = totals or [_without_share(zero, iteration), _without_share(zero, iteration)]
+        for position, like in enumerate(tensors):
+            count = self._sum_count(position) - len(shares[position])
+            shares[position] += [_without_share(like, iteration) for _ in range(count)]
+        # all ranks' loops return their sums in the same order, in whatever order stages compute them
         total, weight = [x.after() for x in totals]
-        self.sums = {place: [x.after() for x in found] for place, found in shares.items()}
+        self.sums = {position: [x.after() for x in sums] for position, sums in shares.items()}
         return total, weight
 
-    def handed_out(self, total: torch.Tensor) -> Tensors:
-        """Return the gradients, times that of the total."""
-        found, total = [], total if self.scale is None else total / self.scale
-        for place, like in enumerate(self.params.tensors):
-            first, *more = self.sums.pop(place)
-            for other in more:
-                first = first + other
-            found.append((first * total.to(first.dtype)).to(like.dtype))
-        return found
+    def scaled_grads(self, total: torch.Tensor) -> Tensors:
+        """Return the gradients, multiplied by the gradient of the total."""
+        grads, total = [], total if self.scale is None else total / self.scale
+        for position, like in enumerate(self.params.tensors):
+            first, *more = self.sums.pop(position)
+            for grad in more:
+                first = first + grad
+            grads.append((first * total.to(first.dtype)).to(like.dtype))
+        return grads
 
-    def _most(self, place: int) -> int:
-        """Return how many sums each rank has for a parameter: as many as the rank with most stages that use it."""
-        if place < sum(self.params.sizes):
+    def _sum_count(self, position: int) -> int:
+        """Return the number of sums for a parameter: that of the rank with the most stages that use it."""
+        if position < sum(self.params.sizes):
             return 1
         homes = [self.stages.schedule.home[s] for s in {0, self.stages.last}]
         return len(homes) - len(set(homes)) + 1
 
     def _stage(
-        self, stage: int, turn: torch.Tensor, kinds: Kinds, tensors: Tensors, shares: dict[int, "list[_Sum]"]
+        self, stage: int, iteration: torch.Tensor, spec: ValueSpec, tensors: Tensors, shares: dict[int, "list[_Sum]"]
     ) -> "list[_Sum]":
-        """Record a stage, forward and backward; returns the sums of the total and the weight of the last one."""
-        leaves, structure = tree.flatten(kinds.x)
+        """Record a stage forward and backward. For the last stage, return the sums of the total and the weight."""
+        leaves, structure = tree.flatten(spec.x)
         places = self.params.places(*self.stages.uses(stage))
-        own = [tensors[i] for i in places]
+        weights = [tensors[i] for i in places]
         last = stage == self.stages.last
         loop.begins("F", stage)
-        given = [] if stage == 0 else _arrivals("F", stage - 1, leaves, kinds.device)
-        f = self.stages.function(stage, self.params, structure, self.stages.call_of(turn, in_a_turn=True))
-        made, pull, aux = torch.func.vjp(f, own, given, has_aux=True)  # pyright: ignore[reportAssignmentType]
+        inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
+        f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
+        outputs, pull, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
-            loop.sent("F", stage, list(made))
+            loop.sent("F", stage, list(outputs))
         loop.begins("B", stage)
-        cotangent: Any = seed_of(made, self.scale) if last else _arrivals("G", stage + 1, leaves, kinds.device)
+        cotangent: Any = loss_cotangent(outputs, self.scale) if last else _receive("G", stage + 1, leaves, spec.device)
         grads, x = pull(cotangent, retain_graph=False)
         if stage:
             loop.sent("G", stage, list(x))
-        for place, g in zip(places, grads, strict=True):
-            shares[place].append(_with_share(g, turn))
-        return [_with_share(x, turn) for x in (made, aux)] if last else []
+        for position, g in zip(places, grads, strict=True):
+            shares[position].append(_with_share(g, iteration))
+        return [_with_share(x, iteration) for x in (outputs, aux)] if last else []
 
 
-def seed_of(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the total with which a backward pass begins: in half precision small ones would vanish."""
+def loss_cotangent(total: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the total, with which a backward pass begins, times the loss scale."""
     return torch.ones_like(total) if scale is None else torch.ones_like(total) * scale.to(total.dtype)
 
 
-def _arrivals(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
+def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> Tensors:
     return [loop.received(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Sum(NamedTuple):
-    """A sum over the micro-batches, before a turn and with the turn's share."""
+    """A sum over micro-batches: before an iteration, and with the iteration's share."""
 
     before: torch.Tensor
     now: torch.Tensor
 
     def after(self) -> torch.Tensor:
-        """Hand the sum on, and return what the last turn makes of it."""
+        """Carry the sum to the next iteration, and return the sum after the last one."""
         return loop.sum_after(self.now, self.before)
 
 
-def _with_share(share: torch.Tensor, turn: torch.Tensor) -> _Sum:
-    before = loop.sum_before(share, turn, _wide(share))
+def _with_share(share: torch.Tensor, iteration: torch.Tensor) -> _Sum:
+    before = loop.sum_before(share, iteration, _sum_dtype(share))
     return _Sum(before, torch.add(before, share))
 
 
-def _without_share(like: torch.Tensor, turn: torch.Tensor) -> _Sum:
+def _without_share(like: torch.Tensor, iteration: torch.Tensor) -> _Sum:
     """Return a sum to which this rank adds nothing."""
-    before = loop.sum_before(like, turn, _wide(like))
+    before = loop.sum_before(like, iteration, _sum_dtype(like))
     return _Sum(before, before)
 
 
@@ -145,50 +147,50 @@ def run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -
     """Run this rank's row of a schedule.
 
     Args:
-        stages: what to run.
+        stages: the pipeline's stages.
         slots: this rank's blocks, by slot.
         rest: all other parameters.
-        backward: whether the loss is about to be differentiated.
+        backward: whether the loss will be differentiated.
 
     Returns:
-        The total and the weight; zeros on all ranks but that of the last stage.
+        The total and the weight; zeros on all ranks except that of the last stage.
     """
     params = Params.of(slots, rest)
     scale = loss_scale_here()
-    row = Recorded(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
+    row = RowRecorder(stages, params, scale) if is_tracing() else _Row(stages, params, backward, scale)
     return _Table.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
 
 
-def _check_agreed(stages: Stages, device: torch.device) -> None:
-    """Check once that the processes along the axis have one schedule: else they would wait for one another for ever.
+def _check_same_schedule(stages: Stages, device: torch.device) -> None:
+    """Check once that the processes along the axis have the same schedule, since they would deadlock otherwise.
 
     Raises:
-        ValueError: on all of them, if they do not. Names two.
+        ValueError: on all ranks, if two schedules differ. The message names the two ranks.
     """
     binding, table = stages.axis.binding, stages.schedule
     key = "agreed", binding.group
-    if is_lockstep(binding.group) or key in stages.known:  # in lockstep who waits is named
-        return
+    if is_lockstep(binding.group) or key in stages.cache:
+        return  # in lockstep, an error names the ranks that wait
     text = repr((table.rows, table.home, stages.placement.blocks))
-    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
-    dist.all_gather(everyones, torch.tensor([mine], device=device), group=group_of(binding.group))
-    numbers = [x.item() for x in everyones]
-    for place, number in enumerate(numbers):
-        if number != numbers[0]:
+    schedule_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    hashes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
+    dist.all_gather(hashes, torch.tensor([schedule_hash], device=device), group=group_of(binding.group))
+    values = [x.item() for x in hashes]
+    for rank, number in enumerate(values):
+        if number != values[0]:
             raise ValueError(
-                f"fzero.pipeline: the ranks along {stages.axis.name!r} have different schedules: that at place {place} "
-                f"differs from that at place 0. Here it is {table.name!r} of {table.micro_batches} micro-batches. Make "
-                "it alike on all ranks: of durations that each measures, take one rank's"
+                f"fzero.pipeline: the ranks along {stages.axis.name!r} have different schedules: rank {rank} "
+                f"differs from rank 0. This rank has {table.name!r} of {table.micro_batches} micro-batches. Use the "
+                "same schedule on all ranks: if it depends on measured durations, take those of one rank"
             )
-    stages.known[key] = None
+    stages.cache[key] = None
 
 
 class _Table(torch.autograd.Function):
-    """The loss of a row. Its forward pass makes the gradients, which its backward pass scales and hands out."""
+    """The loss of a row. Its forward pass computes the gradients, and its backward pass scales and returns them."""
 
     @staticmethod
-    def forward(row: "_Row | Recorded", *tensors: torch.Tensor) -> Any:
+    def forward(row: "_Row | RowRecorder", *tensors: torch.Tensor) -> Any:
         return row.run(list(tensors))
 
     @staticmethod
@@ -198,7 +200,7 @@ class _Table(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor, weight: Any) -> Any:
-        return (None, *ctx.row.handed_out(total))
+        return (None, *ctx.row.scaled_grads(total))
 
 
 @dataclass
@@ -206,13 +208,13 @@ class _Row:
     """One rank's row of a schedule, as it runs.
 
     Attributes:
-        stages: the pipeline's.
+        stages: the pipeline's stages.
         params: this rank's parameters.
-        backward: whether to run backward passes, too.
-        scale: by which gradients are scaled in the backward passes, and until they are handed out.
-        grads: by place of a parameter, the gradient so far; None once they are handed out.
-        pulls: by stage and micro-batch, its backward pass: what it holds is the residual.
-        halves: by stage and micro-batch, the gradients that "I" has made for "W".
+        backward: whether backward passes run too.
+        scale: the loss scale, by which gradients are multiplied from the backward passes until they are returned.
+        grads: by position of a parameter, the gradient so far; None once the gradients are returned.
+        pulls: by stage and micro-batch, the function of the backward pass. It holds the residuals.
+        deferred_grads: by stage and micro-batch, the gradients that "I" computed, which "W" will add.
         sums: the total and the weight so far.
     """
 
@@ -222,87 +224,87 @@ class _Row:
     scale: torch.Tensor | None = None
     grads: dict[int, torch.Tensor] | None = field(default_factory=dict)
     pulls: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)
-    halves: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    deferred_grads: dict[tuple[int, int], Tensors] = field(default_factory=dict)
     sums: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do all instructions of the row; returns the total and the weight."""
+        """Run all instructions of the row, and return the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
-        _check_agreed(stages, tensors[0].device)
-        kinds = kinds_of(stages, self.params, tensors)
-        leaves, structure = tree.flatten(kinds.x)
-        messages = StageMessages(stages.schedule, stages.axis.binding, leaves, kinds.device)
+        _check_same_schedule(stages, tensors[0].device)
+        spec = value_spec_of(stages, self.params, tensors)
+        leaves, structure = tree.flatten(spec.x)
+        messages = StageMessages(stages.schedule, stages.axis.binding, leaves, spec.device)
         for instruction in programs(stages.schedule)[stages.axis.rank]:
             if isinstance(instruction.of, Action) and (self.backward or instruction.of.kind == "F"):
                 self._act(instruction.of, tensors, messages, structure)
             elif self.backward or instruction.of.kind == "F":
                 messages.execute(instruction)
-        zero = torch.zeros((), dtype=kinds.total, device=kinds.device)
+        zero = torch.zeros((), dtype=spec.total, device=spec.device)
         total, weight = self.sums or (zero, zero.clone())
         return total, weight
 
-    def handed_out(self, total: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return the gradients, times that of the total, each freed as it is handed out."""
+    def scaled_grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the gradients, multiplied by the gradient of the total. Each is freed as it is returned."""
         if self.grads is None:
             raise RuntimeError(
-                "fzero.pipeline: the gradients of this loss were handed out; differentiate it once, or call it again"
+                "fzero.pipeline: this loss was differentiated before; differentiate it once, or call it again"
             )
         grads, self.grads = self.grads, None
         total = total if self.scale is None else total / self.scale
-        found: list[torch.Tensor | None] = []
-        for place, like in enumerate(self.params.tensors):
-            grad = grads.pop(place, None)
-            found.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
-        return found
+        results: list[torch.Tensor | None] = []
+        for position, like in enumerate(self.params.tensors):
+            grad = grads.pop(position, None)
+            results.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
+        return results
 
     def _act(self, action: Action, tensors: Tensors, messages: StageMessages, structure: Any) -> None:
-        """Run an action, and leave what it makes where the next stage, or a message, finds it."""
+        """Run an action, and pass its result to the next stage, or to a message."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "W":
-            self._add(stage, self.halves.pop((stage, m)))
+            self._add(stage, self.deferred_grads.pop((stage, m)))
             return
         if action.kind == "F":
-            given = messages.take(Value("F", stage - 1, m)) if stage else []
+            inputs = messages.take(Value("F", stage - 1, m)) if stage else []
             f = self.stages.function(stage, self.params, structure, self.stages.call_of(m))
-            made = self._forward(stage, m, f, [tensors[i] for i in self._places(stage)], given)
+            outputs = self._forward(stage, m, f, [tensors[i] for i in self._places(stage)], inputs)
         else:
-            given = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
-            made = self._backward(stage, m, given, half=action.kind == "I")
-        if made and (value := makes(action)):
-            messages.put(value, made)
+            inputs = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
+            outputs = self._backward(stage, m, inputs, is_input_only=action.kind == "I")
+        if outputs and (value := makes(action)):
+            messages.put(value, outputs)
 
     def _places(self, stage: int) -> list[int]:
         return self.params.places(*self.stages.uses(stage))
 
-    def _forward(self, stage: int, m: int, f: Callable[..., Any], own: Tensors, given: Tensors) -> Tensors:
-        """Run a stage on a micro-batch; returns what goes to the next stage."""
+    def _forward(self, stage: int, m: int, f: Callable[..., Any], weights: Tensors, inputs: Tensors) -> Tensors:
+        """Run a stage on a micro-batch, and return the output for the next stage."""
         if self.backward:
-            made, pull, aux = torch.func.vjp(f, own, given, has_aux=True)  # pyright: ignore[reportAssignmentType]
+            outputs, pull, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
             self.pulls[stage, m] = pull
         else:
-            made, aux = f(own, given)
+            outputs, aux = f(weights, inputs)
         if stage < self.stages.last:
-            return list(made)
-        self.sums = [made, aux] if not self.sums else [x + y for x, y in zip(self.sums, (made, aux), strict=True)]
+            return list(outputs)
+        self.sums = [outputs, aux] if not self.sums else [x + y for x, y in zip(self.sums, (outputs, aux), strict=True)]
         return []
 
-    def _backward(self, stage: int, m: int, given: Tensors, half: bool) -> Tensors:
-        """Run a stage backward; returns the gradient of what it was given. Its residuals are freed."""
-        cotangent: Any = seed_of(self.sums[0], self.scale) if stage == self.stages.last else given
-        own, x = self.pulls.pop((stage, m))(cotangent, retain_graph=False)
-        if half:
-            self.halves[stage, m] = list(own)
+    def _backward(self, stage: int, m: int, inputs: Tensors, is_input_only: bool) -> Tensors:
+        """Run a stage backward, and return the gradient of its input. Its residuals are freed."""
+        cotangent: Any = loss_cotangent(self.sums[0], self.scale) if stage == self.stages.last else inputs
+        weight_grads, x = self.pulls.pop((stage, m))(cotangent, retain_graph=False)
+        if is_input_only:
+            self.deferred_grads[stage, m] = list(weight_grads)
         else:
-            self._add(stage, list(own))
+            self._add(stage, list(weight_grads))
         return list(x)
 
-    def _add(self, stage: int, found: Tensors) -> None:
-        """Add gradients of a stage's parameters, in float32 at least."""
+    def _add(self, stage: int, new_grads: Tensors) -> None:
+        """Add gradients of a stage's parameters, at least in float32."""
         assert self.grads is not None
-        for place in self._places(stage):
-            new = found.pop(0)
-            if place in self.grads:
-                self.grads[place] = self.grads[place].add_(new)
+        for position in self._places(stage):
+            new = new_grads.pop(0)
+            if position in self.grads:
+                self.grads[position] = self.grads[position].add_(new)
             else:
-                wide = torch.promote_types(new.dtype, torch.float32)
-                self.grads[place] = new.clone() if new.dtype == wide else new.to(wide)
+                sum_dtype = torch.promote_types(new.dtype, torch.float32)
+                self.grads[position] = new.clone() if new.dtype == sum_dtype else new.to(sum_dtype)

@@ -1,8 +1,8 @@
-"""A pipeline as one program of all ranks, tick by tick: each rank runs its stages, and a shift hands on what they made.
+"""A pipeline as one program for all ranks. In each tick a rank runs its stages, and a shift sends on their outputs.
 
-It is torch and fzero's collectives alone, so it differentiates to any order and in both directions, runs where ranks
-are a vmap, and is one graph on all ranks. In the backward pass the shifts' transposes send gradients back. Its cost is
-GPipe's, residuals of all micro-batches, and bubbles are computed: on what has no use, and is not counted.
+The program uses only torch and fzero's collectives. So it can be differentiated to any order and in both modes, runs
+under vmap, and is one graph on all ranks. In the backward pass the transposes of the shifts send gradients back. It
+costs as much memory as GPipe, the residuals of all micro-batches. Bubbles are computed too, and their results dropped.
 """
 
 from collections.abc import Iterator
@@ -15,84 +15,84 @@ from fzero._torch import allow_in_graph
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
 from fzero.parallel.pipeline._model import MicroBatchCall, Model, Placement
-from fzero.parallel.pipeline._stages import Stages, check_handed_on
+from fzero.parallel.pipeline._stages import Stages, check_same_form
 from fzero.parallel.schedules import Schedule
 
 __all__ = ["outputs_by_ticks", "run_ticks"]
 
 
 def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a model on all micro-batches, its stages where a schedule has them; its order does not matter.
+    """Run a model on all micro-batches. The schedule sets which rank runs which stage, but not the order.
 
     Args:
-        stages: what to run.
-        blocks: this rank's, by slot: leaves `[1, ...]`.
-        rest: all other parameters, whole.
+        stages: the pipeline's stages.
+        blocks: this rank's blocks by slot, with leaves `[1, ...]`.
+        rest: all other parameters, full.
 
     Returns:
-        The sum of the totals and of the weights, on the rank of the last stage; zeros on the others.
+        The sums of the totals and of the weights on the rank of the last stage; zeros on the others.
     """
-    here = axis_index(stages.axis.name) == stages.schedule.home[stages.last]
+    is_last = axis_index(stages.axis.name) == stages.schedule.home[stages.last]
     total = weight = torch.zeros(())
-    for call, x in _through(stages, blocks, rest):
-        own, x = _only_where(here, rest), _only_where(here, x)
-        a, w = call.run(stages.model.run_last, own, x, call, stages.placement.depth)
-        total = total + torch.where(here, a, torch.zeros_like(a))
-        weight = weight + torch.where(here, w, torch.zeros_like(w))
+    for call, x in _run_stages(stages, blocks, rest):
+        params, x = _mask_gradients(is_last, rest), _mask_gradients(is_last, x)
+        a, w = call.run(stages.model.run_last, params, x, call, stages.placement.depth)
+        total = total + torch.where(is_last, a, torch.zeros_like(a))
+        weight = weight + torch.where(is_last, w, torch.zeros_like(w))
     return total, weight
 
 
 def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
-    """Run a model on all micro-batches, and return what `last` makes of each, one after the other, on all ranks."""
+    """Run a model on all micro-batches, and return the concatenated results of `last` on all ranks."""
     home = stages.schedule.home[stages.last]
     parts = [
         call.run(stages.model.run_outputs, rest, x, call, stages.placement.depth)
-        for call, x in _through(stages, blocks, rest)
+        for call, x in _run_stages(stages, blocks, rest)
     ]
     return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=home)
 
 
-def _through(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
-    """Run all micro-batches through all stages; yields each with what the last block makes, on its rank."""
+def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
+    """Run all micro-batches through all stages, and yield each with the last block's output, valid on its rank."""
     model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
     call_of = stages.call_of
     count, last = schedule.micro_batches, schedule.stages - 1
     columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
-    me = axis_index(axis)
-    stage = [_of(column, me) for column in columns]  # by chunk, the stage that this rank has there
+    rank = axis_index(axis)
+    stage = [_own_entry(column, rank) for column in columns]  # by chunk, this rank's stage
     number = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
-    index = [_of(column, me) for column in number]  # by slot, the block that it has there
-    arrived: list[Any] = [None] * len(columns)
+    index = [_own_entry(column, rank) for column in number]  # by slot, the number of this rank's block
+    inputs: list[Any] = [None] * len(columns)
     for t in range(count + last):
-        fresh = model_first(model, rest, call_of(min(t, count - 1)))
-        check_handed_on("first", fresh, fresh)
-        made = []
+        first_x = _first(model, rest, call_of(min(t, count - 1)))
+        check_same_form("first", first_x, first_x)
+        outputs = []
         for k, slots in enumerate(placement.chunks):
             m = t - stage[k]
             call = call_of(m.clamp(0, count - 1))
-            runs = (stage[k] >= 0) & (m >= 0) & (m < count)
-            begins = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on what is at hand
-            x = fresh if arrived[k] is None else _where(begins, fresh, arrived[k])
+            is_active = (stage[k] >= 0) & (m >= 0) & (m < count)
+            use_first = (stage[k] <= 0) | (m < 0) | (m >= count)  # in a bubble a stage runs on the first stage's input
+            x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
             for slot in slots:
-                used = runs & (index[slot] >= 0)
-                p, given = _only_where(used, blocks[slot]), _only_where(used, x)
-                y = _block(model, p, given, index[slot], call)
-                check_handed_on("block", x, y)
+                is_used = is_active & (index[slot] >= 0)
+                p, block_x = _mask_gradients(is_used, blocks[slot]), _mask_gradients(is_used, x)
+                y = _block(model, p, block_x, index[slot], call)
+                check_same_form("block", x, y)
                 x = _where(index[slot] < 0, x, y)
-            made.append(x)
+            outputs.append(x)
         if t >= last:
-            yield call_of(t - last), made[placement.stage[schedule.home[last]].index(last)]
+            yield call_of(t - last), outputs[placement.stage[schedule.home[last]].index(last)]
         if t < count + last - 1:
-            arrived = _handed_on(made, schedule, placement, axis)
+            inputs = _shift(outputs, schedule, placement, axis)
 
 
-def _of(column: list[int], me: torch.Tensor) -> torch.Tensor:
-    """Return this rank's number of those of all ranks, as a tensor: in a vmap it differs by rank."""
-    return torch.tensor(column).index_select(0, me.reshape(1)).squeeze(0)
+def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
+    """Return this rank's entry of a list over all ranks, as a tensor. Under vmap it differs by rank."""
+    return torch.tensor(column).index_select(0, rank.reshape(1)).squeeze(0)
 
 
-def model_first(model: Model, rest: Any, call: MicroBatchCall) -> Any:
-    """Run what comes before the blocks, on any rank."""
+def _first(model: Model, rest: Any, call: MicroBatchCall) -> Any:
+    """Run the part before the blocks, on any rank."""
     return call.run(model.run_first, rest, call)
 
 
@@ -104,8 +104,8 @@ def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
     return tree.map(lambda x, y: torch.where(condition, x, y), xs, ys)
 
 
-class _OnlyWhere(torch.autograd.Function):
-    """The identity, whose gradient is zero on ranks whose results have no use: there it may be 0 times infinity."""
+class _MaskGradient(torch.autograd.Function):
+    """The identity, with a zero gradient where a result is unused, even if the incoming gradient is not finite."""
 
     generate_vmap_rule = True
 
@@ -130,28 +130,28 @@ class _OnlyWhere(torch.autograd.Function):
 
 
 @allow_in_graph
-def _identity_where(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-    return _OnlyWhere.apply(x, condition)  # pyright: ignore[reportReturnType]
+def _mask_gradient(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    return _MaskGradient.apply(x, condition)  # pyright: ignore[reportReturnType]
 
 
-def _only_where(condition: torch.Tensor, values: Any) -> Any:
-    """Return a tree whose gradients are zero where the condition is false, whatever is computed of it."""
+def _mask_gradients(condition: torch.Tensor, values: Any) -> Any:
+    """Return a tree whose gradients are zero where the condition is false, whatever is computed from it."""
 
-    def only(x: Any) -> Any:
-        tracked = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return _identity_where(x, condition) if tracked else x
+    def mask(x: Any) -> Any:
+        is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return _mask_gradient(x, condition) if is_float else x
 
-    return tree.map(only, values)
+    return tree.map(mask, values)
 
 
-def _handed_on(made: list[Any], schedule: Schedule, placement: Placement, axis: str) -> list[Any]:
-    """Hand each chunk of a rank what the stage before it made, wherever that is."""
+def _shift(outputs: list[Any], schedule: Schedule, placement: Placement, axis: str) -> list[Any]:
+    """Send each chunk's output to the rank and chunk of the next stage."""
     chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
     pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in range(schedule.stages - 1):
         pairs.setdefault((chunk[s], chunk[s + 1]), []).append((schedule.home[s], schedule.home[s + 1]))
-    arrived: list[Any] = [None] * len(made)
+    inputs: list[Any] = [None] * len(outputs)
     for (source, to), perm in pairs.items():
-        x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), made[source])
-        arrived[to] = x if arrived[to] is None else tree.map(torch.add, arrived[to], x)
-    return arrived
+        x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), outputs[source])
+        inputs[to] = x if inputs[to] is None else tree.map(torch.add, inputs[to], x)
+    return inputs

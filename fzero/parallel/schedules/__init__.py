@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: made, checked, timed, drawn."""
+"""Pipeline schedules as data: make, check, time and draw them."""
 
 from fzero.parallel.schedules._actions import Action, Message, Value, makes
 from fzero.parallel.schedules._check import check

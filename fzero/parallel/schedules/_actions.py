@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, what that makes, and what it needs."""
+"""The actions of a pipeline's ranks, the values that they compute, and the values that they need."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -6,19 +6,19 @@ from typing import Literal, NamedTuple
 __all__ = ["GROWTH", "KINDS", "Action", "Kind", "Message", "Value", "makes", "needs"]
 
 Kind = Literal["F", "B", "I", "W"]
-GROWTH = {"F": 1, "B": -1, "I": 0, "W": -1}  # of what is in flight: residuals live until the weights are done
+GROWTH = {"F": 1, "B": -1, "I": 0, "W": -1}  # change of what is in flight: residuals live until the weight half ends
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does at once: one pipeline stage, forward or backward, for one micro-batch.
+    """One unit of a rank's work: the forward or backward pass of one pipeline stage for one micro-batch.
 
-    It prints as torch's tables have it: `2B0` is the backward pass of stage 2 for micro-batch 0.
+    It prints as in torch's tables: `2B0` is the backward pass of stage 2 for micro-batch 0.
 
     Attributes:
-        kind: "F" forward; "B" the whole backward pass, or its halves: "I" makes the gradient of the stage's input,
-            and "W", at any time after it, that of its weights.
+        kind: "F" for forward; "B" for a full backward pass, or one of its halves. "I" computes the gradient of the
+            stage's input, and "W", at any later time, the gradient of its weights.
         stage: the pipeline stage, from 0.
         micro_batch: the micro-batch, from 0.
     """
@@ -32,7 +32,7 @@ class Action:
         if self.kind not in KINDS or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(
                 f"Action({self.kind!r}, {self.stage!r}, {self.micro_batch!r}): expected one of {', '.join(KINDS)}, a "
-                "stage and a micro-batch, which are ints from 0 on"
+                "stage and a micro-batch, both ints from 0"
             )
 
     def __str__(self) -> str:
@@ -40,11 +40,11 @@ class Action:
 
 
 class Value(NamedTuple):
-    """What an action makes and another one needs.
+    """A value that one action computes and another one needs.
 
     Attributes:
-        kind: "F" the output of a stage; "G" the gradient of its input, which goes to the stage before.
-        stage: the stage that makes it.
+        kind: "F" for the output of a stage; "G" for the gradient of its input, which goes to the previous stage.
+        stage: the stage that computes it.
         micro_batch: the micro-batch.
     """
 
@@ -57,10 +57,10 @@ class Message(NamedTuple):
     """A value that one rank sends to another.
 
     Attributes:
-        sender: the rank that makes it.
+        sender: the rank that computes it.
         receiver: the rank that needs it.
-        kind: "F" the output of a stage; "G" the gradient of its input.
-        stage: the stage that makes it: "F" goes to stage + 1, and "G" to stage - 1.
+        kind: "F" for the output of a stage; "G" for the gradient of its input.
+        stage: the stage that computes it: "F" goes to stage + 1, and "G" to stage - 1.
         micro_batch: the micro-batch.
     """
 
@@ -72,14 +72,14 @@ class Message(NamedTuple):
 
 
 def makes(action: Action) -> Value | None:
-    """Return what an action makes for others; nothing for the weight half of a backward pass."""
+    """Return the value that an action computes for other actions; None for the weight half of a backward pass."""
     if action.kind == "W":
         return None
     return Value("F" if action.kind == "F" else "G", action.stage, action.micro_batch)
 
 
 def needs(action: Action, stages: int) -> tuple[Value, ...]:
-    """Return what must be there before an action starts, in a pipeline of so many stages."""
+    """Return the values that an action needs before it starts, in a pipeline of this many stages."""
     s, m = action.stage, action.micro_batch
     if action.kind == "F":
         return (Value("F", s - 1, m),) if s else ()

@@ -1,4 +1,4 @@
-"""The schedules that have names."""
+"""The named schedules."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -6,20 +6,21 @@ from functools import partial
 from typing import NamedTuple
 
 from fzero.parallel.schedules._actions import Action, Kind
-from fzero.parallel.schedules._greedy import Cap, caps_of, counts, listed, placed
+from fzero.parallel.schedules._greedy import Cap, caps_of, check_counts, list_schedule, place_stages
 from fzero.parallel.schedules._schedule import Schedule
-from fzero.parallel.schedules._timing import Durations, timed
+from fzero.parallel.schedules._timing import Durations, time_schedule
 
-__all__ = ["NAMES", "check_name", "one_f_one_b", "schedule", "shortest", "there_and_back"]
+__all__ = ["NAMES", "check_name", "one_f_one_b", "schedule", "shortest", "zb_v"]
 
-# Orders that are known in closed form, for any number of micro-batches.
+# Orders in closed form, for any number of micro-batches.
 
 
-def groups(ranks: int, micro_batches: int) -> list[int]:
-    """Cut micro-batches into groups that go round the ranks together: as many as can have one for each rank.
+def group_sizes(ranks: int, micro_batches: int) -> list[int]:
+    """Return the sizes of groups of micro-batches that pass round the ranks together.
 
-    Megatron's groups have one micro-batch for each rank, and it refuses a last one that is smaller, as torch does. Of
-    sizes that differ by one at most, and are never below the number of ranks, every count has its whole efficiency.
+    Megatron's groups hold one micro-batch per rank. Megatron and torch refuse a smaller last group. Here the sizes
+    differ by at most one, and are below the number of ranks only if there are fewer micro-batches. So every count
+    reaches its full efficiency.
     """
     n = max(1, micro_batches // ranks)
     return [micro_batches // n + (i < micro_batches % n) for i in range(n)]
@@ -28,80 +29,80 @@ def groups(ranks: int, micro_batches: int) -> list[int]:
 def one_f_one_b(
     ranks: int, micro_batches: int, stages: int, name: str, hops: int = 1, split: bool = False, wait: bool = False
 ) -> Schedule:
-    """Make 1F1B of one stage a rank or more: some forward passes, then one and a backward pass in turn, then the rest.
+    """Make 1F1B for one or more stages per rank: warm-up forward passes, then one forward and one backward in turn.
 
-    A rank begins `hops` forward passes sooner than the next one. One is enough where messages take no time; two hide
-    a message there and one back behind other work, and keep more in flight. With `wait` all forward passes come
+    Each rank starts with `hops` more forward passes than the next one. One is enough if messages take no time. Two hide
+    one message in each direction behind other work, and keep more in flight. With `wait` all forward passes come
     first, which is GPipe.
 
-    With `split`, rank r does a weight half r backward passes after its input half. So gradients run back to rank 0
-    without waiting for weights, and all ranks have as much in flight.
+    With `split`, rank r runs each weight half r backward passes after its input half. So gradients reach rank 0
+    without waiting for weight halves, and all ranks have the same number in flight.
 
     References:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2. Zhuang et
         al., On Optimizing the Communication of Model Parallelism, 2023 (eager 1F1B). Qi et al., Zero Bubble Pipeline
         Parallelism, 2024, section 3.1 (ZB-H1).
     """
-    sizes = groups(ranks, micro_batches)
+    sizes = group_sizes(ranks, micro_batches)
     members = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    turns = [(chunk, m) for group in members for chunk in range(stages) for m in group]
-    back = [(stages - 1 - chunk, m) for chunk, m in turns]
+    pairs = [(chunk, m) for group in members for chunk in range(stages) for m in group]
+    back = [(stages - 1 - chunk, m) for chunk, m in pairs]
     rows = []
     for rank in range(ranks):
-        ahead = (stages - 1) * sizes[0] + hops * (ranks - 1 - rank)
-        ahead = len(turns) if wait else min(len(turns), ahead)
+        warmup = (stages - 1) * sizes[0] + hops * (ranks - 1 - rank)
+        warmup = len(pairs) if wait else min(len(pairs), warmup)
 
-        def action(kind: Kind, turn: tuple[int, int], rank: int = rank) -> Action:
-            return Action(kind, turn[0] * ranks + rank, turn[1])
+        def action(kind: Kind, pair: tuple[int, int], rank: int = rank) -> Action:
+            return Action(kind, pair[0] * ranks + rank, pair[1])
 
-        row = [action("F", turn) for turn in turns[:ahead]]
-        for i, turn in enumerate(back):
-            row += [action("F", turn) for turn in turns[ahead + i : ahead + i + 1]]
-            row += [action("I" if split else "B", turn)]
+        row = [action("F", pair) for pair in pairs[:warmup]]
+        for i, pair in enumerate(back):
+            row += [action("F", pair) for pair in pairs[warmup + i : warmup + i + 1]]
+            row += [action("I" if split else "B", pair)]
             row += [action("W", back[i - rank])] if split and i >= rank else []
-        row += [action("W", turn) for turn in back[max(0, len(back) - rank) :]] if split else []
+        row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if split else []
         rows.append(tuple(row))
-    return Schedule(tuple(rows), placed(ranks, ranks * stages), name)
+    return Schedule(tuple(rows), place_stages(ranks, ranks * stages), name)
 
 
 def shortest(home: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
-    """Return a time below which no order of these actions ends.
+    """Return a lower bound on the makespan of any order of these actions.
 
-    A rank cannot begin before the first output has come to it. Where backward passes are whole, its last one is that
-    of its first stage, and the stages before have theirs to do after it.
+    A rank cannot start before the first output reaches it. If backward passes are not split, its last action is the
+    backward pass of its first stage, and the earlier stages must still run theirs afterwards.
     """
     forward = [durations[Action("F", s, 0)] for s in range(len(home))]
     backward = [durations[Action("B", s, 0)] for s in range(len(home))]
     hops = [durations.hop * (home[s] != home[s - 1]) for s in range(1, len(home))]
-    found = []
+    bounds = []
     for rank in set(home):
-        own = [s for s, r in enumerate(home) if r == rank]
-        way = sum(hops[: own[0]])
-        head, work = sum(forward[: own[0]]) + way, micro_batches * sum(forward[s] + backward[s] for s in own)
-        found.append(head + work + (0 if split else sum(backward[: own[0]]) + way))
-    return max(found)
+        stages = [s for s, r in enumerate(home) if r == rank]
+        latency = sum(hops[: stages[0]])
+        head, work = sum(forward[: stages[0]]) + latency, micro_batches * sum(forward[s] + backward[s] for s in stages)
+        bounds.append(head + work + (0 if split else sum(backward[: stages[0]]) + latency))
+    return max(bounds)
 
 
-def there_and_back(ranks: int, micro_batches: int, stages: int, name: str) -> Schedule:
-    """Make ZB-V: two stages a rank, placed there and back, so that the loss and the first gradient are on rank 0.
+def zb_v(ranks: int, micro_batches: int, stages: int, name: str) -> Schedule:
+    """Make ZB-V: two stages per rank, placed as a V, so that rank 0 computes the loss and the first gradient.
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 6, in the order of torch's ScheduleZBVZeroBubble.
     """
     rows = [tuple(_v_row(ranks, micro_batches, rank)) for rank in range(ranks)]
-    return Schedule(tuple(rows), placed(ranks, stages * ranks, "v"), name)
+    return Schedule(tuple(rows), place_stages(ranks, stages * ranks, "v"), name)
 
 
 def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
-    count = max(2 * ranks - 1, micro_batches)  # the order is known from so many on: of fewer, those are left out
+    count = max(2 * ranks - 1, micro_batches)  # the order needs at least this many; the extra ones are removed below
     down, up = rank, 2 * ranks - 1 - rank
     row: list[Action] = []
-    done = {(kind, stage): 0 for kind in "FIW" for stage in (down, up)}
+    next_micro_batch = {(kind, stage): 0 for kind in "FIW" for stage in (down, up)}
 
     def do(stage: int, *kinds: Kind) -> None:
         for kind in kinds:
-            row.append(Action(kind, stage, done[kind, stage]))
-            done[kind, stage] += 1
+            row.append(Action(kind, stage, next_micro_batch[kind, stage]))
+            next_micro_batch[kind, stage] += 1
 
     for _ in range(2 * (ranks - rank) - 1):
         do(down, "F")
@@ -110,47 +111,47 @@ def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
         do(down, "F")
     for _ in range(ranks - rank):
         do(up, "F", "I", "W")
-    while done["F", up] < count:
-        if done["F", down] < count:
+    while next_micro_batch["F", up] < count:
+        if next_micro_batch["F", down] < count:
             do(down, "F")
         do(down, "I", "W")
         do(up, "F", "I", "W")
-    for _ in range(rank):  # input halves only: the ranks before wait for them
+    for _ in range(rank):  # input halves only, since earlier ranks wait for them
         do(down, "I")
         do(up, "I")
     for _ in range(ranks - rank):
         do(down, "I", "W")
     for stage in (up, down):
-        while done["W", stage] < count:
+        while next_micro_batch["W", stage] < count:
             do(stage, "W")
     return [action for action in row if action.micro_batch < micro_batches]
 
 
-class _Known(NamedTuple):
-    """A schedule with a name.
+class _NamedSchedule(NamedTuple):
+    """A named schedule.
 
     Attributes:
-        closed: make its known orders of (ranks, micro_batches, stages, name). The first one sets the memory.
-        split: whether its backward passes are halved.
-        least: how many stages a rank holds at least,
-        most: and at most.
-        instead: what to use for other numbers of stages.
+        orders: functions of (ranks, micro_batches, stages, name) that make its orders. The first one sets the memory.
+        split: whether its backward passes are split into halves.
+        least: the smallest number of stages per rank.
+        most: the largest number of stages per rank; None for no limit.
+        advice: what to use for other numbers of stages.
     """
 
-    closed: tuple[Callable[[int, int, int, str], Schedule], ...]
+    orders: tuple[Callable[[int, int, int, str], Schedule], ...]
     split: bool
     least: int
     most: int | None
-    instead: str
+    advice: str
 
 
-_near, _far = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
+_one_hop, _two_hops = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
 NAMES = {
-    "gpipe": _Known((partial(one_f_one_b, wait=True),), False, 1, None, ""),
-    "1f1b": _Known((_near, _far), False, 1, 1, "'interleaved' has more"),
-    "interleaved": _Known((_far, _near), False, 2, None, "'1f1b' has one"),
-    "zb": _Known((partial(_near, split=True), partial(_far, split=True)), True, 1, None, ""),
-    "zbv": _Known((there_and_back,), True, 2, 2, "'zb' has any number, placed in a loop"),
+    "gpipe": _NamedSchedule((partial(one_f_one_b, wait=True),), False, 1, None, ""),
+    "1f1b": _NamedSchedule((_one_hop, _two_hops), False, 1, 1, "'interleaved' has more"),
+    "interleaved": _NamedSchedule((_two_hops, _one_hop), False, 2, None, "'1f1b' has one"),
+    "zb": _NamedSchedule((partial(_one_hop, split=True), partial(_two_hops, split=True)), True, 1, None, ""),
+    "zbv": _NamedSchedule((zb_v,), True, 2, 2, "'zb' supports any number, placed in a loop"),
 }
 
 
@@ -167,9 +168,9 @@ def schedule(
     hop: float = 0.0,
     cost: Sequence[float] | None = None,
 ) -> Schedule:
-    """Make a known schedule, for any number of micro-batches.
+    """Make a named schedule, for any number of micro-batches.
 
-    | name | order | stages a rank | in flight on rank r, of a stage each |
+    | name | order | stages per rank | in flight on rank r, of one stage each |
     | --- | --- | --- | --- |
     | "gpipe" | all forward passes, then all backward passes | 1 or more | all |
     | "1f1b" | a forward and a backward pass in turn | 1 | ranks - r |
@@ -177,24 +178,24 @@ def schedule(
     | "zb" | halved backward passes: ZB-H1 | 1 or more | stages * ranks |
     | "zbv" | the same; stages are placed there and back: ZB-V | 2 | 2 * ranks |
 
-    The known order is taken, or that of `greedy` within the same memory, if by the durations it ends sooner: where
-    stages are uneven or links slow. With `cap` the memory is another one: more hides slow links, and "interleaved" does
-    with `stages * ranks - r` where messages take no time.
+    The result has the named order. If `greedy` finds an order within the same memory that ends sooner by these
+    durations, the result has that order: for example with uneven stages or slow links. `cap` sets another memory.
+    More memory hides slow links, and "interleaved" needs only `stages * ranks - r` if messages take no time.
 
     Args:
-        name: one of the table.
-        ranks: how many ranks the pipeline has.
-        micro_batches: how many go through it.
-        stages: how many pipeline stages a rank holds.
+        name: a name in the table.
+        ranks: the number of ranks in the pipeline.
+        micro_batches: the number of micro-batches.
+        stages: the number of pipeline stages per rank.
         cap: the most in flight on a rank, or a function of the rank, as in `greedy`.
-        forward: the duration of a forward pass of a rank's stages together.
-        backward: of a whole backward pass.
-        weight: of its weight half.
-        hop: of a message between ranks.
-        cost: by stage, how heavy it is; 1 is a stage of the mean weight.
+        forward: the duration of a forward pass of all of a rank's stages together.
+        backward: the duration of a full backward pass.
+        weight: the duration of its weight half.
+        hop: the duration of a message between ranks.
+        cost: by stage, its relative cost; 1 is a stage of mean cost.
 
     Raises:
-        ValueError: if there is no schedule of this name, or it cannot be made for these counts.
+        ValueError: if no schedule has this name, or it cannot be made for these counts.
 
     Example:
         >>> schedule("1f1b", ranks=4, micro_batches=8)
@@ -210,47 +211,47 @@ def schedule(
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021 (interleaved). Qi et
         al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    known = _known(name)
-    counts(ranks, micro_batches, stages)
-    _check_stages(name, known, stages)
+    entry = _lookup(name)
+    check_counts(ranks, micro_batches, stages)
+    _check_stages(name, entry, stages)
     if name == "gpipe" and cap is not None:
-        raise ValueError(f"schedule 'gpipe' has no cap, and got cap={cap!r}: '1f1b' has one")
-    closed = [order(ranks, micro_batches, stages, name) for order in known.closed]
-    peaks = [closed[0].in_flight(rank) for rank in range(ranks)]
-    own = [max(peak, known.split * stages * ranks) for peak in peaks]
-    caps = [own[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages))]
+        raise ValueError(f"schedule 'gpipe' takes no cap, but got cap={cap!r}: '1f1b' takes one")
+    orders = [order(ranks, micro_batches, stages, name) for order in entry.orders]
+    peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
+    memory = [max(peak, entry.split * stages * ranks) for peak in peaks]
+    caps = [memory[rank] if most is None else most for rank, most in enumerate(caps_of(cap, ranks, stages))]
     durations = Durations.of(ranks, ranks * stages, forward, backward, weight, hop, cost)
-    least = shortest(closed[0].home, micro_batches, known.split, durations)
-    fit = [s for s in closed if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
-    best = min(fit, key=lambda s: timed(s, durations).makespan, default=None)
-    if best is not None and timed(best, durations).makespan <= least * (1 + 1e-9):
+    least = shortest(orders[0].home, micro_batches, entry.split, durations)
+    fit = [s for s in orders if all(s.in_flight(rank) <= most for rank, most in enumerate(caps))]
+    best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
+    if best is not None and time_schedule(best, durations).makespan <= least * (1 + 1e-9):
         return best
     limits = [None] * ranks if name == "gpipe" else caps
-    other = listed(closed[0].home, micro_batches, limits, known.split, durations, name)
-    return min([best, other] if best else [other], key=lambda s: timed(s, durations).makespan)
+    candidate = list_schedule(orders[0].home, micro_batches, limits, entry.split, durations, name)
+    return min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
 
 
 def check_name(name: str, stages: int) -> None:
-    """Check that there is a schedule of this name, with so many stages on each rank.
+    """Check that a schedule of this name exists, and supports this number of stages per rank.
 
     Raises:
-        TypeError: if the name is no string.
-        ValueError: if there is none.
+        TypeError: if the name is not a string.
+        ValueError: if there is no such schedule.
     """
     if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r}: expected the name of one, or a table: Schedule.parse reads torch's")
-    _check_stages(name, _known(name), stages)
+        raise TypeError(f"schedule={name!r}: expected the name of a schedule, or a table: Schedule.parse reads torch's")
+    _check_stages(name, _lookup(name), stages)
 
 
-def _known(name: str) -> _Known:
+def _lookup(name: str) -> _NamedSchedule:
     if name not in NAMES:
-        near = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
         raise ValueError(f"schedule {name!r}: expected one of {', '.join(map(repr, NAMES))}{hint}")
     return NAMES[name]
 
 
-def _check_stages(name: str, known: _Known, stages: int) -> None:
-    if stages < known.least or stages > (known.most or stages):
-        wanted = f"{known.least}" if known.least == known.most else f"{known.least} or more"
-        raise ValueError(f"schedule {name!r} needs stages={wanted} on each rank, and got {stages}: {known.instead}")
+def _check_stages(name: str, entry: _NamedSchedule, stages: int) -> None:
+    if stages < entry.least or stages > (entry.most or stages):
+        expected = f"{entry.least}" if entry.least == entry.most else f"{entry.least} or more"
+        raise ValueError(f"schedule {name!r} needs stages={expected} on each rank, but got {stages}: {entry.advice}")

@@ -1,4 +1,4 @@
-"""When each action of a schedule starts and ends, by durations."""
+"""The start and end of each action of a schedule, for given durations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ from fzero.parallel.schedules._check import walk
 if TYPE_CHECKING:
     from fzero.parallel.schedules._schedule import Schedule
 
-__all__ = ["Durations", "Timing", "timed"]
+__all__ = ["Durations", "Timing", "time_schedule"]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """When a schedule's actions run.
+    """The start and end of each action of a schedule.
 
     Attributes:
-        makespan: from the first start to the last end, in the unit of the durations given.
-        busy: by rank, how long it computes.
+        makespan: the time from the first start to the last end, in the unit of the durations.
+        busy: by rank, the time in which it computes.
         start: by action, when it starts.
         end: by action, when it ends.
     """
@@ -38,12 +38,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Durations:
-    """How long actions and messages take.
+    """The durations of actions and messages.
 
     Attributes:
-        kinds: by kind of action, for a stage of the mean weight.
-        cost: by stage, how heavy it is.
-        hop: of a message between ranks.
+        kinds: by kind of action, its duration for a stage of mean cost.
+        cost: by stage, its relative cost.
+        hop: the duration of a message between ranks.
     """
 
     kinds: Mapping[str, float]
@@ -61,16 +61,16 @@ class Durations:
         hop: float = 0.0,
         cost: Sequence[float] | None = None,
     ) -> "Durations":
-        """Check durations that a user gave, and divide a rank's share of the model by its stages.
+        """Check a user's durations, and divide a rank's share of the model by its stages.
 
         Raises:
-            ValueError: if one is negative or not finite, the weight half takes longer than the whole backward pass,
-                or there is not one cost for each stage.
+            ValueError: if a duration is negative or not finite, if the weight half takes longer than the full backward
+                pass, or if there is not one cost per stage.
         """
-        given = {"forward": forward, "backward": backward, "weight": weight, "hop": hop}
-        for name, value in given.items():
+        durations = {"forward": forward, "backward": backward, "weight": weight, "hop": hop}
+        for name, value in durations.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected a duration, a finite number from 0 on")
+                raise ValueError(f"{name}={value!r}: expected a duration, a finite number that is not negative")
         if forward + backward == 0:
             raise ValueError("forward=0 and backward=0: a schedule in which nothing takes time has no efficiency")
         if weight > backward:
@@ -85,22 +85,22 @@ class Durations:
         return cls(kinds, costs, hop)
 
     def __getitem__(self, action: Action) -> float:
-        """Return how long an action takes."""
+        """Return the duration of an action."""
         return self.kinds[action.kind] * self.cost[action.stage]
 
 
-def timed(schedule: "Schedule", durations: Durations) -> Timing:
-    """Run a schedule that can be run, by a clock for each rank."""
-    there = dict[Value, float]()  # when a value is made
+def time_schedule(schedule: "Schedule", durations: Durations) -> Timing:
+    """Simulate a schedule that can run, with one clock per rank."""
+    value_times = dict[Value, float]()  # by value, the time at which it is computed
     clock, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks
     start, end = dict[Action, float](), dict[Action, float]()
     for rank, action in walk(schedule):
         at = clock[rank]
         for value in needs(action, schedule.stages):
-            at = max(at, there[value] + (durations.hop if schedule.home[value.stage] != rank else 0.0))
+            at = max(at, value_times[value] + (durations.hop if schedule.home[value.stage] != rank else 0.0))
         start[action] = at
         end[action] = clock[rank] = at + durations[action]
         busy[rank] += durations[action]
         if (value := makes(action)) is not None:
-            there[value] = end[action]
+            value_times[value] = end[action]
     return Timing(max(clock), tuple(busy), start, end)

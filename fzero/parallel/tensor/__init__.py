@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers of which each rank along an axis has a part, as pure functions and for modules."""
+"""Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
 from fzero.parallel.tensor._boundaries import cut, enter, join, leave
 from fzero.parallel.tensor._install import install

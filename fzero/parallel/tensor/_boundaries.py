@@ -1,7 +1,8 @@
-"""The ends of a parallel layer: where a replicated value meets parts of the weights, and where results are one again.
+"""The boundaries of a parallel layer: where a replicated input meets split weights, and where partial results meet.
 
-`enter` is Megatron's f and `leave` its g (arXiv:1909.08053). With `sequence` ranks hold parts of the sequence between
-the layers, and the two gather and cut it (arXiv:2205.05198). All are the identity where the axis is not bound.
+`enter` is Megatron's f, and `leave` its g (arXiv:1909.08053). With `sequence` each rank holds part of the tokens
+between the layers: `enter` gathers them, and `leave` scatters them (arXiv:2205.05198). If the axis is not bound, all
+functions here are the identity.
 """
 
 import torch
@@ -15,46 +16,45 @@ SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-    """Apply a row of the table that cuts or joins a tensor along a dimension, where the axis is bound."""
+    """Apply a collective that splits or joins a tensor along a dimension, over the axis if it is bound."""
     return apply_along(name, x, _bound(axis), Along(dimension(name, x, dim) - x.ndim))
 
 
 def _bound(axis: str) -> list[Axis]:
-    """Return the axis, if it is bound, and check that its ranks have one loss.
+    """Return the axis if it is bound, after a check that its ranks share one loss.
 
     Raises:
-        ValueError: if the step averages over it. What is split would get a gradient n times too small.
+        ValueError: if the step averages over the axis: gradients of split leaves would be n times too small.
     """
     averaged = averaged_axes()
     if axis in averaged and axis_size(axis) > 1:
-        others = tuple([name for name in averaged if name != axis])
-        wanted = f"axis={others}" if others else f"axis='dp' of fzero.mesh(dp=1, {axis}={axis_size(axis)})"
+        rest = tuple([name for name in averaged if name != axis])
+        expected = f"axis={rest}" if rest else f"axis='dp' of fzero.mesh(dp=1, {axis}={axis_size(axis)})"
         raise ValueError(
-            f"axis={axis!r}: its ranks compute one loss together, and the step averages over it, "
-            f"fzero.shard(axis={averaged}): name the axes of the data alone, {wanted}"
+            f"axis={axis!r}: its ranks compute one loss together, but the step averages over it, "
+            f"fzero.shard(axis={averaged}): name only the data-parallel axes, {expected}"
         )
     return [lookup(bound) for bound in where_bound(axis)]
 
 
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
-    """Hand a value to all ranks along an axis, each of which goes on with its own part of a layer.
+    """Bring a replicated value into a layer that is split over an axis.
 
-    Call it once for several products of one value: each call is a sum, or a gather, of its own. A replicated weight
-    that is used on parts, such as that of a norm on parts of the sequence, enters too.
+    Call it once for several products with one value, since each call costs a sum or a gather of its own. A replicated
+    weight that is applied to parts must enter too, such as the weight of a norm on parts of the sequence.
 
     Args:
         x: a replicated tensor; with `sequence` this rank's part `[.., t / n, d]` of the tokens.
-        axis: the name of the axis. Where none of that name is bound this is the identity.
-        sequence: whether x is cut along the sequence.
+        axis: the name of the axis. If no axis of this name is bound, `enter` is the identity.
+        sequence: whether x is split along the sequence.
 
     Returns:
-        `x`; with `sequence` `[.., t, d]`, gathered. The transpose sums the ranks' gradients: an all_reduce, or with
-        `sequence` a reduce_scatter.
+        `x`; with `sequence` the gathered tokens `[.., t, d]`. The transpose sums the ranks' gradients by an all_reduce,
+        or with `sequence` by a reduce_scatter.
 
     Raises:
-        TypeError: if `axis` is no name.
-        ValueError: if the step averages over the axis. In a simulation also if x differs by rank, and `sequence` does
-            not say so.
+        TypeError: if `axis` is not a name.
+        ValueError: if the step averages over the axis. In a simulation also if x differs by rank without `sequence`.
 
     Example:
         >>> import fzero
@@ -67,26 +67,26 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
         True
     """
     if sequence:
-        # ranks' parts lie one after the other, so each product would make, and keep, a copy of its own
+        # The ranks' parts are gathered one after the other. Without this copy, each product would make and keep one.
         return along("all_gather", x, axis, SEQUENCE).contiguous()
     return apply_along("pvary", x, _bound(axis), Whole())
 
 
 def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
-    """Sum the ranks' partial results of a layer into one value again.
+    """Sum the ranks' partial results of a layer into one value.
 
     Args:
         x: `[.., t, d]`, this rank's part of the sum.
-        axis: the name of the axis. Where none of that name is bound this is the identity.
-        sequence: whether each rank is to have a part of the tokens in place of all.
+        axis: the name of the axis. If no axis of this name is bound, `leave` is the identity.
+        sequence: whether each rank receives only its part of the tokens.
 
     Returns:
-        The sum, replicated; with `sequence` this rank's part `[.., t / n, d]` of it. The transpose hands the gradient
-        on, with `sequence` gathered.
+        The sum, replicated; with `sequence` this rank's part `[.., t / n, d]` of it. The transpose passes on the
+        gradient, which it gathers with `sequence`.
 
     Raises:
-        TypeError: if `axis` is no name.
-        ValueError: if the tokens do not divide by n, with `sequence`.
+        TypeError: if `axis` is not a name.
+        ValueError: if `sequence` is set and the number of tokens does not divide by n.
 
     Example:
         >>> import fzero
@@ -102,18 +102,18 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
 
 
 def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
-    """Take this rank's part of a replicated tensor `[.., n k, ..]`: `[.., k, ..]`.
+    """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`.
 
     The transpose gathers the ranks' gradients.
 
     Args:
         x: a replicated tensor.
-        axis: the name of the axis. Where none of that name is bound this is the identity.
-        dim: the dimension of size n k; by default that of the tokens, the last but one.
+        axis: the name of the axis. If no axis of this name is bound, `cut` is the identity.
+        dim: the dimension of size n k; by default the last but one, that of the tokens.
 
     Raises:
-        TypeError: if `axis` is no name.
-        ValueError: if the dimension does not divide by n; in a simulation, if x differs by rank.
+        TypeError: if `axis` is not a name.
+        ValueError: if the dimension does not divide by n. In a simulation also if x differs by rank.
 
     Example:
         >>> import fzero
@@ -129,15 +129,15 @@ def cut(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tens
 def join(x: torch.Tensor, axis: str = "tp", *, dim: int = SEQUENCE) -> torch.Tensor:
     """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `cut`.
 
-    The transpose is `cut`: it communicates nothing.
+    The transpose is `cut`, which communicates nothing.
 
     Args:
         x: this rank's part.
-        axis: the name of the axis. Where none of that name is bound this is the identity.
-        dim: the dimension of size k; by default that of the tokens, the last but one.
+        axis: the name of the axis. If no axis of this name is bound, `join` is the identity.
+        dim: the dimension of size k; by default the last but one, that of the tokens.
 
     Raises:
-        TypeError: if `axis` is no name.
+        TypeError: if `axis` is not a name.
 
     Example:
         >>> import fzero
@@ -152,6 +152,6 @@ def _check_length(x: torch.Tensor, axis: str, dim: int) -> None:
     dim, n = dimension("a cut", x, dim), axis_size(where_bound(axis))
     if x.shape[dim] % n:
         raise ValueError(
-            f"dimension {dim} of a tensor {list(x.shape)} is to be cut in {n} equal parts along {axis!r}, and "
-            f"{x.shape[dim]} does not divide by {n}: pad the sequences, or take another size of the axis"
+            f"dimension {dim} of a tensor {list(x.shape)} is split into {n} equal parts along {axis!r}, but "
+            f"{x.shape[dim]} does not divide by {n}: pad the sequences, or change the size of the axis"
         )

@@ -12,16 +12,16 @@ from fzero.axes import SplitRule, axis_size, check_inputs_replicated, lookup, wh
 from fzero.parallel.tensor._styles import (
     NAMED,
     ColumnParallel,
-    Cut,
     Embedding,
     Experts,
+    ParamSplit,
     Style,
     heads_of,
-    layer_cuts,
-    parameter_cut,
+    layer_splits,
+    parameter_split,
 )
 
-__all__ = ["Layers", "Plan", "layers", "named", "of_block", "outside", "split"]
+__all__ = ["Layers", "Plan", "layers", "match_suffix", "of_block", "outside", "split"]
 
 # The rule that splits leaves over an axis by their names.
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _ByName:
+class _SplitByName:
     dims: tuple[tuple[str, int], ...]
     axis: str
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        dim = named(path, dict(self.dims))
+        dim = match_suffix(path, dict(self.dims))
         return None if dim is None or not where_bound(self.axis) else {self.axis: dim}
 
 
@@ -43,15 +43,15 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits leaves over an axis by their names.
 
     Args:
-        dims: the end of a leaf's path -> the dimension that is cut: "up" or "mlp.up" for "blocks.3.mlp.up". The longest
-            one counts. Columns are the last dimension (-1, also of a bias), rows and vocabularies the first (0).
-        axis: the name of the axis. On a mesh that has none of that name nothing is split.
+        dims: the end of a leaf's path -> the dimension to split: "up" or "mlp.up" for "blocks.3.mlp.up". The longest
+            match counts. Columns are the last dimension (-1, also of a bias); rows and vocabularies are the first (0).
+        axis: the name of the axis. On a mesh without an axis of this name, nothing is split.
 
     Returns:
         A rule `(path, leaf) -> {axis: dimension}`, or None for other leaves.
 
     Raises:
-        TypeError: if `dims` has other keys than names, or other values than dimensions; or `axis` is no name.
+        TypeError: if `dims` is not a dict from names to dimensions, or `axis` is not a name.
 
     Example:
         >>> import fzero
@@ -66,11 +66,11 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     for name, dim in dims.items():
         if not isinstance(name, str) or not name or not isinstance(dim, int) or isinstance(dim, bool):
             raise TypeError(f"dims: {name!r}: {dim!r}, expected a name of leaves and a dimension, such as 'up': -1")
-    return _ByName(tuple(dims.items()), axis)
+    return _SplitByName(tuple(dims.items()), axis)
 
 
-def named(path: str, table: Mapping[str, T]) -> T | None:
-    """Return what a table has for the longest end of a path that it names; None if it names none."""
+def match_suffix(path: str, table: Mapping[str, T]) -> T | None:
+    """Return the value of the longest end of a path that is a key of the table; None if no end is."""
     parts = path.split(".")
     for i in range(len(parts)):
         if (end := ".".join(parts[i:])) in table:
@@ -78,7 +78,7 @@ def named(path: str, table: Mapping[str, T]) -> T | None:
     return None
 
 
-# The layers of a module that are cut over an axis, by a plan of names.
+# The layers of a module that are split over an axis, by a plan of names.
 
 
 Plan = Mapping[str, str | Style | None]
@@ -88,144 +88,148 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 @dataclass(frozen=True, repr=False)
 class Layers:
-    """The layers of a module that are cut over an axis; made by `tp.layers`.
+    """The layers of a module that are split over an axis; made by `tp.layers`.
 
     Attributes:
         axis: the axis.
-        sequence: whether the residual stream is cut along the sequence.
-        styles: what becomes of each module, by its name.
-        cuts: how each parameter is cut, by its name.
-        sizes: the whole size of the dimension that is cut, by the parameter's name.
-        in_block: whether the module is itself one of the blocks between which the residual stream is cut.
+        sequence: whether the residual stream is split along the sequence.
+        styles: the parallel style of each module, by its name.
+        cuts: how each parameter is split, by its name.
+        sizes: the full size of the dimension that is split, by the parameter's name.
+        in_block: whether the module is itself one of the blocks between which the residual stream is split.
     """
 
     axis: str
     sequence: bool
     styles: Mapping[str, Style]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
     in_block: bool = False
 
     def __repr__(self) -> str:
-        alike: dict[str, set[Style]] = {}
+        styles_by_name: dict[str, set[Style]] = {}
         for name, style in self.styles.items():
-            alike.setdefault(_numbered(name), set()).add(style)
-        names = {name: _numbered(name) if len(alike[_numbered(name)]) == 1 else name for name in self.styles}
+            styles_by_name.setdefault(_numbered(name), set()).add(style)
+        names = {name: _numbered(name) if len(styles_by_name[_numbered(name)]) == 1 else name for name in self.styles}
         rows = {names[name]: style for name, style in self.styles.items()}
         width = max(map(len, rows), default=0)
-        head = f"layers along {self.axis!r}" + (", the residual stream cut along the sequence" if self.sequence else "")
-        return "\n".join([head, *[f"  {name:<{width}}  {style.shown}" for name, style in rows.items()]])
+        head = f"layers along {self.axis!r}" + (", residual stream split along the sequence" if self.sequence else "")
+        return "\n".join([head, *[f"  {name:<{width}}  {style.description}" for name, style in rows.items()]])
 
     def split(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        """Say how a leaf is cut: the rule for `fzero.shard(split=)`.
+        """Return the axis and dimension along which a leaf is split: the rule for `fzero.shard(split=)`.
 
-        It knows the end of a path, so that the parameters may be part of a larger tree.
+        The rule matches the end of a path, so the parameters may be part of a larger tree.
 
         Raises:
-            ValueError: if heads of attention do not divide among the ranks, or the leaf has not the shape that
-                `fzero.nn.functional(module, tp=layers)` gives it. The message names it.
+            ValueError: if attention heads do not divide among the ranks, or the leaf has another shape than
+                `fzero.nn.functional(module, tp=layers)` gives it. The message names the leaf.
         """
-        known = named(path, self.cuts)
-        if known is None or not where_bound(self.axis):
+        param_split = match_suffix(path, self.cuts)
+        if param_split is None or not where_bound(self.axis):
             return None
         n = axis_size(self.axis)
-        if known.heads % n:
-            if known.shared:
+        if param_split.heads % n:
+            if param_split.shared:
                 return None
             raise ValueError(
-                f"leaf {path!r} holds {known.heads} heads, which do not divide by the {n} ranks along {self.axis!r}: "
-                "take another size of the axis, or leave the layers of attention out, plan={'...q_proj': None, ...}"
+                f"leaf {path!r} holds {param_split.heads} heads, which do not divide by the {n} ranks along "
+                f"{self.axis!r}: change the size of the axis, or leave out the attention layers, "
+                "plan={'...q_proj': None, ...}"
             )
-        size = named(path, self.sizes)
-        if known.packed > 1 and (leaf.ndim <= known.along or leaf.shape[known.dim] != known.packed):
+        size = match_suffix(path, self.sizes)
+        if param_split.packed > 1 and (
+            leaf.ndim <= param_split.along or leaf.shape[param_split.dim] != param_split.packed
+        ):
             raise ValueError(
-                f"leaf {path!r} is {list(leaf.shape)}, and {known.packed} matrices lie along dimension {known.dim}: "
-                "train what fzero.nn.functional(module, tp=layers) returns, or layers.unpack(params)"
+                f"leaf {path!r} is {list(leaf.shape)}: expected {param_split.packed} matrices along dimension "
+                f"{param_split.dim}. Train the parameters that fzero.nn.functional(module, tp=layers) returns, or "
+                "layers.unpack(params)"
             )
         if size is not None and size % n:
             raise ValueError(
-                f"leaf {path!r} has {size} along dimension {known.along}, which do not divide by the {n} ranks along "
-                f"{self.axis!r}: pad it (a vocabulary by model.resize_token_embeddings(pad_to_multiple_of={n})), or "
-                f"leave its layer out, plan={{{path.rpartition('.')[0]!r}: None}}"
+                f"leaf {path!r} has {size} along dimension {param_split.along}, which does not divide by the {n} ranks "
+                f"along {self.axis!r}: pad it (a vocabulary by model.resize_token_embeddings(pad_to_multiple_of={n})), "
+                f"or leave its layer out, plan={{{path.rpartition('.')[0]!r}: None}}"
             )
-        return {self.axis: known.along}
+        return {self.axis: param_split.along}
 
     def unpack(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Give each of several matrices in one parameter a dimension of its own: `[.., k m, ..]` to `[.., k, m, ..]`.
+        """Give the matrices within one parameter a dimension of their own: `[.., k m, ..]` to `[.., k, m, ..]`.
 
-        `fzero.nn.functional(module, tp=layers)` does so to what it returns.
+        `fzero.nn.functional(module, tp=layers)` returns parameters in this form.
 
         Args:
-            params: tensors by name, as the module has them.
+            params: tensors by name, in the module's shapes.
         """
         return {name: self.cuts[name].unpack(x) if name in self.cuts else x for name, x in params.items()}
 
     def pack(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo `unpack`: whole parameters as the module has them, for `module.load_state_dict`.
+        """Undo `unpack`: return full parameters in the module's shapes, for `module.load_state_dict`.
 
         Args:
-            params: whole tensors by name, as `step.gather` gives them.
+            params: full tensors by name, as `step.gather` returns them.
         """
         return {name: self.cuts[name].pack(x) if name in self.cuts else x for name, x in params.items()}
 
-    def check_shared(self, given: Any) -> None:
-        """Check that the ranks along the axis are given the same examples.
+    def check_shared(self, inputs: Any) -> None:
+        """Check that the ranks along the axis receive the same examples.
 
         Raises:
-            ValueError: if a tensor is known to differ. The message names it.
+            ValueError: if a tensor is known to differ by rank. The message names the tensor.
         """
 
-        def says(where: str, name: str) -> str:
+        def message(label: str, name: str) -> str:
             return (
-                f"fzero.parallel.tensor: {where} differs by rank along {name!r}, whose ranks have parts of one "
-                f"model, and work on "
+                f"fzero.parallel.tensor: {label} differs by rank along {name!r}. These ranks hold parts of one "
+                f"model, and must receive "
                 "the same examples: split the batch over the data-parallel axes only, mesh.split(batch, step.data_axes)"
             )
 
-        paths, leaves, _ = tree.flatten_with_paths(given)
+        paths, leaves, _ = tree.flatten_with_paths(inputs)
         axes = [lookup(name) for name in where_bound(self.axis)]
-        check_inputs_replicated("what the module is given", [a for a in axes if a.size > 1], paths, leaves, says)
+        check_inputs_replicated("the module's input", [a for a in axes if a.size > 1], paths, leaves, message)
 
 
 def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", *, sequence: bool = False) -> Layers:
-    """List the layers of a module that are cut over an axis: for `fzero.nn.functional(module, tp=layers)`.
+    """List the layers of a module that are split over an axis, for `fzero.nn.functional(module, tp=layers)`.
 
-    Models of transformers carry a plan, `model.tp_plan`; of another module you give one. The module stays as it is.
+    Models of transformers carry a plan, `model.tp_plan`; for another module, pass one. The module is not changed.
 
     Args:
-        module: the module, whole.
-        plan: name of a layer -> its style; `*` stands for a part of a name, such as a number. It goes before a plan of
-            the module's own, and None leaves a layer out. Styles are those of transformers by name: "colwise",
+        module: the full module.
+        plan: name of a layer -> its style; `*` stands for a part of a name, such as a number. Entries override the
+            module's own plan, and None leaves a layer out. Styles are the names of transformers' styles: "colwise",
             "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "packed_colwise",
             "replicated_with_grad_allreduce", "moe_tp_experts"; or `tp.packed` and `tp.divided`.
-        axis: the name of the axis. On a mesh that has none of that name the module runs whole.
-        sequence: whether between the layers of its repeated blocks each rank has a part of the tokens.
+        axis: the name of the axis. On a mesh without an axis of this name, the full module runs.
+        sequence: whether each rank holds only part of the tokens between the layers of the repeated blocks.
 
     Returns:
         `Layers`, whose method `split` is the rule for `fzero.shard(split=)`.
 
     Raises:
-        TypeError: if a layer is none that its style knows.
-        ValueError: if the module carries no plan and none is given, a name of `plan` is no layer's, or a style is
-            unknown. Also if tied parameters are cut in different ways, or no blocks are found for `sequence`.
+        TypeError: if a layer is of a kind that its style does not support.
+        ValueError: if the module carries no plan and none is passed, a name in `plan` matches no layer, or a style is
+            unknown. Also if tied parameters would be split in different ways.
 
     Example:
         >>> import fzero
         >>> from fzero.parallel import tensor as tp
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
-        >>> found = tp.layers(mlp, {"0": "colwise", "2": "rowwise"})
-        >>> found
+        >>> tp_layers = tp.layers(mlp, {"0": "colwise", "2": "rowwise"})
+        >>> tp_layers
         layers along 'tp'
           0  some columns
           2  some rows
-        >>> apply, params, buffers = fzero.nn.functional(mlp, tp=found)
-        >>> fzero.mesh(tp=2).spmd(lambda: [found.split(name, x) for name, x in params.items()])()
+        >>> apply, params, buffers = fzero.nn.functional(mlp, tp=tp_layers)
+        >>> fzero.mesh(tp=2).spmd(lambda: [tp_layers.split(name, x) for name, x in params.items()])()
         [{'tp': 0}, {'tp': 0}, {'tp': 1}, None]
     """
     where_bound(axis)
-    styles, parameters = _resolved(module, plan)
-    _let_ties_follow(module, styles)
-    cuts = _cuts(module, styles, parameters)
+    styles, parameters = _resolve(module, plan)
+    _style_tied_layers(module, styles)
+    cuts = _param_splits(module, styles, parameters)
     sizes = {name: module.get_parameter(name).shape[c.dim] // c.packed for name, c in cuts.items()}
     _check_ties(module, cuts)
     return Layers(axis, sequence, styles, cuts, sizes)
@@ -234,45 +238,45 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
 # ---------------------------------------------------------------- a plan of names
 
 
-def _resolved(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Style], dict[str, str]]:
-    """Return the style of each module, and of each parameter that is named by itself."""
-    own: Plan = getattr(module, "tp_plan", None) or {}
-    if not own and plan is None:
+def _resolve(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, Style], dict[str, str]]:
+    """Return the style of each module, and of each parameter that the plan names itself."""
+    module_plan: Plan = getattr(module, "tp_plan", None) or {}
+    if not module_plan and plan is None:
         raise ValueError(
             f"{type(module).__name__} carries no tp_plan: give one, plan={{'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise'}"
         )
     modules = dict(module.named_modules())
     names = {**modules, **dict(module.named_parameters(remove_duplicate=False))}
-    chosen: dict[str, Any] = {}
-    for given, entries in ((False, own), (True, plan or {})):
+    plan_styles: dict[str, Any] = {}
+    for is_user_plan, entries in ((False, module_plan), (True, plan or {})):
         for pattern, style in entries.items():
-            matched = [name for name in names if _pattern(pattern).fullmatch(name)]
-            if given and not matched:
-                near = ", ".join([repr(name) for name in names if name.endswith(pattern.rpartition(".")[2])][:3])
+            matches = [name for name in names if _pattern(pattern).fullmatch(name)]
+            if is_user_plan and not matches:
+                candidates = ", ".join([repr(name) for name in names if name.endswith(pattern.rpartition(".")[2])][:3])
                 raise ValueError(
                     f"plan: {pattern!r} names no layer of {type(module).__name__}"
-                    + (f": did you mean one of {near}?" if near else "; `*` stands for a part of a name")
+                    + (f": did you mean one of {candidates}?" if candidates else "; `*` stands for a part of a name")
                 )
-            chosen.update(dict.fromkeys(matched, style))
-    if not chosen:
+            plan_styles.update(dict.fromkeys(matches, style))
+    if not plan_styles:
         raise ValueError(
-            f"{type(module).__name__} carries a tp_plan that names none of its layers, as where another module wraps "
-            "them: list the layers of the module inside, or give a plan"
+            f"{type(module).__name__} carries a tp_plan that names none of its layers; another module may wrap them. "
+            "List the layers of the wrapped module, or pass a plan"
         )
-    chosen = {name: chosen[name] for name in names if name in chosen}  # in the module's order
-    styles = {name: _style(name, style) for name, style in chosen.items() if name in modules}
-    parameters = {name: style for name, style in chosen.items() if name not in modules and style is not None}
+    plan_styles = {name: plan_styles[name] for name in names if name in plan_styles}  # in the module's order
+    styles = {name: _style(name, style) for name, style in plan_styles.items() if name in modules}
+    parameters = {name: style for name, style in plan_styles.items() if name not in modules and style is not None}
     return {name: style for name, style in styles.items() if style is not None}, parameters
 
 
 def _numbered(name: str) -> str:
-    """Put `*` in the places of the numbers in a name."""
+    """Replace each number in a name by `*`."""
     return ".".join(["*" if part.isdigit() else part for part in name.split(".")])
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a name of a plan, in which `*` is a part of a name; at the start it is any number of parts."""
+    """Compile a name of a plan. `*` matches one part of a name; at the start it matches any number of parts."""
     start, rest = (r"(?:.+\.)?", text[2:]) if text.startswith("*.") else ("", text)
     return re.compile(start + r"[^.]+".join([re.escape(part) for part in rest.split("*")]))
 
@@ -283,41 +287,43 @@ def _style(name: str, style: Any) -> Style | None:
     if not isinstance(style, str) or style not in NAMED:
         raise ValueError(
             f"layer {name!r} has the style {style!r}, which fzero.parallel.tensor does not know: expected one of "
-            f"{', '.join(NAMED)}, tp.packed or tp.divided; None leaves the layer whole"
+            f"{', '.join(NAMED)}, tp.packed or tp.divided; None leaves the layer replicated"
         )
     return NAMED[style]
 
 
-# ---------------------------------------------------------------- how parameters are cut
+# ---------------------------------------------------------------- the splits of parameters
 
 
-def _cuts(module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapping[str, str]) -> dict[str, Cut]:
-    modules, found = dict(module.named_modules()), {}
+def _param_splits(
+    module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapping[str, str]
+) -> dict[str, ParamSplit]:
+    modules, splits = dict(module.named_modules()), {}
     for name, style in styles.items():
         layer = modules[name]
         parent, _, last = name.rpartition(".")
-        for own, known in layer_cuts(name, style, layer).items():
+        for key, param_split in layer_splits(name, style, layer).items():
             if isinstance(style, ColumnParallel) and not style.gather:
-                size = getattr(layer, own).shape[known.dim] // known.packed
+                size = getattr(layer, key).shape[param_split.dim] // param_split.packed
                 groups = vars(modules[parent]).get("num_key_value_groups", 0) if last in _KEYS_AND_VALUES else 0
-                known = known._replace(heads=heads_of(modules[parent], size), shared=bool(groups))
-            found[f"{name}.{own}".lstrip(".")] = known
+                param_split = param_split._replace(heads=heads_of(modules[parent], size), shared=bool(groups))
+            splits[f"{name}.{key}".lstrip(".")] = param_split
     for name, style in parameters.items():
-        found[name] = parameter_cut(name, style, module.get_parameter(name))
+        splits[name] = parameter_split(name, style, module.get_parameter(name))
     for name in [name for name, style in styles.items() if isinstance(style, Experts)]:
-        for own, _ in modules[name].named_parameters():
-            if f"{name}.{own}" not in found:  # a bias that each rank adds, a norm of partial sums
+        for key, _ in modules[name].named_parameters():
+            if f"{name}.{key}" not in splits:  # such as a bias, which each rank would add, or a norm of partial sums
                 raise ValueError(
-                    f"experts {name!r}: a part of each rank leaves no place for {own!r}, which is not cut: leave them "
-                    "whole, None in the plan for each of their names, and split them over an axis of their own"
+                    f"experts {name!r}: {key!r} is not split, and each rank would apply it to partial sums. Leave "
+                    "the experts out, with None in the plan for each of their names, and split them over another axis"
                 )
-    return found
+    return splits
 
 
-def _let_ties_follow(module: torch.nn.Module, styles: dict[str, Style]) -> None:
-    """Give an embedding, or a linear layer, the style that cuts its weight as another layer's that is the same one."""
-    for places in _tied(module):
-        owners = [place.rpartition(".")[0] for place in places]
+def _style_tied_layers(module: torch.nn.Module, styles: dict[str, Style]) -> None:
+    """Give a matching style to each layer that shares its weight with a split embedding or column-parallel layer."""
+    for names in _tied_names(module):
+        owners = [place.rpartition(".")[0] for place in names]
         if not any(isinstance(styles.get(owner), Embedding | ColumnParallel) for owner in owners):
             continue
         for owner in owners:
@@ -326,47 +332,47 @@ def _let_ties_follow(module: torch.nn.Module, styles: dict[str, Style]) -> None:
                 styles[owner] = Embedding() if is_table else ColumnParallel(gather=True)
 
 
-def _check_ties(module: torch.nn.Module, cuts: Mapping[str, Cut]) -> None:
-    for places in _tied(module):
-        ways = {place: f"along {cuts[place].along}" if place in cuts else "not" for place in places}
-        if len(set(ways.values())) > 1:
+def _check_ties(module: torch.nn.Module, cuts: Mapping[str, ParamSplit]) -> None:
+    for names in _tied_names(module):
+        splits = {place: f"along {cuts[place].along}" if place in cuts else "not" for place in names}
+        if len(set(splits.values())) > 1:
             raise ValueError(
-                f"tied parameters are one, and are to be cut in different ways, {ways}: give them one style"
+                f"tied parameters are one tensor, but would be split in different ways, {splits}: give them one style"
             )
 
 
-def _tied(module: torch.nn.Module) -> list[list[str]]:
-    """List the names of parameters that have several."""
-    places: dict[int, list[str]] = {}
+def _tied_names(module: torch.nn.Module) -> list[list[str]]:
+    """Return the groups of names that stand for one parameter."""
+    names_by_id: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(p), []).append(name)
-    return [names for names in places.values() if len(names) > 1]
+        names_by_id.setdefault(id(p), []).append(name)
+    return [names for names in names_by_id.values() if len(names) > 1]
 
 
-# The layers of a part of a module: of a block, or of all but the blocks.
+# The layers of part of a module: of one block, or of everything outside the blocks.
 
 
 def of_block(layers: Layers, name: str) -> Layers:
-    """Return the layers of a block, named as it names them itself.
+    """Return the layers of one block, by their names within the block.
 
     Args:
-        layers: of the whole module.
-        name: of the block.
+        layers: the layers of the full module.
+        name: the name of the block.
     """
 
-    def own(table: Mapping[str, T]) -> dict[str, T]:
+    def within(table: Mapping[str, T]) -> dict[str, T]:
         return {key.removeprefix(f"{name}."): x for key, x in table.items() if key.startswith(f"{name}.")}
 
-    styles, cuts, sizes = own(layers.styles), own(layers.cuts), own(layers.sizes)
+    styles, cuts, sizes = within(layers.styles), within(layers.cuts), within(layers.sizes)
     return replace(layers, styles=styles, cuts=cuts, sizes=sizes, in_block=True)
 
 
 def outside(layers: Layers, names: Sequence[str]) -> Layers:
-    """Return the layers that lie in none of some blocks. What blocks hand on is cut by who runs these.
+    """Return the layers outside the blocks. The caller splits the values that pass between blocks along the sequence.
 
     Args:
-        layers: of the whole module.
-        names: of the blocks.
+        layers: the layers of the full module.
+        names: the names of the blocks.
     """
     places = tuple([f"{name}." for name in names])
 

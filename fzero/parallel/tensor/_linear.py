@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and the cross entropy of which each rank along an axis holds a part."""
+"""Linear layers, embeddings and the cross entropy, split over the ranks along an axis."""
 
 import math
 from typing import Literal
@@ -12,7 +12,7 @@ from fzero.parallel.tensor._boundaries import along, enter, join, leave
 
 __all__ = ["column", "cross_entropy", "embed", "own_rows", "row"]
 
-# Linear layers and embeddings of which each rank along an axis has a part.
+# Linear layers and embeddings that are split over an axis.
 
 
 def column(
@@ -24,25 +24,25 @@ def column(
     gather: bool = False,
     sequence: bool = False,
 ) -> torch.Tensor:
-    """Multiply by a matrix of which each rank has some columns: `x @ w + b`, of all of which a rank has its own part.
+    """Multiply by a matrix that is split by columns: each rank returns its own columns of `x @ w + b`.
 
-    Split `w` and `b` by their last dimension, or heads of attention by theirs: `tp.split({"qkv": 2})` for
-    `[d, 3, heads, width of a head]`. Where the axis is not bound this is the whole product.
+    Split `w` and `b` along their last dimension, or along the heads of attention: `tp.split({"qkv": 2})` for
+    `[d, 3, heads, head width]`. If the axis is not bound, the result is the full product.
 
     Args:
         x: `[.., d]`, replicated; with `sequence` `[.., t / n, d]`, this rank's part of the tokens.
-        w: `[d, f / n]`, this rank's columns; or with more dimensions `[d, ..]`, of which one is cut.
-        b: `[f / n]`, of the shape of w without d; None for none.
+        w: `[d, f / n]`, this rank's columns; or `[d, ..]` with more dimensions, one of which is split.
+        b: `[f / n]`, or the shape of w without d; None for no bias.
         axis: the name of the axis.
-        gather: whether the ranks' columns are joined, along the last dimension. It saves no memory; a loss needs it
-            not (`tp.cross_entropy`).
-        sequence: whether x is cut along the sequence (see `tp.enter`).
+        gather: whether the ranks' columns are concatenated along the last dimension. This saves no memory, and a loss
+            does not need it (`tp.cross_entropy`).
+        sequence: whether x is split along the sequence (see `tp.enter`).
 
     Returns:
         `[.., f / n]`, which differs by rank; with `gather` `[.., f]`, replicated.
 
     Raises:
-        ValueError: in a simulation, if `w` is equal on all ranks, or x differs by rank.
+        ValueError: in a simulation, if `w` is equal on all ranks, or x differs by rank without `sequence`.
 
     Example:
         >>> from fzero.parallel import tensor as tp
@@ -57,17 +57,17 @@ def column(
 def row(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, axis: str = "tp", *, sequence: bool = False
 ) -> torch.Tensor:
-    """Multiply by a matrix of which each rank has some rows, and sum over the ranks: `x @ w + b`.
+    """Multiply by a matrix that is split by rows, and sum over the ranks: `x @ w + b`.
 
-    Split `w` by its first dimension, and not `b`, which is added once. Where the axis is not bound this is the whole
-    product.
+    Split `w` along its first dimension. Do not split `b`, which is added once. If the axis is not bound, the result is
+    the full product.
 
     Args:
         x: `[.., f / n]`, as `column` returns it.
-        w: `[f / n, d]`, the rows of the same features; or with more dimensions `[.., d]`, as many of x as it has but d.
-        b: `[d]`, replicated; None for none.
+        w: `[f / n, d]`, the rows of the same features; or `[.., d]`, where all but d are the last dimensions of x.
+        b: `[d]`, replicated; None for no bias.
         axis: the name of the axis.
-        sequence: whether each rank is to have a part of the tokens of the result (see `tp.leave`).
+        sequence: whether each rank receives only its part of the result's tokens (see `tp.leave`).
 
     Returns:
         `[.., d]`, replicated; with `sequence` `[.., t / n, d]`, this rank's part of the tokens.
@@ -97,15 +97,16 @@ def _product(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | None
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
-    """Look tokens up in a table of which each rank has some rows: a part of the vocabulary.
+    """Look tokens up in a table whose rows are split: each rank holds part of the vocabulary.
 
-    Split `table` by its first dimension. A rank looks up what it has, and the sum over the ranks has each token's row.
+    Split `table` along its first dimension. Each rank looks tokens up in its own rows, and the results are summed over
+    the ranks.
 
     Args:
         tokens: int64 `[..]`, numbers below n v, replicated.
         table: `[v, d]`, this rank's rows.
-        axis: the name of the axis. Where none of that name is bound the table is whole.
-        sequence: whether each rank is to have a part of the tokens of the result (see `tp.leave`).
+        axis: the name of the axis. If no axis of this name is bound, `table` is the full table.
+        sequence: whether each rank receives only its part of the result's tokens (see `tp.leave`).
 
     Returns:
         `[.., d]`, replicated; nan for a number outside the vocabulary. With `sequence` this rank's part of the tokens.
@@ -124,39 +125,40 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequen
     if not where_bound(axis):
         return F.embedding(tokens, table)
     check_part("embed", table, axis)
-    local, mine, fill = own_rows(tokens, table, axis)
-    return leave(torch.where(mine, F.embedding(local, table), fill), axis, sequence=sequence)
+    local, is_local, fill = own_rows(tokens, table, axis)
+    return leave(torch.where(is_local, F.embedding(local, table), fill), axis, sequence=sequence)
 
 
 def own_rows(tokens: torch.Tensor, table: torch.Tensor, axis: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the rows of a table `[v, d]` that this rank has.
+    """Find the rows of tokens in this rank's part `[v, d]` of a table.
 
     Returns:
-        `(local, mine, fill)`: the number of each token's row in this rank's table, whether it has that row, and the
-        value in its place if not. That is zero, or nan for a token that no rank has. The latter two are `[.., 1]`.
+        `(local, is_local, fill)`: the index of each token's row in this rank's table, whether the rank holds that row,
+        and the value to use if it does not. This value is zero, or nan for a token that no rank holds. The latter two
+        are `[.., 1]`.
     """
     v, n = len(table), axis_size(where_bound(axis))
     local = tokens - axis_index(axis).to(tokens.device) * v
-    known = ((tokens >= 0) & (tokens < v * n)).unsqueeze(-1)
-    fill = torch.where(known, torch.zeros((), dtype=table.dtype, device=table.device), math.nan)
+    is_valid = ((tokens >= 0) & (tokens < v * n)).unsqueeze(-1)
+    fill = torch.where(is_valid, torch.zeros((), dtype=table.dtype, device=table.device), math.nan)
     return local.clamp(0, v - 1), ((local >= 0) & (local < v)).unsqueeze(-1), fill
 
 
 def check_part(name: str, w: torch.Tensor, axis: str) -> None:
-    """Check that ranks have different parts of a weight, as far as types tell: a simulation knows what is equal.
+    """Check that ranks hold different parts of a weight. Only a simulation knows which tensors are equal.
 
     Raises:
-        ValueError: if all have the same.
+        ValueError: if all ranks hold the same weight.
     """
     n = axis_size(where_bound(axis))
     if n > 1 and not may_differ(w, lookup(axis).token):
         raise ValueError(
-            f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, and each is to have its "
+            f"tp.{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
             f"own part: split it, fzero.shard(split=fzero.parallel.tensor.split({{name: dimension}}, axis={axis!r}))"
         )
 
 
-# Cross entropy of logits of which each rank has those of a part of the vocabulary.
+# Cross entropy of logits whose classes are split over the ranks.
 
 
 def cross_entropy(
@@ -168,25 +170,26 @@ def cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Compute the cross entropy of logits whose classes lie on the ranks along an axis, and gather none of them.
+    """Compute the cross entropy of logits whose classes are split over an axis, without gathering the logits.
 
-    What travels is a maximum and two sums for each token. Exact: the numbers of `torch.nn.functional.cross_entropy` of
-    the whole logits, up to the order of sums; and these, where the axis is not bound.
+    Only a maximum and two or three sums are communicated for each token. The result equals that of
+    `torch.nn.functional.cross_entropy` for the full logits, except for the order of sums. If the axis is not bound,
+    the logits are full.
 
     Args:
-        logits: `[.., v / n]`, this rank's classes, as `tp.column` returns them. Half precision is computed, and
-            returned, in float32.
+        logits: `[.., v / n]`, this rank's classes, as `tp.column` returns them. For half precision, the computation
+            and the result are in float32.
         targets: int64 `[..]`: numbers below v.
         axis: the name of the axis.
-        ignore_index: the target that adds nothing, and counts for nothing.
+        ignore_index: the target that is neither added nor counted.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the share of a uniform distribution in the targets, from 0 to 1.
 
     Returns:
-        A 0-d tensor, or `[..]` with "none"; replicated. It is nan where a target is no class.
+        A 0-d tensor, or `[..]` with "none"; replicated. It is nan where a target is not a class.
 
     Raises:
-        ValueError: if the shapes do not fit, or `reduction` or `label_smoothing` is none of its values.
+        ValueError: if the shapes do not match, or `reduction` or `label_smoothing` is invalid.
 
     Example:
         >>> from fzero.parallel import tensor as tp
@@ -204,13 +207,13 @@ def cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
     if not logits.ndim or targets.shape != logits.shape[:-1]:
         raise ValueError(
-            f"targets have the shape {list(targets.shape)}, and logits {list(logits.shape)}: expected a target for "
+            f"targets have the shape {list(targets.shape)}, and logits {list(logits.shape)}: expected one target for "
             "each row of logits"
         )
     x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     v = x.shape[-1] * axis_size(where_bound(axis))
-    total, picked, mean = _sums(x, targets, axis, label_smoothing > 0)
-    nll = total - picked
+    total, target_logits, mean = _sums(x, targets, axis, label_smoothing > 0)
+    nll = total - target_logits
     if mean is not None:
         nll = (1 - label_smoothing) * nll + label_smoothing * (total - mean / v)
     ignored = targets == ignore_index
@@ -224,13 +227,13 @@ def cross_entropy(
 def _sums(
     x: torch.Tensor, targets: torch.Tensor, axis: str, smooth: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return for each row of logits `[.., k]` the logarithm of the sum of exponentials, the target's logit, the sum."""
+    """Return, for each row of logits `[.., k]`: the log of the sum of exponentials, the target's logit, and the sum."""
     k, bound = x.shape[-1], where_bound(axis)
-    # a constant: the result does not depend on it
-    top = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
-    x = x - top.unsqueeze(-1)
+    # Detached, since the result does not depend on the maximum.
+    maximum = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
+    x = x - maximum.unsqueeze(-1)
     local = targets - axis_index(bound).to(targets.device) * k
-    picked = x.gather(-1, local.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
-    picked = torch.where((local >= 0) & (local < k), picked, 0.0)
-    sums = leave(torch.stack([x.exp().sum(-1), picked, *([x.sum(-1)] if smooth else [])]), axis)
+    target_logits = x.gather(-1, local.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
+    target_logits = torch.where((local >= 0) & (local < k), target_logits, 0.0)
+    sums = leave(torch.stack([x.exp().sum(-1), target_logits, *([x.sum(-1)] if smooth else [])]), axis)
     return sums[0].log(), sums[1], sums[2] if smooth else None

@@ -41,7 +41,7 @@ def test_so_are_those_that_a_rule_of_ones_own_splits_over_another_axis():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_an_axis_that_is_none_of_the_datas_is_refused(capacity, simulate):
     """Ranks along ep would send the same tokens, and an expert's gradient would be twice what it is."""
-    with pytest.raises(ValueError, match=r"axis='ep': .*data .*\('dp',\).* say fzero.shard\(axis=\('dp', 'ep'\)\)"):
+    with pytest.raises(ValueError, match=r"axis='ep': .*data .*\('dp',\).* set fzero.shard\(axis=\('dp', 'ep'\)\)"):
         train(moe.split("experts"), capacity, axis="dp", simulate=simulate)
 
 

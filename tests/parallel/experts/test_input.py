@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a bias that is a number": (
         lambda: moe.route(L, 1, bias=0.1),  # pyright: ignore
         TypeError,
-        r"bias=0.1: expected a floating-point tensor \[4\], a number an expert",
+        r"bias=0.1: expected a floating-point tensor \[4\], one number per expert",
     ),
     "a bias of integers": (lambda: moe.route(L, 1, bias=ENDS), TypeError, r"bias is torch.int64 \[2\]: expected a fl"),
     "groups that are a number": (
@@ -71,14 +71,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "logits for a routing": (
         lambda: moe.layer(ffn, P, X, L),  # pyright: ignore
         TypeError,
-        r"routing is torch.float32 \[2, 3, 4\]: expected what fzero.parallel.experts.route returned",
+        r"routing is torch.float32 \[2, 3, 4\]: expected the result of fzero.parallel.experts.route",
     ),
-    "a balance of logits": (lambda: moe.balance_loss(L), TypeError, r"routing is torch.float32 .*: expected what fz"),  # pyright: ignore
-    "a z loss of logits": (lambda: moe.z_loss(L), TypeError, r"routing is torch.float32 .*: expected what fzero"),  # pyright: ignore
+    "a balance of logits": (
+        lambda: moe.balance_loss(L),
+        TypeError,
+        r"routing is torch.float32 .*: expected the result",
+    ),  # pyright: ignore
+    "a z loss of logits": (lambda: moe.z_loss(L), TypeError, r"routing is torch.float32 .*: expected the result"),  # pyright: ignore
     "statistics of nothing": (
         lambda: moe.stats(None),
         TypeError,
-        r"routing is None: expected what fzero.parallel.experts.route",
+        r"routing is None: expected the result of fzero.parallel.experts.route",
     ),  # pyright: ignore
     "a list of tokens": (lambda: moe.layer(ffn, P, [1.0], R), TypeError, r"x is \[1.0\]: expected a floating-point"),  # pyright: ignore
     "experts that return nothing": (
@@ -171,7 +175,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "experts in a list": (
         on_ranks(lambda: moe.split("experts")("experts.0.up", P["up"]), ep=2),
         ValueError,
-        r"leaf 'experts.0.up' is of one expert in a list: .* stack them",
+        r"leaf 'experts.0.up' belongs to one expert in a list, .*: stack them",
     ),
     "no name": (lambda: moe.split(), ValueError, r"names=\(\): expected parts of the paths"),
     "an axis that is no name": (

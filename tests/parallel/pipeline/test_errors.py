@@ -22,7 +22,7 @@ def test_arguments_of_pipeline():
         ({"micro_batches": True}, ValueError, "micro_batches=True"),
         ({"stages": 0}, ValueError, "stages=0"),
         ({"block": None}, TypeError, "block=None: expected a function"),
-        ({"schedule": 3}, TypeError, "schedule=3: expected the name of one, or a table"),
+        ({"schedule": 3}, TypeError, "schedule=3: expected the name of a schedule, or a table"),
         (
             {"depth": (5, -1)},
             ValueError,
@@ -38,10 +38,10 @@ def test_arguments_of_pipeline():
 
 def test_a_table_for_other_counts():
     table = fzero.parallel.schedules.schedule("1f1b", 2, 4)
-    with raises(ValueError, "micro_batches=8, and the schedule '1f1b' has 4"):
+    with raises(ValueError, "micro_batches=8, but the schedule '1f1b' has 4"):
         loss_of(8, schedule=table)
     loss = loss_of(4, schedule=table)
-    with raises(ValueError, "the schedule '1f1b' is for 2 ranks, and the axis 'pp' has 4"):
+    with raises(ValueError, "the schedule '1f1b' is for 2 ranks, but the axis 'pp' has 4"):
         loss.stack(params_of(4), fzero.mesh(pp=4))
 
 
@@ -58,24 +58,22 @@ def test_an_unknown_schedule():
 
 
 def test_depth():
-    with raises(ValueError, "5 blocks on 2 stages: some stages have one more than others, so say depth=5"):
+    with raises(ValueError, "5 blocks on 2 stages: some stages have one more than others. Confirm this with depth=5"):
         loss_of(4).stack(params_of(5), fzero.mesh(pp=2))
-    with raises(ValueError, "depth=6, and the parameters have 5 blocks"):
+    with raises(ValueError, "depth=6, but the parameters have 5 blocks"):
         loss_of(4, depth=6).stack(params_of(5), fzero.mesh(pp=2))
     with raises(ValueError, "expected a number for each of the 2 stages"):
         loss_of(4, depth=(1, 2, 2)).stack(params_of(5), fzero.mesh(pp=2))
 
 
 def test_parameters_without_blocks_or_with_blocks_that_differ():
-    with raises(ValueError, "a list of blocks at 'blocks', and got dict of ['table']"):
+    with raises(ValueError, "a list of blocks at 'blocks', but got dict of ['table']"):
         loss_of(4).stack({"table": torch.ones(1)}, fzero.mesh(pp=2))
-    with raises(ValueError, "a list of blocks at 'blocks', and got list"):
+    with raises(ValueError, "a list of blocks at 'blocks', but got list"):
         loss_of(4).stack([torch.ones(1)], fzero.mesh(pp=2))
     params = params_of(4)
     params["blocks"][2] = {"w": torch.ones(5, 6, dtype=torch.float64), "b": torch.ones(5, dtype=torch.float64)}
-    with raises(
-        ValueError, "blocks[2] leaf 'w' is torch.float64 [5, 6], and that of blocks[0] is torch.float64 [5, 5]"
-    ):
+    with raises(ValueError, "blocks[2] leaf 'w' is torch.float64 [5, 6], but in blocks[0] it is torch.float64 [5, 5]"):
         loss_of(4).stack(params, fzero.mesh(pp=2))
     params["blocks"][1] = {"w": torch.ones(5, 5)}
     with raises(ValueError, "blocks[1] is not like blocks[0]"):
@@ -107,7 +105,7 @@ def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), fzero.mesh(pp=2)), optim.sgd(0.1))
     wrong = {**params, "blocks": params["blocks"][:1]}
-    with raises(ValueError, "the parameters have 1 stacked blocks a rank, and 4 blocks on 2 ranks take 2"):
+    with raises(ValueError, "the parameters have 1 stacked blocks a rank, but 4 blocks on 2 ranks take 2"):
         step(wrong, batch_of(4))
 
 
@@ -115,7 +113,7 @@ def test_parameters_that_are_not_stacked_at_all():
     loss, mesh = loss_of(2), fzero.mesh(pp=2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
     with raises(
-        ValueError, "leaf 'blocks.0.w' is torch.float64 [5, 5], and blocks are stacked by rank, [2, ...]: give"
+        ValueError, "leaf 'blocks.0.w' is torch.float64 [5, 5], but blocks are stacked by rank, [2, ...]: pass"
     ):
         step.init(params_of(4), optim.sgd(0.1))
     with raises(ValueError, "they were stacked for another mesh, or not at all"):
@@ -163,13 +161,13 @@ def test_a_batch_that_differs_between_stages(simulate):
     mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), mesh), optim.sgd(0.1))
-    said = "the batch, leaf 'tokens' differs by rank along 'pp', whose ranks work on one batch: "
-    with raises(ValueError, said + "split it over the others, mesh.split(batch, ('dp',))"):
+    said = "the batch, leaf 'tokens' differs by rank along 'pp', whose ranks share one batch: "
+    with raises(ValueError, said + "split it over the other axes, mesh.split(batch, ('dp',))"):
         step(params, mesh.split(batch_of(16)))
     alone = fzero.mesh(pp=2, simulate=simulate)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, alone, split=loss.split)
     params, _ = step.init(loss.stack(params_of(4), alone), optim.sgd(0.1))
-    with raises(ValueError, said + "give it as it is"):
+    with raises(ValueError, said + "do not split it"):
         step(params, alone.split(batch_of(16)))
 
 
@@ -187,9 +185,9 @@ def test_what_goes_from_stage_to_stage_keeps_its_form(simulate):
         return block(p, x)[..., :4]
 
     mesh = fzero.mesh(pp=2, simulate=simulate)
-    with raises(TypeError, "block returned torch.float64 [2, 4], and was given torch.float64 [2, 5]"):
+    with raises(TypeError, "block returned torch.float64 [2, 4] for an input torch.float64 [2, 5]"):
         trained_on(mesh, 1, loss_of(2, block=narrower), params_of(4), 4)
-    with raises(TypeError, "first returned torch.int64 [2]: expected a floating-point tensor"):
+    with raises(TypeError, "first returned torch.int64 [2]: expected a tree of floating-point tensors"):
         trained_on(mesh, 1, loss_of(2, first=lambda rest, batch: batch["tokens"]), params_of(4), 4)
 
 

@@ -100,7 +100,7 @@ def test_bad_input(simulate):
     batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)
     for said, program in (
         ("for a pipelined loss pass loss.outputs(last)", fzero.evaluate(step, loss)),
-        ("outputs asks last(rest, x, batch) for a tree of tensors [b, ...], of the b examples", None),
+        ("for outputs, last(rest, x, batch) must return a tree of tensors [b, ...], for the b examples", None),
     ):
         program = program or fzero.evaluate(step, loss.outputs())
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):

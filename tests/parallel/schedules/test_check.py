@@ -20,13 +20,13 @@ def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:
         (table("0F0", "1F0 1B0"), "0B0, or 0I0 and 0W0, of rank 0 is missing: the backward pass of stage 0 for"),
         (table("0F0 0I0", "1F0 1B0"), "0W0 of rank 0 is missing: .* micro-batch 0, of which 0I0 is one half"),
         (table("0F0 0W0", "1F0 1B0"), "0I0 of rank 0 is missing: .* of which 0W0 is one half"),
-        (table("0F0 0B0 0W0", "1F0 1B0"), "0B0 is the whole backward pass, and 0W0 stands beside it"),
+        (table("0F0 0B0 0W0", "1F0 1B0"), "0B0 is the full backward pass, but 0W0 is there too"),
         (table("0F0 0B0", "1B0"), "1F0, the forward pass of stage 1 for micro-batch 0, is missing on rank 1"),
         (table("0F0 0B0 0F1 0B1", "1F1 1B1"), "1F0, the forward pass .* is missing"),
         (table("0F0 0B0", "1F0 1B0 1F1 1B1"), "1B1, 1F1: stage 0 runs micro-batches 0 to 0 only"),
-        (table("0F0 0B0 0B0", "1F0 1B0"), "0B0 stands twice"),
-        (table("0F0 0B0 1F0", "1B0"), "rank 0, place 2: 1F0 is of a stage that rank 1 holds"),
-        (table("0F0 0B0", "1F0 1B0 2F0"), "rank 1, place 2: 2F0 is of a stage without a rank; home has 2"),
+        (table("0F0 0B0 0B0", "1F0 1B0"), "0B0 appears twice"),
+        (table("0F0 0B0 1F0", "1B0"), "rank 0, position 2: 1F0 has a stage that rank 1 holds"),
+        (table("0F0 0B0", "1F0 1B0 2F0"), "rank 1, position 2: 2F0 has a stage without a rank; home has 2"),
         (table("0F0 0B0", "1F0 1B0", home=(0, 2)), r"home\[1\]=2: expected the rank that holds it, 0 to 1"),
         (table("0F0 0B0", "", home=(0,)), "rank 1 holds no stage"),
         (table("", "1F0 1B0"), "stage 0 runs no micro-batch forward"),
@@ -38,7 +38,7 @@ def table(*rows: str, home: tuple[int, ...] | None = None) -> Schedule:
         (table("0F0 0W0 0I0", home=(0,)), "rank 0 waits with 0W0 for the gradient that stage 0 sends back"),
         (
             table("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"),
-            "nothing can go on: rank 0 waits with 0B0 for the gradient that stage 1 sends back for micro-batch 0; "
+            "no rank can continue: rank 0 waits with 0B0 for the gradient that stage 1 sends back for micro-batch 0; "
             "rank 1 waits with 1F1 for the output of stage 0 for micro-batch 1",
         ),
     ],
@@ -49,7 +49,7 @@ def test_a_wrong_table_is_refused_in_words(wrong, words):
 
 
 def test_what_is_no_action_is_refused():
-    with pytest.raises(ValueError, match=r"rank 0, place 0: '0F0' is no Action; Schedule.parse reads texts"):
+    with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; Schedule.parse reads texts"):
         check(Schedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
     for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
         with pytest.raises(ValueError, match="expected one of F, B, I, W, a stage and a micro-batch"):
@@ -88,18 +88,18 @@ def test_an_action_before_one_that_it_needs_is_refused(made, data):
     assume(pairs)
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
-    with pytest.raises(ValueError, match="nothing can go on"):
+    with pytest.raises(ValueError, match="no rank can continue"):
         check(edited(made, rank, row))
 
 
 def test_a_schedule_that_cannot_be_run_has_no_timing_and_prints_its_rows_and_the_reason():
     wrong = table("0B0 0F0", home=(0,))
-    with pytest.raises(ValueError, match="nothing can go on"):
+    with pytest.raises(ValueError, match="no rank can continue"):
         wrong.timing()
-    with pytest.raises(ValueError, match="nothing can go on"):
+    with pytest.raises(ValueError, match="no rank can continue"):
         wrong.plot()
-    assert str(wrong).splitlines()[:2] == ["wrong: it cannot be run", "rank 0  0B0 0F0"]
-    assert "nothing can go on" in str(wrong)
+    assert str(wrong).splitlines()[:2] == ["wrong: it cannot run", "rank 0  0B0 0F0"]
+    assert "no rank can continue" in str(wrong)
 
 
 def test_whole_and_halved_backward_passes_may_stand_in_one_table():

@@ -92,7 +92,7 @@ def test_overlapped_actions_stand_one_after_the_other():
         ("0F0,0B", "rank 0, cell 1, '0B'"),
         ("(0F0;0Q0)OVERLAP_F_B", "'(0F0;0Q0)OVERLAP_F_B'".replace("(", r"\(").replace(")", r"\)")),
         ("0F0\n0B0", "stage 0 has actions on ranks 0 and 1: 0B0"),
-        ("0F0,0B0\n2F0,2B0", r"stage 1 has no actions, and the table has stages \[0, 2\]"),
+        ("0F0,0B0\n2F0,2B0", r"stage 1 has no actions, but the table has stages \[0, 2\]"),
         ({0: ["0F0"], 2: ["1F0"]}, r"rows of \[0, 2\]: expected ranks 0 to 1"),
         ("0F0", "schedule 'mine': 0B0, or 0I0 and 0W0"),
         ("", "schedule 'mine': it has 0 ranks and 0 stages"),

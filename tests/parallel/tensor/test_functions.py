@@ -145,7 +145,10 @@ def test_a_step_that_averages_over_the_axis_is_refused(simulate, sequence):
     """Its ranks have one batch, and gradients of parts would be divided by their number, and summed over none."""
     mesh, opt = fzero.mesh(tp=2, simulate=simulate), optim.sgd(0.1)
     step = fzero.shard(train_step_for(loss_for(sequence), opt), stage=0, mesh=mesh, split=tp.split(DIMS))
-    with pytest.raises(ValueError, match=r"step averages over it, .* alone, axis='dp' of fzero.mesh\(dp=1, tp=2\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"step averages over it, .*: name only .*, axis='dp' of fzero.mesh\(dp=1, tp=2\)",
+    ):
         step(*step.init(params_of(), opt), batch_of())
 
 
@@ -173,10 +176,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "an odd sequence": (
         lambda: fzero.mesh(tp=2).spmd(lambda x: PerRank(tp.leave(x, sequence=True)))(PerRank(normal(2, 3, 4))),
         ValueError,
-        r"dimension 0 of a tensor \[3, 4\] is to be cut in 2 equal parts along 'tp'",
+        r"dimension 0 of a tensor \[3, 4\] is split into 2 equal parts along 'tp'",
     ),
     "an odd cut": (lambda: fzero.mesh(tp=2).spmd(tp.cut)(normal(3, 4)), ValueError, "pad the sequences"),
-    "packed": (lambda: tp.packed(0), ValueError, "count=0: expected how many"),
+    "packed": (lambda: tp.packed(0), ValueError, "count=0: expected the number of matrices"),
     "divided": (lambda: tp.divided(), ValueError, "expected names of attributes"),
 }
 

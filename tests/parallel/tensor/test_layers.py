@@ -137,7 +137,7 @@ def test_unpack_and_pack_are_inverses():
     layers = tp.layers(module, {"0.qkv": tp.packed(3)})
     params = dict(module.named_parameters())
     assert_trees_close(layers.pack(layers.unpack(params)), params)
-    with pytest.raises(ValueError, match=r"0.qkv.weight' is \[24, 6\], and 3 matrices lie along dimension 0"):
+    with pytest.raises(ValueError, match=r"0.qkv.weight' is \[24, 6\]: expected 3 matrices along dimension 0"):
         fzero.mesh(tp=2).spmd(lambda: layers.split("0.qkv.weight", params["0.qkv.weight"]))()
 
 
@@ -146,7 +146,7 @@ def test_parameters_that_are_not_cut_are_refused():
     module = Mlp().double()
     apply, params, buffers = fzero.nn.functional(module, tp=tp.layers(module, PLAN))
     with pytest.raises(
-        ValueError, match=r"parameter 'gate.weight' is \[8, 6\], and of the 8 along dimension 0 each of"
+        ValueError, match=r"parameter 'gate.weight' is \[8, 6\]: of the 8 along dimension 0, each of the 2 ranks"
     ):
         MESH.spmd(lambda p: apply(p, buffers, X)[0])(params)
 
@@ -165,7 +165,7 @@ def test_the_table_shows_what_becomes_of_each_layer():
     assert shown.splitlines() == [
         "layers along 'tp'",
         "  *.gate  some columns, joined",
-        "  *.mid   some rows, of an input that is cut",
+        "  *.mid   some rows, of an input that is split",
         "  *.up    some columns",
         "  *.down  some rows",
     ]
@@ -196,8 +196,8 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a forward pass of its own": (nn.Sequential(Own(2, 2)), {"0": "colwise"}, TypeError, "layer '0' is a Own with"),
     "an embedding's style": (Mlp(), {"up": "embedding_rowwise"}, TypeError, "is for a torch.nn.Embedding"),
     "an option": (TABLE, {"0": "embedding_rowwise"}, ValueError, "max_norm"),
-    "ties": (Twice(), {"a": "colwise", "b": "rowwise"}, ValueError, "to be cut in different ways"),
-    "experts with a bias": (Mlp(), {"up": "moe_tp_experts", "up.weight": "colwise"}, ValueError, "no place for 'bias'"),
+    "ties": (Twice(), {"a": "colwise", "b": "rowwise"}, ValueError, "would be split in different ways"),
+    "experts with a bias": (Mlp(), {"up": "moe_tp_experts", "up.weight": "colwise"}, ValueError, "'bias' is not split"),
     "a parameter's style": (
         Mlp(),
         {"up.weight": "embedding_rowwise"},
@@ -279,7 +279,7 @@ def test_of_a_block_each_child_works_on_the_tokens_that_it_needs(simulate):
     layers = tp.layers(module, {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, sequence=True)
     mesh = fzero.mesh(dp=1, tp=2, simulate=simulate)
     assert_trees_close(trained(module, layers, x, mesh), trained(module, None, x))
-    with pytest.raises(ValueError, match=r"dimension 1 of a tensor \[2, 3, 6\] is to be cut in 2 equal parts"):
+    with pytest.raises(ValueError, match=r"dimension 1 of a tensor \[2, 3, 6\] is split into 2 equal parts"):
         trained(module, layers, x[:, :3], mesh)
 
 
@@ -307,7 +307,7 @@ def test_ranks_that_are_given_different_examples_are_refused(simulate):
     train_step = train_step_for(lambda p, x: apply(p, buffers, x)[0].mean(), OPT)
     step = fzero.shard(train_step, 0, mesh, axis="dp", split=layers.split)
     state = step.init(params, OPT)
-    said = r"what the module is given, leaf '0' differs by rank along 'tp'.*mesh\.split\(batch, step\.data_axes\)"
+    said = r"the module's input, leaf '0' differs by rank along 'tp'.*mesh\.split\(batch, step\.data_axes\)"
     with pytest.raises(ValueError, match=said):
         step(*state, mesh.split(X))
     step(*state, mesh.split(X, "dp"))
@@ -321,6 +321,6 @@ def test_ranks_of_a_pipeline_that_are_given_different_examples_are_refused(simul
     step = fzero.shard(train_step_for(loss, OPT), 0, mesh, axis="pp", split=loss.split)
     params, _ = step.init(loss.stack(params, mesh), OPT)
     grads_of = step.program(fzero.value_and_grad(loss, reduce="weighted"))
-    with pytest.raises(ValueError, match="what the module is given differs by rank along 'tp'"):
+    with pytest.raises(ValueError, match="the module's input differs by rank along 'tp'"):
         grads_of(params, mesh.split(X, "tp"))
     grads_of(params, X)
