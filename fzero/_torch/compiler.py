@@ -8,8 +8,9 @@ import functools
 import importlib
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,8 @@ def pickled(graphs: Sequence[Described]) -> bytes:
     """
     from torch._inductor import config
 
-    how = (config.save_config(), _settings())
+    with _without_warnings_of_settings():
+        how = (config.save_config(), _settings())
     described = [(_lines(graph), _forms(fakes), _forms(made)) for graph, fakes, made in graphs]
     return pickle.dumps((how, described))
 
@@ -132,7 +134,8 @@ def unpickled(data: bytes) -> list[Callable[[], Described]]:
     from torch._inductor import config
 
     (inductors, settings), described = pickle.loads(data)
-    config.load_config(inductors)
+    with _without_warnings_of_settings():
+        config.load_config(inductors)
     _set(settings)
 
     def make(lines: list[_Line], *forms: Any) -> Described:
@@ -141,6 +144,14 @@ def unpickled(data: bytes) -> list[Callable[[], Described]]:
         return _graph(lines), fakes, made
 
     return [functools.partial(make, *one) for one in described]
+
+
+@contextmanager
+def _without_warnings_of_settings() -> Iterator[None]:
+    """Silence torch 2.15, which warns of its own deprecated settings where all of them are copied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -18,7 +18,10 @@ __all__ = ["Table", "in_cells", "rows_of"]
 Table = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
 
 # which messages there are follows from the order, and when ZeRO gathers and reduces is the stage's business
-LEFT_OUT = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+LEFT_OUT = (  # torch 2.15 writes its waits, too
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+    *("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"),
+)
 CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
